@@ -1,0 +1,61 @@
+# What people and CI run. Every target sets up .venv first when it is missing or out of date.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BUF_VERSION := 1.75.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-exact test-slow lint format proto proto-lint proto-baseline clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+
+setup: $(STAMP) ## install the exact environment of constraints.txt into .venv
+
+# --no-deps: constraints.txt names every package there is to install. It leaves out what nixl would
+# pull in for CUDA 13 and torch for any CUDA; both work on a CPU without.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	$(PIP) --requirement constraints.txt
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+demo: $(STAMP) ## a whole cluster on this machine, and what it saves
+	$(BIN)/isthmus demo
+
+test: $(STAMP) ## the default tests: no GPU, no network, no download
+	$(BIN)/python -m pytest -q -n 2
+
+test-exact: $(STAMP) ## many random cases against exact oracles; minutes
+	$(BIN)/python -m pytest -q -n 2 -m exact
+
+test-slow: $(STAMP) ## real processes over minutes
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(STAMP) ## style, types, import floors, generated code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+format: $(STAMP) ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+proto: $(STAMP) ## write services/wire/ from proto/
+	$(BIN)/python proto/generate.py
+
+proto-lint: ## lint the protos; refuse changes that break what is deployed (needs npm)
+	@BUF_VERSION=$(BUF_VERSION) .ci/buf lint
+	@BUF_VERSION=$(BUF_VERSION) .ci/buf breaking --against baseline.binpb
+
+proto-baseline: ## take today's protos as what is deployed: after a release, or a break that is meant
+	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Isthmus: the router, prefill and decode services and what they stand on."""

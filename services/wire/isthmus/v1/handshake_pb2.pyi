@@ -1,0 +1,184 @@
+from . import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HitKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HIT_KIND_UNSPECIFIED: _ClassVar[HitKind]
+    HIT_KIND_NONE: _ClassVar[HitKind]
+    HIT_KIND_PARTIAL: _ClassVar[HitKind]
+    HIT_KIND_FULL: _ClassVar[HitKind]
+HIT_KIND_UNSPECIFIED: HitKind
+HIT_KIND_NONE: HitKind
+HIT_KIND_PARTIAL: HitKind
+HIT_KIND_FULL: HitKind
+
+class HandshakeMessage(_message.Message):
+    __slots__ = ("hello", "ticket", "status", "abort", "abort_ack", "renew")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    ticket: KvTicket
+    status: Status
+    abort: Abort
+    abort_ack: AbortAck
+    renew: RenewLease
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ticket: _Optional[_Union[KvTicket, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    rank: _common_pb2.RankId
+    layout: KvLayout
+    agent_metadata: bytes
+    memory: PoolMemory
+    transport: str
+    monotonic_s: float
+    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("page_size", "page_bytes", "model_fingerprint", "tp_size", "groups")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_bytes: int
+    model_fingerprint: int
+    tp_size: int
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
+    def __init__(self, page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., model_fingerprint: _Optional[int] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
+
+class KvGroup(_message.Message):
+    __slots__ = ("kind", "layer_ids", "num_kv_heads", "head_dim", "dtype")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[KvGroup.Kind]
+        KIND_FULL_ATTENTION: _ClassVar[KvGroup.Kind]
+        KIND_SLIDING_WINDOW: _ClassVar[KvGroup.Kind]
+        KIND_RECURRENT: _ClassVar[KvGroup.Kind]
+    KIND_UNSPECIFIED: KvGroup.Kind
+    KIND_FULL_ATTENTION: KvGroup.Kind
+    KIND_SLIDING_WINDOW: KvGroup.Kind
+    KIND_RECURRENT: KvGroup.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    kind: KvGroup.Kind
+    layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    def __init__(self, kind: _Optional[_Union[KvGroup.Kind, str]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class PoolMemory(_message.Message):
+    __slots__ = ("base_address", "num_pages", "kind", "device_id")
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    base_address: int
+    num_pages: int
+    kind: str
+    device_id: int
+    def __init__(self, base_address: _Optional[int] = ..., num_pages: _Optional[int] = ..., kind: _Optional[str] = ..., device_id: _Optional[int] = ...) -> None: ...
+
+class PageRun(_message.Message):
+    __slots__ = ("first_page", "num_pages")
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    first_page: int
+    num_pages: int
+    def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+
+class KvTicket(_message.Message):
+    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "state_slots", "aux_slot", "write_until_s")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    AUX_SLOT_FIELD_NUMBER: _ClassVar[int]
+    WRITE_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    prefill_generation: int
+    prompt_len: int
+    decode_prefix_len: int
+    runs: _containers.RepeatedCompositeFieldContainer[PageRun]
+    state_slots: _containers.RepeatedScalarFieldContainer[int]
+    aux_slot: int
+    write_until_s: float
+    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., state_slots: _Optional[_Iterable[int]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
+
+class RenewLease(_message.Message):
+    __slots__ = ("room", "write_until_s")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    WRITE_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    write_until_s: float
+    def __init__(self, room: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Status.State]
+        STATE_ACCEPTED: _ClassVar[Status.State]
+        STATE_REFUSED: _ClassVar[Status.State]
+        STATE_RENEGOTIATE: _ClassVar[Status.State]
+        STATE_LANDED: _ClassVar[Status.State]
+        STATE_FAILED: _ClassVar[Status.State]
+    STATE_UNSPECIFIED: Status.State
+    STATE_ACCEPTED: Status.State
+    STATE_REFUSED: Status.State
+    STATE_RENEGOTIATE: Status.State
+    STATE_LANDED: Status.State
+    STATE_FAILED: Status.State
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    state: Status.State
+    reason: str
+    start: int
+    bytes_moved: int
+    hit: HitKind
+    descriptors: int
+    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("room",)
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    def __init__(self, room: _Optional[int] = ...) -> None: ...
+
+class AbortAck(_message.Message):
+    __slots__ = ("room",)
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    def __init__(self, room: _Optional[int] = ...) -> None: ...

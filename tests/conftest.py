@@ -1,0 +1,29 @@
+"""Settings of all tests, and the fixtures that several folders share."""
+
+import asyncio
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from services.index.etcd_server import EmbeddedEtcd
+
+pytest_plugins = ["mutations"]
+
+# No verdict by the clock: on a busy machine a slow example is not a wrong one.
+settings.register_profile("isthmus", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("isthmus")
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory):
+    """One etcd for all cluster tests of a process; each test is a cluster of its own in it."""
+    with asyncio.Runner() as runner:
+        server = EmbeddedEtcd(tmp_path_factory.mktemp("etcd"))
+        runner.run(server.start())
+        yield server.endpoint
+        runner.run(server.stop())
+
+
+@pytest.fixture
+def cluster_name(request):
+    return "".join(c if c.isalnum() else "-" for c in request.node.name)

@@ -1,0 +1,373 @@
+"""Values survive the wire: to protobuf, to bytes, and back; what can never be right is refused by name."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.errors import InvalidRequest, ProtocolError
+from services.kv.types import (
+    Generation,
+    GroupKind,
+    KvGroup,
+    KvLayout,
+    KvTicket,
+    PageBooks,
+    PageRun,
+    Plan,
+    PoolMemory,
+    RankAddress,
+    RankId,
+    RankLoad,
+    Rendezvous,
+    Role,
+    Room,
+)
+from services.request import (
+    Admitted,
+    FinishReason,
+    GenerationRequest,
+    Output,
+    PrefillResult,
+    SamplingParams,
+    StartCommand,
+    TokenLogprobs,
+)
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import common_pb2, decode_pb2, handshake_pb2, prefill_pb2
+
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+seconds = st.floats(0, 1e9)
+names = st.text(min_size=1, max_size=12)
+ids = st.lists(uint32, max_size=8).map(tuple)
+
+
+def float32(low: float, high: float, **kwargs: bool) -> st.SearchStrategy[float]:
+    return st.floats(low, high, width=32, **kwargs)
+
+
+ranks = st.builds(RankId, names, uint32, uint64.map(Generation))
+addresses = st.builds(RankAddress, ranks, names)
+rendezvous = st.builds(Rendezvous, uint64.map(Room), ranks, ranks)
+runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
+groups = st.builds(KvGroup, st.sampled_from(GroupKind), ids, uint32, uint32, names)
+layouts = st.builds(
+    KvLayout,
+    page_size=st.integers(1, 2**32 - 1),
+    page_bytes=st.integers(1, 2**64 - 1),
+    model_fingerprint=uint64,
+    tp_size=st.integers(1, 2**32 - 1),
+    groups=st.lists(groups, max_size=3).map(tuple),
+)
+memories = st.builds(PoolMemory, uint64, st.integers(1, 2**32 - 1), st.sampled_from(["DRAM", "VRAM"]), uint32)
+tickets = st.builds(
+    KvTicket,
+    room=uint64.map(Room),
+    prefill_generation=uint64.map(Generation),
+    prompt_len=uint32,
+    decode_prefix_len=uint32,
+    runs=st.lists(runs, max_size=4).map(tuple),
+    write_until_s=seconds,
+    state_slots=ids,
+    aux_slot=st.none() | uint32,
+)
+# The wire adds locked and private pages up, so only books without locked pages come back the same.
+books = st.builds(PageBooks, uint32, uint32, uint32, st.just(0), uint32, uint32)
+loads = st.builds(RankLoad, uint32, uint32, uint64, books, seconds, seconds, st.booleans())
+
+max_tokens_and_min = st.one_of(
+    st.tuples(st.none(), st.integers(0, 2**31 - 1)),
+    st.integers(1, 2**31 - 1).flatmap(lambda most: st.tuples(st.just(most), st.integers(0, most))),
+)
+samplings = st.builds(
+    lambda limits, **fields: SamplingParams(max_tokens=limits[0], min_tokens=limits[1], **fields),
+    max_tokens_and_min,
+    temperature=float32(0, 100),
+    top_p=float32(0, 1, exclude_min=True),
+    top_k=uint32,
+    min_p=float32(0, 1),
+    seed=uint64,
+    stop=st.lists(names, max_size=4).map(tuple),
+    stop_token_ids=ids,
+    ignore_eos=st.booleans(),
+    frequency_penalty=float32(-2, 2),
+    presence_penalty=float32(-2, 2),
+    repetition_penalty=float32(0, 100, exclude_min=True),
+    logprobs=st.none() | st.integers(0, 20),
+)
+logprob_values = st.floats(max_value=0, allow_nan=False, width=32)
+logprobs = st.builds(
+    TokenLogprobs, uint32, logprob_values, st.lists(st.tuples(uint32, logprob_values), max_size=3).map(tuple)
+)
+requests = st.builds(
+    GenerationRequest,
+    request_id=names,
+    prompt_ids=ids,
+    sampling=samplings,
+    output_ids_so_far=ids,
+    cache_salt=st.text(max_size=8),
+    priority=st.integers(-(2**31), 2**31 - 1),
+    plan=st.sampled_from(Plan),
+    eos_token_ids=ids,
+)
+commands = st.builds(
+    StartCommand,
+    requests,
+    addresses,
+    st.none() | st.floats(1e-9, 1e9),
+    st.text(max_size=8),
+)
+admissions = st.builds(
+    Admitted,
+    *[uint32] * 4,
+    *[uint64] * 2,
+    *[seconds] * 4,
+    st.sampled_from(Plan),
+)
+outputs = st.builds(
+    Output,
+    ids,
+    st.lists(logprobs, max_size=3).map(tuple),
+    st.none() | admissions,
+    st.none() | st.sampled_from(FinishReason),
+)
+prefill_results = st.builds(
+    PrefillResult, uint32, st.none() | logprobs, uint32, uint32, uint64, seconds, seconds
+)
+
+
+def over_the_wire(pb: Message) -> Message:
+    return type(pb).FromString(pb.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("noun", "values"),
+    [
+        ("rank_id", ranks),
+        ("address", addresses),
+        ("rendezvous", rendezvous),
+        ("run", runs),
+        ("layout", layouts),
+        ("memory", memories),
+        ("ticket", tickets),
+        ("load", loads),
+    ],
+)
+def test_kv_values_round_trip(noun, values):
+    to_proto, from_proto = getattr(convert, f"{noun}_to_proto"), getattr(convert, f"{noun}_from_proto")
+
+    @given(values)
+    def check(value):
+        assert from_proto(over_the_wire(to_proto(value))) == value
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("noun", "values"),
+    [
+        ("sampling", samplings),
+        ("logprobs", logprobs),
+        ("admitted", admissions),
+        ("prefill_result", prefill_results),
+    ],
+)
+def test_request_values_round_trip(noun, values):
+    to_proto = getattr(convert_request, f"{noun}_to_proto")
+    from_proto = getattr(convert_request, f"{noun}_from_proto")
+
+    @given(values)
+    def check(value):
+        assert from_proto(over_the_wire(to_proto(value))) == value
+
+    check()
+
+
+@given(st.lists(runs, max_size=4).map(tuple))
+def test_runs_round_trip(value):
+    assert convert.runs_from_proto(convert.runs_to_proto(value)) == value
+
+
+@pytest.mark.parametrize("plan", Plan)
+def test_plan_round_trips(plan):
+    assert convert.plan_from_proto(convert.plan_to_proto(plan)) is plan
+
+
+@pytest.mark.parametrize("role", Role)
+def test_role_round_trips(role):
+    assert convert.role_from_proto(convert.role_to_proto(role)) is role
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_finish_reason_round_trips(reason):
+    number = convert_request.finish_reason_to_proto(reason)
+    assert convert_request.finish_reason_from_proto(number) is reason
+
+
+@given(commands, uint64)
+def test_start_round_trips(command, generation):
+    pb = over_the_wire(convert_request.start_to_proto(command, Generation(generation)))
+    assert pb.decode_generation == generation
+    assert convert_request.start_from_proto(pb) == command
+
+
+@given(names, outputs)
+def test_output_round_trips(request_id, output):
+    pb = over_the_wire(convert_request.output_to_proto(request_id, output))
+    assert pb.request_id == request_id
+    assert convert_request.output_from_proto(pb) == output
+
+
+@given(requests, rendezvous, st.text(max_size=8))
+def test_prefill_request_round_trips(request, meeting, traceparent):
+    pb = over_the_wire(convert_request.prefill_request_to_proto(request, meeting, traceparent))
+    assert tuple(pb.prompt_ids) == request.all_ids
+    assert pb.traceparent == traceparent
+    assert convert_request.prefill_request_from_proto(pb) == (replace(request, plan=Plan.REMOTE), meeting)
+
+
+def test_locked_pages_are_counted_as_used():
+    load = RankLoad(books=PageBooks(total=10, free=1, cached=2, locked=3, private=4, quarantined=0))
+    pb = convert.load_to_proto(load)
+    assert pb.used_pages == 7
+    assert convert.load_from_proto(pb).books.balanced
+
+
+def test_an_unset_sampling_field_takes_its_default():
+    assert convert_request.sampling_from_proto(common_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_a_set_zero_is_not_an_unset_field():
+    pb = common_pb2.SamplingParams(temperature=0, logprobs=0)
+    sampling = convert_request.sampling_from_proto(pb)
+    assert sampling.temperature == 0
+    assert sampling.logprobs == 0
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -0.5),
+        ("top_p", math.nan),
+        ("top_p", 0),
+        ("min_p", math.nan),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("frequency_penalty", math.nan),
+        ("presence_penalty", -math.inf),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.nan),
+        ("logprobs", 21),
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name(field_name, value):
+    pb = common_pb2.SamplingParams(**{field_name: value})
+    with pytest.raises(InvalidRequest, match=field_name):
+        convert_request.sampling_from_proto(pb)
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [
+        ("top_k", 2**32),
+        ("max_tokens", 2**31),
+        ("stop_token_ids", (-1,)),
+        ("stop", ("\ud800",)),
+    ],
+)
+def test_sampling_that_does_not_fit_the_wire_is_refused_by_name(field_name, value):
+    with pytest.raises(InvalidRequest, match=field_name):
+        convert_request.sampling_to_proto(SamplingParams(**{field_name: value}))
+
+
+RANK = RankId("w", 0, Generation(7))
+RANK_PB = convert.rank_id_to_proto(RANK)
+LAYOUT = KvLayout(64, 4096, 1, 1, (KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 8, "float32"),))
+TICKET = KvTicket(Room(1), Generation(7), 64, 0, (PageRun(3, 1),), 1.0)
+
+
+def changed(pb: Message, **fields: object) -> Message:
+    for name, value in fields.items():
+        setattr(pb, name, value)
+    return pb
+
+
+@pytest.mark.parametrize("name", ["page_size", "page_bytes", "tp_size"])
+def test_a_layout_without_sizes_is_refused(name):
+    with pytest.raises(ProtocolError, match=name):
+        convert.layout_from_proto(changed(convert.layout_to_proto(LAYOUT), **{name: 0}))
+
+
+@pytest.mark.parametrize("kind", [0, 99])
+def test_a_layout_of_unknown_groups_is_refused(kind):
+    pb = convert.layout_to_proto(LAYOUT)
+    pb.groups[0].kind = kind
+    with pytest.raises(ProtocolError, match="kind"):
+        convert.layout_from_proto(pb)
+
+
+@pytest.mark.parametrize("number", [0, 99])
+@pytest.mark.parametrize(
+    "from_proto",
+    [convert.plan_from_proto, convert.role_from_proto, convert_request.finish_reason_from_proto],
+)
+def test_an_unknown_enum_value_is_refused(from_proto, number):
+    with pytest.raises(ProtocolError, match=str(number)):
+        from_proto(number)
+
+
+@pytest.mark.parametrize("until", [math.nan, math.inf])
+def test_a_ticket_whose_lease_is_no_time_is_refused(until):
+    with pytest.raises(ProtocolError, match="write_until_s"):
+        convert.ticket_from_proto(changed(convert.ticket_to_proto(TICKET), write_until_s=until))
+
+
+def test_an_empty_run_is_refused():
+    with pytest.raises(ProtocolError, match="num_pages"):
+        convert.run_from_proto(handshake_pb2.PageRun(first_page=1))
+
+
+@pytest.mark.parametrize(
+    ("from_proto", "pb"),
+    [
+        (convert.rank_id_from_proto, common_pb2.RankId()),
+        (convert.address_from_proto, common_pb2.RankAddress(endpoint="h:1")),
+        (convert.address_from_proto, common_pb2.RankAddress(id=RANK_PB)),
+        (convert.rendezvous_from_proto, prefill_pb2.Rendezvous(room=1, decode=RANK_PB)),
+        (convert.memory_from_proto, handshake_pb2.PoolMemory(num_pages=0, kind="DRAM")),
+        (convert.memory_from_proto, handshake_pb2.PoolMemory(num_pages=1, kind="DISK")),
+        (convert.load_from_proto, common_pb2.RankLoad(step_s=math.nan)),
+        (convert_request.logprobs_from_proto, common_pb2.TokenLogprobs()),
+        (convert_request.admitted_from_proto, decode_pb2.Admitted(plan=1, transfer_s=math.inf)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r")),
+        (convert_request.start_from_proto, decode_pb2.Start(plan=common_pb2.PLAN_LOCAL)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=common_pb2.PLAN_REMOTE)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=2, timeout_s=-1)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=2, timeout_s=math.nan)),
+        (
+            convert_request.prefill_request_from_proto,
+            prefill_pb2.PrefillRequest(request_id="r", prompt_ids=[1], num_output_ids=2),
+        ),
+        (
+            convert_request.output_from_proto,
+            decode_pb2.RequestOutput(request_id="r", error=decode_pb2.RequestError(code=13)),
+        ),
+    ],
+)
+def test_what_can_never_be_right_is_refused(from_proto, pb):
+    with pytest.raises(ProtocolError):
+        from_proto(pb)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -3.0])
+def test_a_deadline_that_has_passed_does_not_become_none(timeout_s):
+    request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
+    pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
+    assert 0 < convert_request.start_from_proto(pb).timeout_s < 1e-6
