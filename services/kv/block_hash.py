@@ -1,0 +1,65 @@
+"""Names of index blocks: a 64-bit XXH3 chain over token ids, equal in every process of the cluster.
+
+    local[i] = xxh3_64(tokens of block i, packed as little-endian u32, seed)
+    seq[0]   = local[0]
+    seq[i]   = xxh3_64(seq[i-1] as 8 bytes little-endian + local[i] likewise, seed)
+
+So seq[i] names the block together with all that comes before it, within the seed's scope. The bytes
+are fixed by SCHEME: whoever changes them changes its name.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from struct import Struct
+
+from xxhash import xxh3_64_intdigest
+
+from services.kv.types import BlockHash
+
+SCHEME = "xxh3-64/1"
+TOKEN_BYTES = 4
+
+_LINK = Struct("<QQ")
+_LENGTH = Struct("<Q")
+
+
+def scope_seed(model: str, cache_salt: str = "", lora: str = "") -> int:
+    """The 64-bit seed of one (model, salt, LoRA); sequences of two scopes share no hash."""
+    # With lengths in front, ("ab", "c") and ("a", "bc") differ.
+    fields = (text.encode() for text in (model, cache_salt, lora))
+    return xxh3_64_intdigest(b"".join(_LENGTH.pack(len(field)) + field for field in fields))
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Little-endian u32, TOKEN_BYTES each. Raises OverflowError for an id outside of 32 bits."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def extend_packed(parent: BlockHash | None, packed_block: bytes | memoryview, seed: int) -> BlockHash:
+    """The sequence hash of the block of packed tokens that follows `parent` (None: the first one)."""
+    local = xxh3_64_intdigest(packed_block, seed)
+    if parent is None:
+        return BlockHash(local)
+    return BlockHash(xxh3_64_intdigest(_LINK.pack(parent, local), seed))
+
+
+def extend_hash(parent: BlockHash | None, block_token_ids: Sequence[int], seed: int) -> BlockHash:
+    """The sequence hash of the block that follows `parent` (None: the first block)."""
+    return extend_packed(parent, pack_tokens(block_token_ids), seed)
+
+
+def sequence_hashes(token_ids: Sequence[int], index_block: int, seed: int) -> list[BlockHash]:
+    """One sequence hash per full block of `index_block` tokens; a partly filled last block has none."""
+    num_tokens = len(token_ids) // index_block * index_block
+    packed = memoryview(pack_tokens(token_ids[:num_tokens]))
+    block_bytes = index_block * TOKEN_BYTES
+    hashes: list[BlockHash] = []
+    parent: BlockHash | None = None
+    for start in range(0, len(packed), block_bytes):
+        parent = extend_packed(parent, packed[start : start + block_bytes], seed)
+        hashes.append(parent)
+    return hashes

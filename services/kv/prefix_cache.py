@@ -1,0 +1,280 @@
+"""The one owner of a rank's pages, and what one sequence holds of them.
+
+    page:      free --extend--> private --publish--> locked --close--> cached --evicted--> free
+                                  |  \\                  \\<--open (matched)--/
+                            close |   \\--quarantine--> quarantined --end_quarantine--> free
+                                  v
+                                free
+
+    sequence:  open --> extend, publish (any number of times) --> close
+                                                              \\-> quarantine --> end_quarantine
+
+Rule 1: every page is in exactly one of these places; `check` walks them all.
+Rule 2: a published page is never written again; a page still written to is never published.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.errors import ProtocolError
+from services.kv.page_allocator import PageAllocator
+from services.kv.radix_tree import Node, RadixTree
+from services.kv.transfer_plan import pages_of
+from services.kv.types import CacheEvents, PageBooks, PageId
+
+
+class Hold(Enum):
+    OPEN = "open"
+    QUARANTINED = "quarantined"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SequencePages:
+    """One sequence's hold on the pool. Everybody may read it; only PrefixCache writes it.
+
+    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size). Once the sequence is no
+    longer open, the table is empty.
+    """
+
+    pages: list[PageId]
+    prefix_len: int  # tokens matched when opened, a multiple of page_size
+    node: Node | None  # the deepest tree node held; None where there is no cache
+    num_published: int  # leading pages whose content is in the tree, on the path down to `node`
+    # Private pages among the published ones: the tree had their content already, on other pages.
+    duplicates: list[PageId] = field(default_factory=list)
+    hold: Hold = Hold.OPEN
+    quarantined: list[PageId] = field(default_factory=list)
+
+    @property
+    def num_private(self) -> int:
+        return len(self.duplicates) + len(self.pages) - self.num_published
+
+    @property
+    def private_pages(self) -> list[PageId]:
+        return self.duplicates + self.pages[self.num_published :]
+
+    def __repr__(self) -> str:
+        return (
+            f"SequencePages({self.hold.value} pages={len(self.pages)} prefix_len={self.prefix_len} "
+            f"published={self.num_published} private={self.num_private} quarantined={len(self.quarantined)})"
+        )
+
+
+class PrefixCache:
+    """Allocator, radix tree and quarantine of one pool.
+
+    With `enabled` False nothing is ever matched or published; the pages are lent all the same.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, index_block: int, model: str, enabled: bool = True
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.enabled = enabled
+        self._allocator = PageAllocator(num_pages)
+        self._tree = RadixTree(page_size, index_block, model)
+        self._sequences: set[SequencePages] = set()  # open or quarantined
+        self._private_pages = 0
+        self._quarantined_pages = 0
+
+    def __repr__(self) -> str:
+        return f"PrefixCache({self.books()} open={self.num_open})"
+
+    @property
+    def num_open(self) -> int:
+        """Sequences neither closed nor in quarantine."""
+        return sum(sequence.hold is Hold.OPEN for sequence in self._sequences)
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that `extend` could lend now: free and evictable."""
+        return self._allocator.free_pages + self._tree.cached_pages
+
+    def open(self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None) -> SequencePages:
+        """Begin a sequence on the longest cached prefix of `ids`, in whole pages, and lock it.
+
+        At most `max_prefix_tokens` are matched, rounded down to whole pages.
+        """
+        if self.enabled:
+            sequence = self._open_matched(ids, salt, max_prefix_tokens)
+        else:
+            sequence = SequencePages(pages=[], prefix_len=0, node=None, num_published=0)
+        self._sequences.add(sequence)
+        return sequence
+
+    def match_len(self, ids: Sequence[int], salt: str) -> int:
+        """Tokens of `ids` that are cached, in whole pages; neither locks nor counts as a use."""
+        return self._tree.match_len(ids, salt)
+
+    def extend(self, sequence: SequencePages, num_pages: int) -> bool:
+        """Append private pages to the table, evicting what must go.
+
+        False, and nothing changed, when fewer are available.
+        """
+        self._require(sequence, Hold.OPEN, "extend")
+        if num_pages > self.available_pages:
+            return False
+        self._evict(num_pages - self._allocator.free_pages)
+        sequence.pages.extend(self._allocator.allocate(num_pages))
+        self._private_pages += num_pages
+        return True
+
+    def publish(self, sequence: SequencePages, ids: Sequence[int]) -> None:
+        """Put the full pages of `ids` into the tree, held by the sequence.
+
+        `ids` are all tokens whose KV is in the sequence's pages so far, from position 0. Calls may
+        repeat with growing ids; each costs only what is new. Pages whose content the tree had already
+        stay private until the end, for they may be the source of a transfer. The table stays as it is.
+
+        Raises:
+            ProtocolError: there are more tokens than pages to hold them.
+        """
+        self._require(sequence, Hold.OPEN, "publish")
+        if len(ids) > len(sequence.pages) * self.page_size:
+            raise ProtocolError(f"{len(ids)} tokens cannot be in the pages of {sequence}")
+        first, end = sequence.num_published, len(ids) // self.page_size
+        if sequence.node is None or end <= first:
+            return
+        tail = ids[first * self.page_size : end * self.page_size]
+        inserted = self._tree.insert(sequence.node, tail, sequence.pages[first:end])
+        self._tree.lock(inserted.node)
+        self._tree.unlock(sequence.node)
+        sequence.node = inserted.node
+        sequence.num_published = end
+        sequence.duplicates += inserted.duplicates
+        self._private_pages -= len(inserted.taken)
+
+    def close(self, sequence: SequencePages) -> None:
+        """Give everything back: published pages stay cached, private ones are free.
+
+        Raises:
+            ProtocolError: the sequence is not open.
+        """
+        self._require(sequence, Hold.OPEN, "close")
+        self._allocator.free(self._let_go(sequence))
+        self._end(sequence)
+
+    def quarantine(self, sequence: SequencePages) -> None:
+        """Give the sequence up while a writer may still write its private pages.
+
+        Raises:
+            ProtocolError: the sequence is not open.
+        """
+        self._require(sequence, Hold.OPEN, "quarantine")
+        sequence.quarantined = self._let_go(sequence)
+        sequence.hold = Hold.QUARANTINED
+        self._quarantined_pages += len(sequence.quarantined)
+
+    def end_quarantine(self, sequence: SequencePages) -> None:
+        """Free the quarantined pages: the writer is known to have stopped.
+
+        Raises:
+            ProtocolError: the sequence is not in quarantine.
+        """
+        self._require(sequence, Hold.QUARANTINED, "end the quarantine of")
+        self._allocator.free(sequence.quarantined)
+        self._quarantined_pages -= len(sequence.quarantined)
+        sequence.quarantined = []
+        self._end(sequence)
+
+    def clear(self) -> None:
+        """Evict every page that nobody holds."""
+        self._evict(self._tree.cached_pages)
+
+    def take_events(self) -> CacheEvents:
+        """What the tree gained and lost, in index blocks, since last asked."""
+        return self._tree.take_events()
+
+    def books(self) -> PageBooks:
+        """From the running counts; O(1)."""
+        return PageBooks(
+            total=self.num_pages,
+            free=self._allocator.free_pages,
+            cached=self._tree.cached_pages,
+            locked=self._tree.locked_pages,
+            private=self._private_pages,
+            quarantined=self._quarantined_pages,
+        )
+
+    def check(self) -> PageBooks:
+        """Walk every page, node and sequence, and return the books.
+
+        Raises:
+            AssertionError: a page is in two places or in none, a lock or a count is wrong.
+        """
+        self._tree.check(
+            Counter(
+                sequence.node for sequence in self._sequences if sequence.node and sequence.hold is Hold.OPEN
+            )
+        )
+        free = pages_of(self._allocator.free_runs())
+        in_tree = [node.page for node in self._tree.nodes()]
+        private = [page for sequence in self._sequences for page in sequence.private_pages]
+        quarantined = [page for sequence in self._sequences for page in sequence.quarantined]
+        self._check_places(free + in_tree + private + quarantined)
+        for sequence in self._sequences:
+            _check_table(sequence)
+        books = self.books()
+        walked = (len(free), len(private), len(quarantined))
+        counted = (books.free, books.private, books.quarantined)
+        assert walked == counted, f"free, private, quarantined: walked {walked}, counted {counted}"
+        assert books.balanced, f"the books do not balance: {books}"
+        return books
+
+    def _open_matched(self, ids: Sequence[int], salt: str, max_tokens: int | None) -> SequencePages:
+        max_pages = None if max_tokens is None else max_tokens // self.page_size
+        match = self._tree.match(ids, salt, max_pages)
+        self._tree.lock(match.node)
+        return SequencePages(
+            pages=match.pages,
+            prefix_len=len(match.pages) * self.page_size,
+            node=match.node,
+            num_published=len(match.pages),
+        )
+
+    def _let_go(self, sequence: SequencePages) -> list[PageId]:
+        """Unlock what the sequence holds of the tree, empty its table, return its private pages."""
+        if sequence.node is not None:
+            self._tree.unlock(sequence.node)
+        private = sequence.private_pages
+        self._private_pages -= len(private)
+        sequence.node = None
+        sequence.num_published = 0
+        sequence.pages.clear()
+        sequence.duplicates.clear()
+        return private
+
+    def _end(self, sequence: SequencePages) -> None:
+        sequence.hold = Hold.CLOSED
+        self._sequences.remove(sequence)
+
+    def _evict(self, num_pages: int) -> None:
+        self._allocator.free(self._tree.evict(num_pages))
+
+    def _require(self, sequence: SequencePages, hold: Hold, verb: str) -> None:
+        if sequence not in self._sequences or sequence.hold is not hold:
+            raise ProtocolError(f"cannot {verb} {sequence}")
+
+    def _check_places(self, pages: list[PageId]) -> None:
+        places = Counter(pages)
+        lost = [page for page in range(self.num_pages) if places[PageId(page)] == 0]
+        doubled = [page for page, count in places.items() if count > 1]
+        foreign = [page for page in places if not 0 <= page < self.num_pages]
+        assert not (lost or doubled or foreign), (
+            f"pages lost {lost}, in two places {doubled}, foreign {foreign}"
+        )
+
+
+def _check_table(sequence: SequencePages) -> None:
+    """Every published page of the table is on the path that the sequence holds, or its own duplicate."""
+    duplicates = set(sequence.duplicates)
+    node = sequence.node
+    for page in reversed(sequence.pages[: sequence.num_published]):
+        assert node is not None, f"{sequence} published more than it holds"
+        assert page == node.page or page in duplicates, f"{sequence}: page {page} is not held"
+        node = node.parent
+    assert node is None or node.parent is None, f"{sequence} holds more than it published"

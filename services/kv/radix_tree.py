@@ -1,0 +1,299 @@
+"""What a pool has cached, as a tree of token pages per cache salt.
+
+A node is one page: its key is the page's tokens, its path from the root the whole prefix. A cached page
+lives so:
+
+    insert --> cached <==> locked          lock and unlock: by sequences that read it
+                 |
+               evict --> given back        least recently used leaf first, never a locked one
+
+Rule 1: a locked node's ancestors are locked. So an unlocked node has no locked descendant, and every
+        unlocked page can be evicted, leaf upward.
+Rule 2: a use of a node is a use of its ancestors, yet only the deepest node of a path is stamped. That is
+        enough: the leaf that goes was the oldest, so a parent with an older stamp than its own last leaf
+        is the next to go, as it would be with the leaf's stamp.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from services.errors import ConfigError, ProtocolError
+from services.kv.block_hash import extend_packed, pack_tokens, scope_seed
+from services.kv.types import BlockHash, CacheEvents, PageId
+
+_NO_PAGE = PageId(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Sequences that may share pages."""
+
+    salt: str
+    seed: int  # of the block hashes
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """One page of a prefix, or a scope's root (parent None, no page). Written by RadixTree only."""
+
+    scope: Scope
+    parent: "Node | None" = None
+    key: bytes = b""  # the page's tokens, packed
+    page: PageId = _NO_PAGE
+    depth: int = 0  # pages from the root down to here, this one included
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+    holders: int = 0  # locks of which this is the deepest node
+    locked_children: int = 0
+    last_use: int = 0  # as the deepest node of a path, see Rule 2
+    queued: bool = False  # stands in the eviction heap
+    block_hash: BlockHash | None = None  # set where an index block is complete
+
+    @property
+    def locked(self) -> bool:
+        return self.holders > 0 or self.locked_children > 0
+
+    def __repr__(self) -> str:
+        return f"Node(page={self.page} depth={self.depth} holders={self.holders} last_use={self.last_use})"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The deepest node that matched (the root where nothing did) and the pages down to it."""
+
+    node: Node
+    pages: list[PageId]
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """`taken` belong to the tree now; for `duplicates` it had the same content and left them alone."""
+
+    node: Node
+    taken: list[PageId]
+    duplicates: list[PageId]
+
+
+class RadixTree:
+    """Owns the page ids inserted, until `evict` returns them."""
+
+    def __init__(self, page_size: int, index_block: int, model: str) -> None:
+        if page_size < 1 or index_block < 1 or index_block % page_size:
+            raise ConfigError(f"index block {index_block} must be a multiple of page size {page_size}")
+        self.page_size = page_size
+        self._pages_per_block = index_block // page_size
+        self._model = model
+        self._roots: dict[str, Node] = {}  # no idle ones: a root has children or is locked
+        self._clock = 0
+        self._cached_pages = 0
+        self._locked_pages = 0
+        # (last use when pushed, page, node). Holds every unlocked leaf once; an entry may be out of
+        # date (used since, locked, grown), which is put right when it is popped.
+        self._leaves: list[tuple[int, PageId, Node]] = []
+        self._events: dict[BlockHash, bool] = {}  # True stored, False removed, since last taken
+
+    def __repr__(self) -> str:
+        return f"RadixTree(cached={self._cached_pages} locked={self._locked_pages} salts={len(self._roots)})"
+
+    @property
+    def cached_pages(self) -> int:
+        """Unlocked; all of them can be evicted."""
+        return self._cached_pages
+
+    @property
+    def locked_pages(self) -> int:
+        return self._locked_pages
+
+    def root(self, salt: str) -> Node:
+        """The scope's root. It may be forgotten while it has neither children nor a lock."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(Scope(salt, scope_seed(self._model, salt)))
+        return root
+
+    def match(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Match:
+        """The longest cached prefix of `ids` in whole pages; counts as a use of it."""
+        root = self.root(salt)
+        path = list(self._descend(root, ids, max_pages))
+        deepest = path[-1] if path else root
+        self._use(deepest)
+        return Match(deepest, [node.page for node in path])
+
+    def match_len(self, ids: Sequence[int], salt: str) -> int:
+        """Tokens of the longest cached prefix; not a use."""
+        root = self._roots.get(salt)
+        num_pages = 0 if root is None else sum(1 for _ in self._descend(root, ids, None))
+        return num_pages * self.page_size
+
+    def insert(self, under: Node, ids: Sequence[int], pages: Sequence[PageId]) -> Inserted:
+        """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use.
+
+        Raises:
+            ProtocolError: `ids` do not fill `pages` exactly.
+        """
+        if len(ids) != len(pages) * self.page_size:
+            raise ProtocolError(f"{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}")
+        node, taken, duplicates = under, [], []
+        for key, page in zip(self._keys(ids), pages, strict=True):
+            child = node.children.get(key)
+            if child is None:
+                node = self._add(node, key, page)
+                taken.append(page)
+            else:
+                node = child
+                duplicates.append(page)
+        self._use(node)
+        self._queue_if_evictable(node)
+        return Inserted(node, taken, duplicates)
+
+    def lock(self, node: Node) -> None:
+        """Hold the path down to `node`. O(1) below a path that is locked already, else O(depth)."""
+        newly_locked = not node.locked
+        node.holders += 1
+        while newly_locked and node.parent is not None:
+            self._cached_pages -= 1
+            self._locked_pages += 1
+            node = node.parent
+            newly_locked = not node.locked
+            node.locked_children += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock(node)`; counts as a use.
+
+        Raises:
+            ProtocolError: nobody holds `node`.
+        """
+        if node.holders == 0:
+            raise ProtocolError(f"{node} is unlocked more often than locked")
+        node.holders -= 1
+        self._use(node)
+        while not node.locked and node.parent is not None:
+            self._cached_pages += 1
+            self._locked_pages -= 1
+            self._queue_if_evictable(node)
+            node = node.parent
+            node.locked_children -= 1
+        self._forget_idle_root(node)
+
+    def evict(self, num_pages: int) -> list[PageId]:
+        """Remove up to `num_pages` unlocked pages, least recently used first, and give them back."""
+        pages: list[PageId] = []
+        while len(pages) < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
+            self._remove(leaf)
+            pages.append(leaf.page)
+        return pages
+
+    def take_events(self) -> CacheEvents:
+        """What was stored and removed since last asked, parents stored before their children."""
+        events, self._events = self._events, {}
+        return CacheEvents(
+            stored=tuple(block for block, stored in events.items() if stored),
+            removed=tuple(block for block, stored in events.items() if not stored),
+        )
+
+    def nodes(self) -> Iterator[Node]:
+        """Every page's node, parents first; roots are left out."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    def check(self, holders: Mapping[Node, int]) -> None:
+        """Walk everything; `holders` says how many locks each node should have.
+
+        Raises:
+            AssertionError: what is wrong, and with which node.
+        """
+        queued = {node for _, _, node in self._leaves}
+        assert len(queued) == len(self._leaves), "a node stands in the eviction heap twice"
+        num_locked = num_cached = 0
+        for node in self.nodes():
+            num_locked += node.locked
+            num_cached += not node.locked
+            assert node.queued == (node in queued), f"{node} is wrong about standing in the heap"
+            assert node.queued or node.locked or node.children, f"{node} can never be evicted"
+            self._check_node(node, holders.get(node, 0))
+        for salt, root in self._roots.items():
+            assert root.children or root.locked, f"the root of salt {salt!r} is idle"
+            self._check_node(root, holders.get(root, 0))
+        assert (num_cached, num_locked) == (self._cached_pages, self._locked_pages), f"{self} counted wrong"
+
+    def _check_node(self, node: Node, holders: int) -> None:
+        locked_children = sum(child.locked for child in node.children.values())
+        assert node.holders == holders, f"{node} should have {holders} holders"
+        assert node.locked_children == locked_children, f"{node} has {locked_children} locked children"
+
+    def _keys(self, ids: Sequence[int], max_pages: int | None = None) -> Iterator[bytes]:
+        num_pages = len(ids) // self.page_size
+        if max_pages is not None:
+            num_pages = min(num_pages, max_pages)
+        # Packed page by page: a match that ends early costs no more than what it matched.
+        for start in range(0, num_pages * self.page_size, self.page_size):
+            yield pack_tokens(ids[start : start + self.page_size])
+
+    def _descend(self, node: Node, ids: Sequence[int], max_pages: int | None) -> Iterator[Node]:
+        for key in self._keys(ids, max_pages):
+            child = node.children.get(key)
+            if child is None:
+                return
+            yield child
+            node = child
+
+    def _add(self, parent: Node, key: bytes, page: PageId) -> Node:
+        node = Node(parent.scope, parent, key, page, parent.depth + 1)
+        parent.children[key] = node
+        self._cached_pages += 1
+        if node.depth % self._pages_per_block == 0:
+            node.block_hash = self._hash_block_ending_at(node)
+            self._record(node.block_hash, stored=True)
+        return node
+
+    def _hash_block_ending_at(self, node: Node) -> BlockHash:
+        keys: list[bytes] = []
+        last_of_parent_block: Node | None = node
+        while last_of_parent_block is not None and len(keys) < self._pages_per_block:
+            keys.append(last_of_parent_block.key)
+            last_of_parent_block = last_of_parent_block.parent
+        assert last_of_parent_block is not None, "a complete block lies below the root"
+        packed_block = b"".join(reversed(keys))
+        return extend_packed(last_of_parent_block.block_hash, packed_block, node.scope.seed)
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None, "a root is never evicted"
+        del parent.children[leaf.key]
+        self._cached_pages -= 1
+        if leaf.block_hash is not None:
+            self._record(leaf.block_hash, stored=False)
+        self._queue_if_evictable(parent)
+        self._forget_idle_root(parent)
+
+    def _record(self, block: BlockHash, *, stored: bool) -> None:
+        if self._events.get(block, stored) != stored:
+            del self._events[block]  # the opposite had not been taken yet: the two cancel out
+        else:
+            self._events[block] = stored
+
+    def _use(self, node: Node) -> None:
+        self._clock += 1
+        node.last_use = self._clock
+
+    def _queue_if_evictable(self, node: Node) -> None:
+        if node.parent is not None and not (node.queued or node.locked or node.children):
+            node.queued = True
+            heappush(self._leaves, (node.last_use, node.page, node))
+
+    def _pop_oldest_leaf(self) -> Node | None:
+        while self._leaves:
+            last_use, _, node = heappop(self._leaves)
+            node.queued = False
+            if last_use == node.last_use and not node.locked and not node.children:
+                return node
+            self._queue_if_evictable(node)  # at its present last use
+        return None
+
+    def _forget_idle_root(self, node: Node) -> None:
+        if node.parent is None and not node.children and not node.locked:
+            self._roots.pop(node.scope.salt, None)
