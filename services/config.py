@@ -1,0 +1,203 @@
+"""Read a service's settings from command-line flags, and write them back as flags.
+
+A frozen dataclass is the only list of a service's settings: `page_size: int = setting(64, "...")` is
+`--page-size=64`. A chart passes its values through as flags, a supervisor passes its own on with
+`to_flags`. Flags, not environment variables: Kubernetes injects <SERVICE>_PORT=tcp://... into every
+pod of a namespace, and would answer for us.
+
+A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these
+or None (`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=`
+is the empty tuple). Of a flag that is no tuple and is given again, the last one counts.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from services.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def setting(default: Any = MISSING, help: str = "") -> Any:
+    """A dataclass field with the sentence that `--help` shows; required when it has no default."""
+    return field(default=default, metadata={"help": help})
+
+
+def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
+    """Build the dataclass `cls` from `argv` (default: sys.argv[1:]), then from its own defaults.
+
+    Raises:
+        SystemExit: 2, when a flag is unknown, missing or unreadable, or when `cls` refused the
+            values with ConfigError; stderr has one sentence that says which. 0, for --help.
+    """
+    flags = _flags_of(cls)
+    parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
+    for flag in flags:
+        parser.add_argument(flag.text, dest=flag.name, action="append", **flag.help_arguments())
+    given = {name: texts for name, texts in vars(parser.parse_args(argv)).items() if texts}
+    try:
+        return cls(**{flag.name: flag.read(given[flag.name]) for flag in flags if flag.name in given})
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def to_flags(config: Any) -> list[str]:
+    """The flags from which `load` makes an equal `config`; settings at their default are left out.
+
+    Raises:
+        ConfigError: a value cannot be said as a flag (a comma in a tuple's string, say).
+    """
+    values = [(flag, getattr(config, flag.name)) for flag in _flags_of(type(config))]
+    return [text for flag, value in values if value != flag.default for text in flag.write(value)]
+
+
+@contextmanager
+def refusing(prog: str) -> Iterator[None]:
+    """Turn ConfigError into one sentence on stderr and exit code EX_CONFIG (78).
+
+    A supervisor reads that code as "starting it again will not help".
+    """
+    try:
+        yield
+    except ConfigError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(os.EX_CONFIG)
+
+
+class _Parser(argparse.ArgumentParser):
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As in argparse, but a value that is `--` stays one (`--name=--`): before 3.13 it is dropped."""
+        if action.option_strings and arg_strings == ["--"]:
+            return "--"
+        return super()._get_values(action, arg_strings)
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, without the usage: with thirty flags nobody would find the sentence."""
+        self.exit(2, f"{self.prog}: {message} (--help lists every flag)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """How one value is read and written; `read` raises ValueError, `expected` completes "expected ..."."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
+    expected: str
+    metavar: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    name: str
+    scalar: _Scalar
+    optional: bool
+    repeated: bool
+    default: Any  # MISSING: required
+    help: str
+
+    @property
+    def text(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def help_arguments(self) -> dict[str, Any]:
+        required = self.default is MISSING
+        default = "required" if required else f"default: {', '.join(self._texts(self.default)) or 'none'}"
+        text = f"{self.help} ({default})".strip()
+        return {"required": required, "metavar": self.scalar.metavar, "help": text.replace("%", "%%")}
+
+    def read(self, texts: Sequence[str]) -> Any:
+        """Raises ConfigError naming the flag."""
+        if self.repeated:
+            return tuple(self._read_one(item) for text in texts for item in text.split(",") if item)
+        if self.optional and not texts[-1]:
+            return None
+        return self._read_one(texts[-1])
+
+    def _read_one(self, text: str) -> Any:
+        try:
+            return self.scalar.read(text)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{self.text}: expected {self.scalar.expected}, got {text!r}") from None
+
+    def write(self, value: Any) -> list[str]:
+        texts = self._texts(value) or [""]
+        if self.read(texts) != value:
+            raise ConfigError(f"{self.text} cannot say {value!r}")
+        return [f"{self.text}={text}" for text in texts]
+
+    def _texts(self, value: Any) -> list[str]:
+        if value is None:
+            return []
+        return [self.scalar.write(item) for item in (value if self.repeated else (value,))]
+
+
+def _flags_of(cls: type) -> list[_Flag]:
+    hints = get_type_hints(cls)
+    return [_flag(member, hints[member.name]) for member in fields(cls) if member.init]
+
+
+def _flag(member: Field[Any], hint: Any) -> _Flag:
+    optional, hint = _without_none(hint)
+    repeated = get_origin(hint) is tuple
+    default = member.default
+    if member.default_factory is not MISSING:
+        default = member.default_factory()
+    return _Flag(
+        name=member.name,
+        scalar=_scalar(get_args(hint)[0] if repeated else hint),
+        optional=optional,
+        repeated=repeated,
+        default=default,
+        help=member.metadata.get("help", ""),
+    )
+
+
+def _without_none(hint: Any) -> tuple[bool, Any]:
+    """Whether `hint` is `X | None`, and X; or `hint` itself."""
+    if get_origin(hint) not in (Union, UnionType):
+        return False, hint
+    others = [member for member in get_args(hint) if member is not NoneType]
+    if len(others) != 1 or get_origin(others[0]) is tuple:
+        raise TypeError(f"a setting cannot be {hint}")
+    return True, others[0]
+
+
+def _scalar(hint: Any) -> _Scalar:
+    if get_origin(hint) is Literal:
+        return _choice({str(value): value for value in get_args(hint)})
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _choice({str(member.value): member for member in hint})
+    if hint not in _SCALARS:
+        raise TypeError(f"a setting cannot be {hint}")
+    return _SCALARS[hint]
+
+
+def _choice(values: dict[str, Any]) -> _Scalar:
+    names = {value: name for name, value in values.items()}
+    return _Scalar(values.__getitem__, names.__getitem__, "one of " + ", ".join(values), "|".join(values))
+
+
+def _read_number(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError("not a number")
+    return value
+
+
+_BOOLS = {"true": True, "false": False}
+_SCALARS: dict[type, _Scalar] = {
+    str: _Scalar(str, str, "text", "TEXT"),
+    int: _Scalar(int, str, "whole number", "N"),
+    float: _Scalar(_read_number, repr, "number", "NUMBER"),
+    bool: _choice(_BOOLS),
+    Path: _Scalar(Path, str, "path", "PATH"),
+}

@@ -1,0 +1,366 @@
+"""gRPC plumbing on grpc.aio: errors to status and back, channels, servers, deadlines.
+
+    handler raises NoCapacity --> interceptor: RESOURCE_EXHAUSTED, the sentence, isthmus-error: NoCapacity
+                                    ~~~ the wire ~~~
+    caller inside `renaming()` <-- NoCapacity again; a failure of gRPC's own is named by its code
+
+One server's life: open_server (bound, SERVING) --> set_serving as often as needed --> serve_until_stopped
+(NOT_SERVING, drained, then stopped with what is left of the grace).
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.errors import (
+    Aborted,
+    AlreadyRunning,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    NotFound,
+    PeerFailed,
+    ProtocolError,
+    StaleGeneration,
+    Unavailable,
+    root_cause,
+)
+from services.wire.isthmus.v1 import decode_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+ERROR_KEY = "isthmus-error"  # trailing metadata: the name of the class that was raised
+# gRPC drops a status whose metadata passes 8 KiB; a character may take three bytes there.
+_MAX_DETAILS_BYTES = 2000
+_INTERNAL = "internal error; the server's log has it"
+
+_STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    AlreadyRunning: grpc.StatusCode.ALREADY_EXISTS,
+    NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    PeerFailed: grpc.StatusCode.UNAVAILABLE,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Aborted: grpc.StatusCode.CANCELLED,
+    ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+_BY_NAME: dict[str, type[IsthmusError]] = {error.__name__: error for error in _STATUS}
+# For a status that came without the name: the peer's gRPC library made it, or it is no peer of ours.
+_BY_STATUS: dict[grpc.StatusCode, type[IsthmusError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: NoCapacity,
+    grpc.StatusCode.FAILED_PRECONDITION: StaleGeneration,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Aborted,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
+}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status an error travels as; INTERNAL for one that we did not raise on purpose."""
+    for cls in type(error).__mro__:
+        if cls in _STATUS:
+            return _STATUS[cls]
+    return grpc.StatusCode.INTERNAL
+
+
+def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:
+    """The error that the peer raised, or the one that says what to do about a failure of gRPC's."""
+    details = error.details() or error.code().name
+    name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
+    if name in _BY_NAME:
+        return _BY_NAME[name](details)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return InvalidRequest(f"the message is too large: {details}")
+    return _BY_STATUS.get(error.code(), PeerFailed)(details)
+
+
+@contextlib.contextmanager
+def renaming() -> Iterator[None]:
+    """Around a call to a peer: its AioRpcError becomes our error."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from(error) from error
+
+
+def error_from_request(pb: decode_pb2.RequestError) -> IsthmusError:
+    """What a RequestError on the Attach stream says.
+
+    PeerFailed: another prefill rank may do. Unavailable: this decode rank failed, use another.
+    """
+    if pb.peer_failed:
+        return PeerFailed(pb.message)
+    code = _CODES.get(pb.code, grpc.StatusCode.UNKNOWN)
+    return _BY_STATUS.get(code, Unavailable)(pb.message)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Answers what a handler raises: our errors by the table, anything else as INTERNAL, logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # gRPC answers UNIMPLEMENTED
+        return _guarded(handler, handler_call_details.method)
+
+
+def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    names = {
+        (False, False): "unary_unary",
+        (False, True): "unary_stream",
+        (True, False): "stream_unary",
+        (True, True): "stream_stream",
+    }
+    name = names[bool(handler.request_streaming), bool(handler.response_streaming)]
+    behavior = getattr(handler, name)
+    is_generator = inspect.isasyncgenfunction(behavior)
+    guard = _guarded_generator if is_generator else _guarded_coroutine
+    return getattr(grpc, f"{name}_rpc_method_handler")(
+        guard(behavior, method), handler.request_deserializer, handler.response_serializer
+    )
+
+
+def _guarded_coroutine(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            return await _answer(context, method, error)
+
+    return call
+
+
+def _guarded_generator(
+    behavior: Callable[..., AsyncGenerator[Any, None]], method: str
+) -> Callable[..., AsyncGenerator[Any, None]]:
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+        try:
+            async with contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _answer(context, method, error)
+
+    return stream
+
+
+async def _answer(context: grpc.aio.ServicerContext, method: str, error: Exception) -> NoReturn:
+    cause = root_cause(error)  # a handler may run a TaskGroup
+    if isinstance(cause, grpc.aio.BaseError):  # the handler aborted by itself, or the call is gone
+        raise cause
+    if isinstance(cause, TimeoutError):  # of asyncio.timeout(remaining_s(context))
+        cause = DeadlineExceeded("the deadline has passed")
+    if not isinstance(cause, IsthmusError):
+        logger.error("handler_failed method=%s", method, exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, _INTERNAL)
+    details = str(cause).encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
+    await context.abort(status_of(cause), details, ((ERROR_KEY, type(cause).__name__),))
+    raise AssertionError("abort raises")  # grpc.aio has no types that would say so
+
+
+def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
+    """Seconds left of the call's deadline, always positive; None when the caller set none.
+
+    Raises:
+        DeadlineExceeded: nothing is left.
+    """
+    left: float | None = context.time_remaining()
+    if left is not None and left <= 0:
+        raise DeadlineExceeded("the deadline has passed")
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files. `mutual`: each side shows its certificate and checks the other's against `ca`."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    mutual: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("TLS needs both a certificate and its key, or neither")
+        if self.mutual and (self.ca is None or self.cert is None):
+            raise ConfigError("mutual TLS needs a CA, a certificate and its key")
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """Raises ConfigError when a file is missing or cannot be read."""
+        key, cert = _read_pem(self.key), _read_pem(self.cert)
+        if key is None or cert is None:
+            raise ConfigError("a TLS server needs a certificate and its key")
+        ca = _read_pem(self.ca) if self.mutual else None
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=self.mutual)
+
+    def for_channel(self) -> grpc.ChannelCredentials:
+        """Without a CA the system's own are trusted. Raises ConfigError as for_server."""
+        key, cert = (_read_pem(self.key), _read_pem(self.cert)) if self.mutual else (None, None)
+        return grpc.ssl_channel_credentials(_read_pem(self.ca), key, cert)
+
+
+def _read_pem(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+_MESSAGE_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+# A peer whose host died sends no FIN: pings find out within keepalive time + timeout.
+_KEEPALIVE_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_CHANNEL_OPTIONS = [
+    *_MESSAGE_OPTIONS,
+    *_KEEPALIVE_OPTIONS,
+    # A restarted rank is found again within this, not within gRPC's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Retries are the router's business: it knows what was already yielded.
+    ("grpc.enable_retries", 0),
+]
+_SERVER_OPTIONS = [
+    *_MESSAGE_OPTIONS,
+    *_KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A port that another process still holds is an error, not a port shared with it.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def open_channel(endpoint: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
+    """A channel to HOST:PORT; connects at the first call. Raises ConfigError when TLS files are bad."""
+    if tls is None:
+        return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, tls.for_channel(), options=_CHANNEL_OPTIONS)
+
+
+class RpcServer:
+    """A running server with its health service; made by `open_server`."""
+
+    def __init__(self, server: grpc.aio.Server, port: int, checks: health.aio.HealthServicer) -> None:
+        self.port = port
+        self._server = server
+        self._checks = checks
+
+    def __repr__(self) -> str:
+        return f"RpcServer(port={self.port})"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks of the whole server (service "") answer from now on."""
+        status = health_pb2.HealthCheckResponse
+        await self._checks.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def begin_shutdown(self) -> None:
+        """NOT_SERVING for good; calls are still taken."""
+        await self._checks.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no new call; cancel those that still run after `grace_s`; return when all have ended."""
+        await self.begin_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def open_server(
+    listen: str,
+    register: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    tls: TlsConfig | None = None,
+    serving: bool = True,
+) -> RpcServer:
+    """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
+
+    `register` adds the servicers; `service_names` are their full names, for reflection.
+
+    Raises:
+        ConfigError: the address cannot be bound, or the TLS files cannot be used.
+    """
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    register(server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    port = _bind(server, listen, tls)
+    opened = RpcServer(server, port, checks)
+    await opened.set_serving(serving)
+    await server.start()
+    return opened
+
+
+def _bind(server: grpc.aio.Server, listen: str, tls: TlsConfig | None) -> int:
+    credentials = None if tls is None else tls.for_server()
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(listen))
+        return int(server.add_secure_port(listen, credentials))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {listen}: {error}") from error
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set, from now to the end of the running loop."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def serve_until_stopped(
+    server: RpcServer,
+    stopping: asyncio.Event,
+    grace_s: float,
+    drain: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until `stopping` is set, then end in order, within about `grace_s`.
+
+    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace;
+    calls that still run when it is over are cancelled.
+    """
+    await stopping.wait()
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + grace_s
+    await server.begin_shutdown()
+    if drain is not None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await drain()
+        except TimeoutError:
+            logger.warning("drain_timed_out grace_s=%g", grace_s)
+    await server.stop(max(0.0, deadline - loop.time()))

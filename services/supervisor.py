@@ -1,0 +1,228 @@
+"""Keep the rank processes of one worker running.
+
+    start --> running --exits--> reaped --after a delay--> start        (same flags, same ports)
+                 |                 |
+                 |                 +--exit code says ConfigError--> stop all ranks, exit 78
+                 +--SIGTERM or SIGINT to us--> SIGTERM to all, grace, SIGKILL, reaped --> exit 0
+
+A rank is a process group of its own: engines start processes too. A rank counts as gone only when
+every process of its group has been killed and reaped, so a restart is proof that nothing of the old
+life can still write. Should the supervisor itself be killed, the kernel kills the ranks
+(PR_SET_PDEATHSIG).
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from services.telemetry import event
+
+logger = logging.getLogger(__name__)
+
+# ConfigError (config.refusing), and a flag that config.load refused.
+_REFUSALS = (os.EX_CONFIG, 2)
+
+_REAP_INTERVAL_S = 0.01
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the rank again after `delay_s`; `failures` is what to pass in at its next exit."""
+
+    delay_s: float
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAll:
+    """End every rank and exit with `exit_code`."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delays before restarts: first_s, doubled at each failure in a row, max_s at most."""
+
+    first_s: float = 0.5
+    max_s: float = 10.0
+    healthy_s: float = 60.0  # a rank that lived this long starts counting its failures anew
+
+
+def on_exit(exit_code: int, lived_s: float, failures: int, backoff: Backoff = Backoff()) -> Restart | StopAll:
+    """What follows when a rank ends unasked; `failures` exits in a row came before this one."""
+    if exit_code in _REFUSALS:
+        return StopAll(os.EX_CONFIG)
+    failures = 1 if lived_s >= backoff.healthy_s else failures + 1
+    # The exponent is bounded: after a day of failures the power would overflow.
+    delay_s = min(backoff.first_s * 2.0 ** min(failures - 1, 32), backoff.max_s)
+    return Restart(delay_s, failures)
+
+
+def choose_ports(host: str, base_port: int, count: int) -> tuple[int, ...]:
+    """base_port, base_port + 1, ...; for base_port 0, `count` ports that are free on `host` now."""
+    if base_port:
+        return tuple(range(base_port, base_port + count))
+    with ExitStack() as open_sockets:  # all open at once, so that they differ
+        sockets = [open_sockets.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        return tuple(sock.getsockname()[1] for sock in sockets)
+
+
+def rank_commands(
+    module: str, flags: Sequence[str], flags_by_rank: Mapping[str, Sequence[int]]
+) -> list[list[str]]:
+    """The command of each rank: `python -m module *flags --rank-index=K --NAME=VALUE...`.
+
+    `flags_by_rank` names a setting and gives its value for each rank: {"port": (7000, 7001)}.
+    """
+    flags_of_name = [[f"--{name}={value}" for value in values] for name, values in flags_by_rank.items()]
+    return [
+        [sys.executable, "-m", module, *flags, f"--rank-index={index}", *own]
+        for index, own in enumerate(zip(*flags_of_name, strict=True))
+    ]
+
+
+def run(commands: Sequence[Sequence[str]], grace_s: float) -> int:
+    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread."""
+    return asyncio.run(_run(commands, grace_s))
+
+
+async def _run(commands: Sequence[Sequence[str]], grace_s: float) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return await supervise(commands, grace_s, stopping)
+
+
+async def supervise(
+    commands: Sequence[Sequence[str]], grace_s: float, stopping: asyncio.Event, backoff: Backoff = Backoff()
+) -> int:
+    """Keep one process per command running until `stopping` is set; returns the exit code.
+
+    A rank that refuses its settings sets `stopping` itself. When this returns, every process that
+    it started has been reaped.
+    """
+    _become_subreaper()
+    async with asyncio.TaskGroup() as group:
+        keepers = [
+            group.create_task(_Rank(index, command, grace_s, stopping, backoff).keep_running())
+            for index, command in enumerate(commands)
+        ]
+    return max(keeper.result() for keeper in keepers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    index: int
+    command: Sequence[str]
+    grace_s: float
+    stopping: asyncio.Event
+    backoff: Backoff
+
+    async def keep_running(self) -> int:
+        """Start the rank again and again until `stopping`; returns the exit code for the supervisor."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while not self.stopping.is_set():
+            started = loop.time()
+            exit_code = await self._live_once()
+            lived_s = loop.time() - started
+            event(logger, "rank_exited", rank=self.index, code=exit_code, lived_s=lived_s)
+            if self.stopping.is_set():
+                break
+            match on_exit(exit_code, lived_s, failures, self.backoff):
+                case StopAll(supervisor_code):
+                    self.stopping.set()
+                    return supervisor_code
+                case Restart(delay_s, failures):
+                    event(logger, "rank_restarts", rank=self.index, delay_s=delay_s, failures=failures)
+                    await self._sleep(delay_s)
+        return os.EX_OK
+
+    async def _live_once(self) -> int:
+        """One life: its exit code, or minus the signal that killed it.
+
+        When it returns, the rank's whole process group has been reaped.
+        """
+        try:
+            process = _start(self.command)
+        except OSError as error:  # no such program, or no process to be had at present
+            event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
+            return os.EX_OSERR
+        event(logger, "rank_started", rank=self.index, pid=process.pid)
+        exited = asyncio.create_task(_exited(process.pid))
+        stopped = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait([exited, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not exited.done():
+            os.kill(process.pid, signal.SIGTERM)
+            await asyncio.wait([exited], timeout=self.grace_s)
+            exited.cancel()
+        await _reap_group(process)
+        return process.returncode
+
+    async def _sleep(self, delay_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self.stopping.wait()
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the
+    # ranks. preexec_fn is safe here because a supervisor has one thread.
+    parent = os.getpid()
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: die_with(parent))
+
+
+def die_with(parent: int) -> None:
+    """In the child: be killed when the supervisor dies, even if it has died already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _become_subreaper() -> None:
+    """Orphans of a dead rank become our children, so that we can wait for their end."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+async def _exited(pid: int) -> None:
+    """Returns when our child `pid` has ended; it is not reaped, so the pid is still its own."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _reap_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the rank's process group; returns when all of it has been reaped."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    while process.poll() is None:
+        await asyncio.sleep(_REAP_INTERVAL_S)
+    # The leader is gone, so its orphans are our children now. ChildProcessError: there are none left.
+    with suppress(ChildProcessError):
+        while True:
+            pid, _ = os.waitpid(-process.pid, os.WNOHANG)
+            if pid == 0:
+                await asyncio.sleep(_REAP_INTERVAL_S)

@@ -1,0 +1,151 @@
+"""What a process says about itself: log lines, metrics for Prometheus, traces for OpenTelemetry.
+
+A log line is `time level service logger event key=value ...`; inside `request_context(id)` every line of
+the same task also carries `request_id=...`. Traces cost nothing until an OTLP endpoint is set.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+
+import prometheus_client
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from services.errors import ConfigError
+
+TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, also the metadata key
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+_propagator = TraceContextTextMapPropagator()
+
+
+@contextlib.contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Log lines of this task, and of tasks started in it, carry the id."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def event(logger: logging.Logger, name: str, level: int = logging.INFO, **fields: object) -> None:
+    """Log `name key=value ...`; a value with spaces, quotes or control characters is quoted as JSON."""
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", " ".join([name, *(f"{key}={_text(value)}" for key, value in fields.items())]))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    is_plain = text.isprintable() and not any(character in text for character in ' "=')
+    return text if text and is_plain else json.dumps(text)
+
+
+class _RequestIdFilter(logging.Filter):
+    """Runs in the task that logs, so that it sees the task's request id."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = _request_id.get()
+        return True
+
+
+_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
+
+
+class _LineFormatter(logging.Formatter):
+    def __init__(self, service: str, color: bool) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03dZ %(levelname)s {service.replace('%', '%%')} %(name)s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
+        self.converter = time.gmtime
+        self._color = color
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if request_id := getattr(record, "request_id", ""):
+            line += f" request_id={_text(request_id)}"
+        color = _COLORS.get(record.levelno) if self._color else None
+        return f"{color}{line}\x1b[0m" if color else line
+
+
+def setup_logging(service: str, level: str = "INFO", color: bool | None = None) -> None:
+    """Send every log line to stderr; replaces what was set up before.
+
+    `service` names the process in each line ("decode-0/1"); `color` None means: on a terminal.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_RequestIdFilter())
+    handler.setFormatter(_LineFormatter(service, sys.stderr.isatty() if color is None else color))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def serve_metrics(
+    host: str, port: int, registry: prometheus_client.CollectorRegistry
+) -> tuple[int, Callable[[], None]]:
+    """Serve `registry` on http://host:port/metrics from a thread of its own; port 0: a free one.
+
+    Returns the port, and a function that stops the server and returns when it has.
+    Raises ConfigError when the address cannot be bound.
+    """
+    try:
+        server, thread = prometheus_client.start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop
+
+
+def setup_tracing(service: str, otlp_endpoint: str | None) -> Callable[[], None]:
+    """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); None: spans are not recorded.
+
+    Called once in a process. Returns a function that sends what is left and stops.
+    """
+    if otlp_endpoint is None:
+        return lambda: None
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}))
+    exporter = OTLPSpanExporter(otlp_endpoint, insecure=not otlp_endpoint.startswith("https"))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
+
+
+def tracer() -> trace.Tracer:
+    return trace.get_tracer("isthmus")
+
+
+def traceparent(context: Context | None = None) -> str:
+    """The W3C traceparent of `context` (default: the current one); "" outside any trace."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, context)
+    return carrier.get(TRACEPARENT, "")
+
+
+def context_from(traceparent: str) -> Context:
+    """The context to start a span in; an empty or malformed traceparent begins a new trace."""
+    return _propagator.extract({TRACEPARENT: traceparent}, Context())
+
+
+def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """From a call's metadata; "" when it has none."""
+    for key, value in metadata or ():
+        if key == TRACEPARENT and isinstance(value, str):
+            return value
+    return ""

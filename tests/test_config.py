@@ -1,0 +1,166 @@
+"""Flags to a dataclass and back."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config import load, refusing, setting, to_flags
+from services.errors import ConfigError
+
+
+class Mood(Enum):
+    CALM = "calm"
+    KEEN = "keen"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of nothing."""
+
+    model: Path = setting(help="directory of the checkpoint")
+    page_size: int = setting(64, "tokens per page; 100 % of them")
+    rate: float = 1.5
+    tls: bool = setting(False)
+    engine: Literal["fake", "torch"] = setting("fake")
+    mood: Mood = Mood.CALM
+    name: str = "nobody"
+    timeout_s: float | None = setting(3.0)
+    ca: Path | None = None
+    peers: tuple[str, ...] = setting(("a:1",))
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError("--page-size must be positive")
+
+
+def read(*flags: str) -> Settings:
+    return load(Settings, ["--model=m", *flags], prog="isthmus-test")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        read(*flags)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults_are_the_dataclass_own():
+    assert read() == Settings(model=Path("m"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--page-size=16"], "page_size", 16),
+        (["--page-size", "16"], "page_size", 16),
+        (["--page-size=16", "--page-size=32"], "page_size", 32),
+        (["--rate=-2e3"], "rate", -2000.0),
+        (["--tls=true"], "tls", True),
+        (["--engine=torch"], "engine", "torch"),
+        (["--mood=keen"], "mood", Mood.KEEN),
+        (["--name="], "name", ""),
+        (["--name=--"], "name", "--"),
+        (["--name=--tls"], "name", "--tls"),
+        (["--timeout-s="], "timeout_s", None),
+        (["--ca=/ca.pem"], "ca", Path("/ca.pem")),
+        (["--peers=b:1,c:2", "--peers=d:3"], "peers", ("b:1", "c:2", "d:3")),
+        (["--peers="], "peers", ()),
+        (["--sizes=1,2"], "sizes", (1, 2)),
+    ],
+)
+def test_a_flag_sets_its_field(flags, name, value):
+    assert getattr(read(*flags), name) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--page-size=many", ["--page-size", "whole number", "'many'"]),
+        ("--rate=nan", ["--rate", "number"]),
+        ("--tls=yes", ["--tls", "true", "false"]),
+        ("--engine=vllm", ["--engine", "fake", "torch"]),
+        ("--mood=CALM", ["--mood", "calm"]),
+        ("--sizes=1,x", ["--sizes", "'x'"]),
+        ("--page-size=0", ["--page-size must be positive"]),
+        ("--page-siz=1", ["--page-siz"]),
+        ("--unknown=1", ["--unknown"]),
+    ],
+)
+def test_a_bad_flag_is_named_in_one_sentence(capsys, flag, words):
+    sentence = refusal(capsys, flag)
+    assert sentence.count("\n") == 1
+    assert sentence.startswith("isthmus-test: ")
+    for word in words:
+        assert word in sentence
+
+
+def test_a_missing_flag_is_named(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load(Settings, [], prog="isthmus-test")
+    assert stop.value.code == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_help_lists_every_flag_with_its_sentence_and_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("--help")
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--page-size N tokens per page; 100 % of them (default: 64)" in text
+    assert "--engine fake|torch" in text
+    assert "--model PATH directory of the checkpoint (required)" in text
+    assert "--ca PATH (default: none)" in text
+
+
+def test_a_setting_of_an_unknown_type_is_our_own_mistake():
+    @dataclass(frozen=True)
+    class Odd:
+        table: dict[str, str] = setting(None)
+
+    with pytest.raises(TypeError, match="dict"):
+        load(Odd, [])
+
+
+plain = st.text(st.characters(exclude_characters=",", exclude_categories=["Cs"]), min_size=1)
+every_settings = st.builds(
+    Settings,
+    model=plain.map(Path),
+    page_size=st.integers(1),
+    rate=st.floats(allow_nan=False),
+    tls=st.booleans(),
+    engine=st.sampled_from(["fake", "torch"]),
+    mood=st.sampled_from(Mood),
+    name=st.text(),
+    timeout_s=st.none() | st.floats(allow_nan=False),
+    ca=st.none() | plain.map(Path),
+    peers=st.lists(plain).map(tuple),
+    sizes=st.lists(st.integers()).map(tuple),
+)
+
+
+@given(every_settings)
+def test_flags_round_trip(settings):
+    assert load(Settings, to_flags(settings)) == settings
+
+
+def test_a_default_is_not_repeated_as_a_flag():
+    assert to_flags(Settings(model=Path("m"), timeout_s=None)) == ["--model=m", "--timeout-s="]
+
+
+@pytest.mark.parametrize("peers", [("a,b",), ("",)])
+def test_what_flags_cannot_say_is_refused(peers):
+    with pytest.raises(ConfigError, match="--peers"):
+        to_flags(Settings(model=Path("m"), peers=peers))
+
+
+def test_refusing_says_why_and_exits_with_ex_config(capsys):
+    with pytest.raises(SystemExit) as stop, refusing("isthmus-decode"):
+        raise ConfigError("the checkpoint has no config.json")
+    assert stop.value.code == 78
+    assert capsys.readouterr().err == "isthmus-decode: the checkpoint has no config.json\n"

@@ -1,0 +1,352 @@
+"""Errors cross gRPC unchanged; servers say what they are, stop in order, and speak TLS when told."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from services import errors, rpc
+from services.wire.isthmus.v1 import decode_pb2, generation_pb2, generation_pb2_grpc
+
+EVERY_ERROR = [
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, errors.IsthmusError) and cls is not errors.IsthmusError
+]
+NAMES = ["isthmus.v1.Generation"]
+
+
+class Service(generation_pb2_grpc.GenerationServicer):
+    """Raises what it was given: from a coroutine (Abort) and after one answer of a stream (Generate)."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.running = asyncio.Event()
+        self.release = asyncio.Event()
+        self.stream_closed = asyncio.Event()
+        self.left_s: float | None = None
+
+    async def Abort(self, request, context):
+        self.left_s = rpc.remaining_s(context)
+        if self.error is not None:
+            raise self.error
+        return generation_pb2.AbortResponse(found=True)
+
+    async def Generate(self, request, context):
+        try:
+            yield generation_pb2.GenerateResponse(text=request.text)
+            if self.error is not None:
+                raise self.error
+            self.running.set()
+            await self.release.wait()
+        finally:
+            self.stream_closed.set()
+
+    async def ListModels(self, request, context):
+        await context.abort(grpc.StatusCode.DATA_LOSS, "by itself")
+
+    async def Explain(self, request, context):
+        async with asyncio.timeout(0):
+            await self.release.wait()
+
+
+@asynccontextmanager
+async def serving(service, tls=None, client_tls=None, is_serving=True):
+    server = await rpc.open_server(
+        "localhost:0",
+        lambda grpc_server: generation_pb2_grpc.add_GenerationServicer_to_server(service, grpc_server),
+        NAMES,
+        tls,
+        is_serving,
+    )
+    try:
+        async with rpc.open_channel(f"localhost:{server.port}", client_tls) as channel:
+            yield server, channel
+    finally:
+        await server.stop()
+
+
+def stub_of(channel):
+    return generation_pb2_grpc.GenerationStub(channel)
+
+
+async def call(channel, timeout_s=10.0):
+    with rpc.renaming():
+        return await stub_of(channel).Abort(generation_pb2.AbortRequest(), timeout=timeout_s)
+
+
+async def test_every_error_has_a_status():
+    assert len(EVERY_ERROR) == 11
+    for cls in EVERY_ERROR:
+        assert rpc.status_of(cls("x")) not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.OK), cls
+    assert rpc.status_of(KeyError("x")) is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("cls", EVERY_ERROR)
+async def test_an_error_comes_back_as_it_was_raised(cls):
+    async with serving(Service(cls("temperature must be less – so it is"))) as (_, channel):
+        with pytest.raises(errors.IsthmusError, match="temperature must be less – so it is") as caught:
+            await call(channel)
+    assert type(caught.value) is cls
+
+
+async def test_an_error_out_of_a_task_group_is_the_error():
+    grouped = ExceptionGroup("of a TaskGroup", [KeyError("later"), errors.NoCapacity("full")])
+    async with serving(Service(grouped)) as (_, channel):
+        with pytest.raises(errors.NoCapacity, match="full"):
+            await call(channel)
+
+
+async def test_a_stream_ends_in_the_error_after_its_answers():
+    async with serving(Service(errors.NoCapacity("full"))) as (_, channel):
+        texts = []
+        with pytest.raises(errors.NoCapacity, match="full"), rpc.renaming():
+            async for response in stub_of(channel).Generate(generation_pb2.GenerateRequest(text="hi")):
+                texts.append(response.text)
+    assert texts == ["hi"]
+
+
+async def test_an_unexpected_exception_is_logged_and_says_nothing_outside(caplog):
+    async with serving(Service(KeyError("the secret"))) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub_of(channel).Abort(generation_pb2.AbortRequest())
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in caught.value.details()
+    [record] = [record for record in caplog.records if record.name == "services.rpc"]
+    assert record.levelno == logging.ERROR
+    assert "the secret" in caplog.text
+    assert "/isthmus.v1.Generation/Abort" in record.getMessage()
+
+
+async def test_a_long_sentence_is_cut_and_keeps_its_class():
+    async with serving(Service(errors.InvalidRequest("ü" * 100_000))) as (_, channel):
+        with pytest.raises(errors.InvalidRequest, match=r"^ü{500}"):
+            await call(channel)
+
+
+async def test_a_handler_may_abort_by_itself():
+    async with serving(Service()) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub_of(channel).ListModels(generation_pb2.ListModelsRequest())
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+
+
+async def test_a_timeout_in_a_handler_is_a_deadline():
+    async with serving(Service()) as (_, channel):
+        with pytest.raises(errors.DeadlineExceeded), rpc.renaming():
+            await stub_of(channel).Explain(generation_pb2.ExplainRequest())
+
+
+async def test_nobody_there_is_a_failed_peer():
+    async with serving(Service()) as (server, _):
+        port = server.port
+    async with rpc.open_channel(f"localhost:{port}") as channel:
+        with pytest.raises(errors.PeerFailed):
+            await call(channel)
+
+
+async def test_a_client_that_goes_away_closes_the_handler_stream():
+    service = Service()
+    async with serving(service) as (_, channel):
+        stream = stub_of(channel).Generate(generation_pb2.GenerateRequest())
+        await asyncio.wait_for(service.running.wait(), 10)
+        stream.cancel()
+        await asyncio.wait_for(service.stream_closed.wait(), 10)
+
+
+async def test_remaining_time_is_what_the_caller_gave():
+    service = Service()
+    async with serving(service) as (_, channel):
+        await call(channel, timeout_s=60)
+        assert 0 < service.left_s < 61  # gRPC rounds it up on the wire
+        await call(channel, timeout_s=None)
+        assert service.left_s is None
+
+
+async def test_a_passed_deadline_is_an_error():
+    class Context:
+        def time_remaining(self):
+            return 0.0
+
+    with pytest.raises(errors.DeadlineExceeded):
+        rpc.remaining_s(Context())
+
+
+async def test_ten_megabytes_pass_and_too_much_is_an_invalid_request():
+    async with serving(Service(errors.Aborted("read"))) as (_, channel):
+
+        async def send(size):
+            with rpc.renaming():
+                async for _ in stub_of(channel).Generate(generation_pb2.GenerateRequest(text="x" * size)):
+                    pass
+
+        with pytest.raises(errors.Aborted):
+            await send(10 * 2**20)
+        with pytest.raises(errors.InvalidRequest, match="too large"):
+            await send(rpc.MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("code", "peer_failed", "expected"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, True, errors.PeerFailed),
+        (grpc.StatusCode.UNAVAILABLE, False, errors.Unavailable),
+        (grpc.StatusCode.INTERNAL, False, errors.Unavailable),
+        (grpc.StatusCode.FAILED_PRECONDITION, False, errors.StaleGeneration),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, False, errors.NoCapacity),
+        (grpc.StatusCode.INVALID_ARGUMENT, False, errors.InvalidRequest),
+    ],
+)
+def test_a_request_error_on_the_attach_stream_is_named(code, peer_failed, expected):
+    pb = decode_pb2.RequestError(code=code.value[0], message="why", peer_failed=peer_failed)
+    error = rpc.error_from_request(pb)
+    assert type(error) is expected
+    assert str(error) == "why"
+
+
+def test_a_request_error_of_an_unknown_code_is_a_failed_rank():
+    assert type(rpc.error_from_request(decode_pb2.RequestError(code=999))) is errors.Unavailable
+
+
+async def health_of(channel):
+    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+
+async def test_health_says_what_it_was_told():
+    async with serving(Service(), is_serving=False) as (server, channel):
+        assert await health_of(channel) == "NOT_SERVING"
+        await server.set_serving(True)
+        assert await health_of(channel) == "SERVING"
+        await server.begin_shutdown()
+        await server.set_serving(True)
+        assert await health_of(channel) == "NOT_SERVING"
+
+
+async def test_reflection_lists_the_services():
+    async with serving(Service()) as (_, channel):
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        async for response in stream:
+            names = {service.name for service in response.list_services_response.service}
+    assert names >= {"isthmus.v1.Generation", "grpc.health.v1.Health"}
+
+
+async def test_a_taken_port_is_refused():
+    async with serving(Service()) as (server, _):
+        with pytest.raises(errors.ConfigError, match=str(server.port)):
+            await rpc.open_server(f"localhost:{server.port}", lambda _: None, NAMES)
+
+
+async def test_stopping_drains_and_then_cancels_what_still_runs():
+    service = Service()
+    story = []
+
+    async with serving(service) as (server, channel):
+
+        async def drain():
+            story.append(await health_of(channel))
+
+        stopping = asyncio.Event()
+        serve = asyncio.create_task(rpc.serve_until_stopped(server, stopping, 0.05, drain))
+        stream = stub_of(channel).Generate(generation_pb2.GenerateRequest())
+        await asyncio.wait_for(service.running.wait(), 10)
+        stopping.set()
+        await asyncio.wait_for(serve, 10)
+        assert story == ["NOT_SERVING"]
+        assert service.stream_closed.is_set()
+        with pytest.raises(errors.IsthmusError), rpc.renaming():
+            async for _ in stream:
+                pass
+
+
+async def test_a_drain_that_never_ends_does_not_hold_the_stop(caplog):
+    async with serving(Service()) as (server, _):
+        stopping = asyncio.Event()
+        stopping.set()
+        await asyncio.wait_for(rpc.serve_until_stopped(server, stopping, 0.01, asyncio.Event().wait), 10)
+    assert "drain_timed_out" in caplog.text
+
+
+async def test_a_signal_stops():
+    stopping = rpc.stop_on_signals()
+    assert not stopping.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(stopping.wait(), 10)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory) -> Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make certificates with")
+    return make_certificates(tmp_path_factory.mktemp("pem"))
+
+
+def make_certificates(folder: Path) -> Path:
+    """A CA and one certificate for localhost, by the openssl command."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2")
+    openssl("req", *new_key, "-keyout", "key.pem", "-out", "csr.pem", "-subj", "/CN=localhost")
+    (folder / "ext").write_text("subjectAltName=DNS:localhost\n")
+    signer = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "ext", "-days", "2"]
+    openssl("x509", "-req", "-in", "csr.pem", "-out", "cert.pem", *signer)
+    return folder
+
+
+async def test_tls_serves_those_who_trust_the_ca(pem):
+    server_tls = rpc.TlsConfig(cert=pem / "cert.pem", key=pem / "key.pem")
+    async with serving(Service(), server_tls, rpc.TlsConfig(ca=pem / "ca.pem")) as (server, channel):
+        assert (await call(channel)).found
+        async with rpc.open_channel(f"localhost:{server.port}") as plain:
+            with pytest.raises(errors.PeerFailed):
+                await call(plain)
+
+
+async def test_mutual_tls_refuses_a_client_without_a_certificate(pem):
+    tls = rpc.TlsConfig(pem / "ca.pem", pem / "cert.pem", pem / "key.pem", mutual=True)
+    async with serving(Service(), tls, tls) as (server, channel):
+        assert (await call(channel)).found
+        async with rpc.open_channel(
+            f"localhost:{server.port}", rpc.TlsConfig(ca=pem / "ca.pem")
+        ) as anonymous:
+            with pytest.raises(errors.PeerFailed):
+                await call(anonymous)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cert": Path("c")},
+        {"key": Path("k")},
+        {"ca": Path("ca"), "mutual": True},
+        {"cert": Path("c"), "key": Path("k"), "mutual": True},
+    ],
+)
+def test_half_a_tls_config_is_refused(fields):
+    with pytest.raises(errors.ConfigError):
+        rpc.TlsConfig(**fields)
+
+
+def test_a_missing_pem_file_is_named(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"none\.pem"):
+        rpc.TlsConfig(ca=tmp_path / "none.pem").for_channel()
+
+
+async def test_an_unreadable_certificate_is_refused(tmp_path):
+    broken = tmp_path / "broken.pem"
+    broken.write_text("nothing")
+    with pytest.raises(errors.ConfigError):
+        await rpc.open_server("localhost:0", lambda _: None, NAMES, rpc.TlsConfig(cert=broken, key=broken))

@@ -1,0 +1,211 @@
+"""What follows an exit, decided; and real processes started, restarted, stopped and reaped."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services import supervisor
+from services.supervisor import Backoff, Restart, StopAll, on_exit
+
+LONG_S = 20.0  # a deadline for conditions, never waited out
+
+
+@given(
+    st.integers(-64, 255).filter(lambda code: code not in (2, 78)), st.floats(0, 59), st.integers(0, 10**6)
+)
+def test_delays_grow_and_are_bounded(code, lived_s, failures):
+    decision = on_exit(code, lived_s, failures)
+    later = on_exit(code, lived_s, decision.failures)
+    assert 0.5 <= decision.delay_s <= later.delay_s <= 10
+    assert decision.failures == failures + 1
+
+
+def test_the_first_delays():
+    delays, failures = [], 0
+    for _ in range(7):
+        decision = on_exit(1, 0.1, failures)
+        failures = decision.failures
+        delays.append(decision.delay_s)
+    assert delays == [0.5, 1, 2, 4, 8, 10, 10]
+
+
+def test_a_healthy_life_forgives():
+    assert on_exit(-9, 60.0, 5) == Restart(0.5, 1)
+
+
+@pytest.mark.parametrize("code", [78, 2])
+def test_a_refusal_to_start_stops_all(code):
+    assert on_exit(code, 100.0, 0) == StopAll(78)
+
+
+def test_ports_count_up_from_the_base():
+    assert supervisor.choose_ports("127.0.0.1", 7000, 3) == (7000, 7001, 7002)
+
+
+def test_free_ports_differ():
+    ports = supervisor.choose_ports("127.0.0.1", 0, 8)
+    assert len(set(ports)) == 8
+    assert all(ports)
+
+
+def test_each_rank_gets_its_own_flags():
+    commands = supervisor.rank_commands(
+        "services.decode", ["--model=m"], {"port": (7, 8), "metrics-port": (17, 18)}
+    )
+    head = [sys.executable, "-m", "services.decode", "--model=m"]
+    assert commands == [
+        [*head, "--rank-index=0", "--port=7", "--metrics-port=17"],
+        [*head, "--rank-index=1", "--port=8", "--metrics-port=18"],
+    ]
+
+
+async def until(condition):
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def alive(pid: int) -> bool:
+    """False for a zombie as well: it can do nothing any more."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+@contextlib.asynccontextmanager
+async def supervising(commands, grace_s=LONG_S):
+    """Yields the supervising task; whatever happens, its processes are gone at the end."""
+    stopping = asyncio.Event()
+    task = asyncio.create_task(supervisor.supervise(commands, grace_s, stopping, Backoff(0.001, 0.01)))
+    task.stop = stopping.set
+    try:
+        yield task
+    finally:
+        stopping.set()
+        await asyncio.wait([task], timeout=LONG_S)
+
+
+async def test_a_dead_rank_is_started_again_and_the_others_live_on(tmp_path):
+    marks = tmp_path / "marks"
+    dying, living = f"echo dying $$ >>{marks}; exit 3", f"echo living $$ >>{marks}; exec sleep 1000"
+    async with supervising([shell(dying), shell(living)]) as task:
+        await until(lambda: sum("dying" in line for line in lines(marks)) >= 3)
+        await until(lambda: any("living" in line for line in lines(marks)))
+        assert not task.done()
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert sum("living" in line for line in lines(marks)) == 1
+    assert not any(alive(int(line.split()[1])) for line in lines(marks))
+
+
+async def test_exits_are_logged_with_their_code(tmp_path, caplog):
+    caplog.set_level("INFO")
+    marks = tmp_path / "marks"
+    async with supervising([shell(f"echo >>{marks}; kill -9 $$")]):
+        await until(lambda: len(lines(marks)) >= 2)
+    assert "rank_exited rank=0 code=-9" in caplog.text
+
+
+async def test_a_rank_that_refuses_its_settings_stops_all(tmp_path):
+    marks = tmp_path / "marks"
+    refusing = f"while ! grep -q started {marks}; do sleep 0.01; done; exit 78"
+    living = f"echo started $$ >>{marks}; exec sleep 1000"
+    async with supervising([shell(refusing), shell(living)]) as task:
+        assert await asyncio.wait_for(task, LONG_S) == 78
+    assert not alive(int(lines(marks)[0].split()[1]))
+
+
+async def test_stopping_asks_first(tmp_path):
+    marks = tmp_path / "marks"
+    polite = f"trap 'echo asked >>{marks}; exit 0' TERM; echo up >>{marks}; while :; do sleep 0.01; done"
+    async with supervising([shell(polite)]) as task:
+        await until(lambda: lines(marks) == ["up"])
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert lines(marks) == ["up", "asked"]
+
+
+async def test_a_rank_that_will_not_stop_is_killed(tmp_path):
+    marks = tmp_path / "marks"
+    stubborn = f"trap '' TERM; echo $$ >>{marks}; while :; do sleep 0.01; done"
+    async with supervising([shell(stubborn)], grace_s=0.05) as task:
+        await until(lambda: lines(marks))
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert not alive(int(lines(marks)[0]))
+
+
+async def test_a_restart_comes_after_every_process_of_the_old_life_is_gone(tmp_path):
+    """The old life leaves a child behind, as an engine with its own scheduler process would."""
+    marks = tmp_path / "marks"
+    leaving = f"sleep 1000 & echo $! >>{marks}; exit 1"
+    seen_alive = []
+    async with supervising([shell(leaving)]):
+        for life in range(1, 4):
+            await until(lambda wanted=life: len(lines(marks)) > wanted)
+            seen_alive += [pid for pid in lines(marks)[:life] if alive(int(pid))]
+    assert seen_alive == []
+
+
+async def test_a_command_that_cannot_start_is_tried_again(tmp_path, caplog):
+    command = tmp_path / "later"
+    async with supervising([[str(command)]]) as task:
+        await until(lambda: "rank_start_failed" in caplog.text)
+        assert not task.done()
+        script = tmp_path / "script"
+        script.write_text(f"#!/bin/sh\necho up >>{tmp_path}/marks; exec sleep 1000\n")
+        script.chmod(0o755)
+        script.rename(command)
+        await until(lambda: lines(tmp_path / "marks") == ["up"])
+
+
+def start_supervisor(script: str) -> subprocess.Popen[bytes]:
+    code = "import sys; from services import supervisor; sys.exit(supervisor.run([sys.argv[1:]], 10.0))"
+    return subprocess.Popen([sys.executable, "-c", code, "sh", "-c", script])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_the_process_with_exit_code_0(tmp_path, number):
+    marks = tmp_path / "marks"
+    process = start_supervisor(f"echo $$ >>{marks}; exec sleep 1000")
+    try:
+        await until(lambda: lines(marks))
+        process.send_signal(number)
+        assert process.wait(LONG_S) == 0
+    finally:
+        process.kill()
+    assert not alive(int(lines(marks)[0]))
+
+
+async def test_ranks_die_with_a_killed_supervisor(tmp_path):
+    marks = tmp_path / "marks"
+    process = start_supervisor(f"echo $$ >>{marks}; exec sleep 1000")
+    try:
+        await until(lambda: lines(marks))
+    finally:
+        process.kill()
+        process.wait(LONG_S)
+    rank = int(lines(marks)[0])
+    try:
+        await until(lambda: not alive(rank))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)

@@ -1,0 +1,195 @@
+"""Log lines as they appear, metrics as Prometheus reads them, traces as a collector gets them."""
+
+import asyncio
+import logging
+import re
+import urllib.request
+from concurrent import futures
+
+import grpc
+import prometheus_client
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from services import telemetry
+from services.errors import ConfigError
+
+logger = logging.getLogger("services.somewhere")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    """What a test sets up on the root logger ends with the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_a_line_tells_when_who_and_what(capsys):
+    telemetry.setup_logging("decode-0/1", "info", color=False)
+    telemetry.event(logger, "request_finished", cached_len=128, ttft_ms=12.3456789, reason="stop")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO decode-0/1 services\.somewhere "
+        r"request_finished cached_len=128 ttft_ms=12\.3457 reason=stop\n",
+        capsys.readouterr().err,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain", "value=plain\n"),
+        ("two words", 'value="two words"\n'),
+        ("a=b", 'value="a=b"\n'),
+        ("", 'value=""\n'),
+        ("line\nline", 'value="line\\nline"\n'),
+        ("\x1b[31m", 'value="\\u001b[31m"\n'),
+        (None, "value=None\n"),
+        (True, "value=True\n"),
+    ],
+)
+def test_a_value_can_neither_break_the_line_nor_pass_for_another_key(capsys, value, text):
+    telemetry.setup_logging("s", color=False)
+    telemetry.event(logger, "said", value=value)
+    assert capsys.readouterr().err.endswith("said " + text)
+
+
+def test_the_level_holds_back(capsys):
+    telemetry.setup_logging("s", "WARNING", color=False)
+    telemetry.event(logger, "quiet")
+    telemetry.event(logger, "loud", level=logging.WARNING)
+    assert "quiet" not in (err := capsys.readouterr().err)
+    assert "loud" in err
+
+
+def test_setting_up_twice_does_not_log_twice(capsys):
+    telemetry.setup_logging("s", color=False)
+    telemetry.setup_logging("s", color=False)
+    logger.info("once")
+    assert capsys.readouterr().err.count("once") == 1
+
+
+def test_colors_only_when_told(capsys):
+    telemetry.setup_logging("s", color=True)
+    logger.warning("careful")
+    assert "\x1b[33m" in capsys.readouterr().err
+    telemetry.setup_logging("s")  # stderr is no terminal here
+    logger.warning("careful")
+    assert "\x1b" not in capsys.readouterr().err
+
+
+async def test_each_task_logs_its_own_request_id(capsys):
+    telemetry.setup_logging("s", color=False)
+    both = asyncio.Barrier(2)
+
+    async def serve(request_id):
+        with telemetry.request_context(request_id):
+            await both.wait()
+            logger.info("served %s", request_id)
+
+    await asyncio.gather(serve("a"), serve("b c"))
+    logger.info("after")
+    lines = capsys.readouterr().err.splitlines()
+    assert {line.split("somewhere ")[1] for line in lines} == {
+        "served a request_id=a",
+        'served b c request_id="b c"',
+        "after",
+    }
+
+
+def test_a_traceback_follows_its_line(capsys):
+    telemetry.setup_logging("s", color=False)
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        with telemetry.request_context("r"):
+            logger.exception("failed")
+    err = capsys.readouterr().err
+    assert "failed request_id=r\nTraceback" in err
+    assert "KeyError: 'lost'" in err
+
+
+def test_metrics_are_served_until_stopped():
+    registry = prometheus_client.CollectorRegistry()
+    prometheus_client.Counter("moved_bytes", "Bytes.", registry=registry).inc(7)
+    port, stop = telemetry.serve_metrics("127.0.0.1", 0, registry)
+    url = f"http://127.0.0.1:{port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        assert "moved_bytes_total 7.0" in response.read().decode()
+    with pytest.raises(ConfigError, match=str(port)):
+        telemetry.serve_metrics("127.0.0.1", port, registry)
+    stop()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=10)
+
+
+def test_without_an_endpoint_nothing_is_recorded_but_the_trace_goes_on():
+    shutdown = telemetry.setup_tracing("s", None)
+    assert telemetry.traceparent() == ""
+    with telemetry.tracer().start_as_current_span("route", telemetry.context_from(PARENT)) as span:
+        assert not span.is_recording()
+        assert telemetry.traceparent() == PARENT
+    shutdown()
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "00-0-0-0"])
+def test_a_malformed_traceparent_begins_a_new_trace(text):
+    assert telemetry.traceparent(telemetry.context_from(text)) == ""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ((("user-agent", "x"), ("traceparent", PARENT)), PARENT),
+        ((("traceparent", b"bytes"),), ""),
+        ((), ""),
+        (None, ""),
+    ],
+)
+def test_the_traceparent_of_a_call(metadata, expected):
+    assert telemetry.traceparent_in(metadata) == expected
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self):
+        self.requests = []
+
+    def Export(self, request, context):
+        self.requests.append(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def collector():
+    servicer = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    servicer.endpoint = f"http://localhost:{server.add_insecure_port('localhost:0')}"
+    server.start()
+    yield servicer
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def tracer_provider(monkeypatch):
+    """OpenTelemetry takes one provider for good; the test's own goes with the test."""
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", type(trace._TRACER_PROVIDER_SET_ONCE)())
+    monkeypatch.setattr(trace, "_PROXY_TRACER_PROVIDER", trace.ProxyTracerProvider())
+
+
+def test_spans_reach_the_collector_under_the_callers_trace(collector, tracer_provider):
+    shutdown = telemetry.setup_tracing("router", collector.endpoint)
+    with telemetry.tracer().start_as_current_span("route", telemetry.context_from(PARENT)):
+        carried = telemetry.traceparent()
+    shutdown()
+    [resource_spans] = collector.requests[0].resource_spans
+    [span] = resource_spans.scope_spans[0].spans
+    assert span.name == "route"
+    assert span.trace_id.hex() == PARENT.split("-")[1] == carried.split("-")[1]
+    assert span.parent_span_id.hex() == PARENT.split("-")[2]
+    attributes = {item.key: item.value.string_value for item in resource_spans.resource.attributes}
+    assert attributes["service.name"] == "router"
