@@ -1,0 +1,40 @@
+"""What benchmarks print and write: a table for a person, JSON with `rows` for a machine."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+Row = dict[str, object]
+
+
+def spread(samples: Sequence[float]) -> float:
+    """The middle half of the samples, as a share of their median."""
+    ordered = sorted(samples)
+    quarter = len(ordered) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / median(ordered)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Columns in the order of the first row's keys; floats with three digits that count."""
+    names = list(rows[0])
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def write_json(path: Path, benchmark: str, settings: Row, rows: list[Row]) -> None:
+    host = {"cpus": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
+    report = {
+        "benchmark": benchmark,
+        "host": host,
+        "settings": dict(settings),
+        "rows": [dict(row) for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

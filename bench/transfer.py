@@ -1,0 +1,247 @@
+"""What a delta's way costs beside a raw NIXL write of as many bytes, between two processes.
+
+    python -m bench.transfer --json FILE
+
+Ours: page lists -> runs -> merged moves -> Transport.write -> poll until landed, as the sender does it
+(services/transfer/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
+memory, straight through nixl's own API. The two alternate within a run, over the same memory.
+A fresh pool gives contiguous runs; an aged one has seen turns come and go on both sides; scattered is
+the worst case, every page by itself.
+Between processes of one host UCX copies with process_vm_writev, one system call a descriptor.
+"""
+
+import argparse
+import json
+import logging
+import mmap
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from bench.report import Row, spread, table, write_json
+from services.kv.page_allocator import PageAllocator
+from services.kv.transfer_plan import runs_of
+from services.kv.types import Generation, KvTicket, PageId, PoolMemory, Room
+from services.transfer.base import PeerName
+from services.transfer.choose import open_transport
+from services.transfer.delta_write import DeltaWrite
+from services.transfer.nixl import NixlTransport, open_agent
+
+KIB, MIB = 1 << 10, 1 << 20
+PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 2 * MIB)
+MAX_POST_BYTES = 64 * MIB
+PAGE_SIZE = 64  # tokens; only the page count matters here
+KINDS = ("fresh", "aged", "scattered")
+
+Action = Callable[[], object]
+
+
+class Pool:
+    """`size_bytes` of touched, page-aligned memory."""
+
+    def __init__(self, size_bytes: int, fill: int) -> None:
+        memory = mmap.mmap(-1, size_bytes)
+        self.array = np.frombuffer(memory, dtype=np.uint8)
+        self.array.fill(fill)
+        self.address = self.array.ctypes.data
+        self.size_bytes = size_bytes
+
+    def memory(self, page_bytes: int) -> PoolMemory:
+        return PoolMemory(self.address, self.size_bytes // page_bytes)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The pool of the other process."""
+
+    metadata: bytes
+    address: int
+
+
+def serve_passively(pool_bytes: int) -> None:
+    """The other process: register a pool, say where it is, wait for the end of stdin."""
+    pool = Pool(pool_bytes, fill=0)
+    transport = open_transport("nixl")
+    transport.register(pool.memory(4096), 4096)
+    print(json.dumps({"metadata": transport.metadata().hex(), "address": pool.address}), flush=True)
+    sys.stdin.read()
+    transport.close()
+
+
+@contextmanager
+def other_process(pool_bytes: int) -> Iterator[Remote]:
+    command = [sys.executable, "-m", "bench.transfer", "--passive", str(pool_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            facts = json.loads(process.stdout.readline())
+            yield Remote(bytes.fromhex(facts["metadata"]), facts["address"])
+        finally:
+            process.stdin.close()
+
+
+class RawNixl:
+    """One descriptor over contiguous memory."""
+
+    def __init__(self, pool: Pool, remote: Remote, size_bytes: int) -> None:
+        self._agent = open_agent("bench-raw")
+        self._agent.register_memory([(pool.address, pool.size_bytes, 0, "")], "DRAM")
+        name = self._agent.add_remote_agent(remote.metadata)
+        self._peer = name.decode() if isinstance(name, bytes) else name
+        self._source, self._target, self._size_bytes = pool.address, remote.address, size_bytes
+
+    def write(self) -> None:
+        source, target = (
+            self._agent.get_xfer_descs(np.array([[address, self._size_bytes, 0]], dtype=np.uint64), "DRAM")
+            for address in (self._source, self._target)
+        )
+        handle = self._agent.initialize_xfer("WRITE", source, target, self._peer)
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"the raw write ended with {state}")
+        handle.release()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Which pages go where."""
+
+    sources: list[PageId]
+    targets: list[PageId]
+
+    def write(self, transport: NixlTransport, peer: PeerName, page_bytes: int) -> int:
+        """Returns the number of descriptors."""
+        prompt_len = len(self.sources) * PAGE_SIZE
+        ticket = KvTicket(Room(1), Generation(1), prompt_len, 0, runs_of(self.targets), write_until_s=0.0)
+        delta = DeltaWrite(ticket, PAGE_SIZE, self.sources)
+        while not delta.landed:
+            if delta.can_post:
+                delta.post(transport, peer, MAX_POST_BYTES // page_bytes)
+            delta.poll()
+        return delta.descriptors
+
+
+def aged(allocator: PageAllocator, free_pages: int, rng: random.Random) -> PageAllocator:
+    """Turns of 1 to 16 pages come and go at random, the pool nearly full, till it has turned over ten times.
+
+    `free_pages` are free in the end.
+    """
+    held: list[list[PageId]] = []
+    for _ in range(10 * allocator.num_pages // 8):
+        wanted = rng.randint(1, 16)
+        while allocator.free_pages < wanted + allocator.num_pages // 20:
+            allocator.free(_take_any(held, rng))
+        held.append(allocator.allocate(wanted))
+    while allocator.free_pages < free_pages:
+        allocator.free(_take_any(held, rng))
+    return allocator
+
+
+def _take_any(held: list[list[PageId]], rng: random.Random) -> list[PageId]:
+    i = rng.randrange(len(held))
+    held[i], held[-1] = held[-1], held[i]
+    return held.pop()
+
+
+def delta_of(kind: str, num_pages: int, pool_pages: int, rng: random.Random) -> Delta:
+    if kind == "scattered":
+        return Delta(*(list(map(PageId, rng.sample(range(pool_pages), num_pages))) for _ in range(2)))
+    sides = [PageAllocator(pool_pages), PageAllocator(pool_pages)]
+    if kind == "aged":
+        sides = [aged(side, num_pages, rng) for side in sides]
+    return Delta(*(side.allocate(num_pages) for side in sides))
+
+
+def seconds(action: Action) -> float:
+    began_s = time.perf_counter()
+    action()
+    return time.perf_counter() - began_s
+
+
+def measure(ours: Action, raw: Action, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of ours and of raw, in pairs, one after the other; who goes first alternates."""
+    pairs = []
+    for round_ in range(rounds):
+        if round_ % 2:
+            pairs.append((seconds(ours), seconds(raw)))
+        else:
+            raw_s = seconds(raw)
+            pairs.append((seconds(ours), raw_s))
+    return pairs
+
+
+def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int) -> list[Row]:
+    pool = Pool(pool_bytes, fill=1)
+    rows: list[Row] = []
+    with other_process(pool_bytes) as remote:
+        raw = RawNixl(pool, remote, total_bytes)
+        for _ in range(5):  # the first ones are slow: page tables, caches, the connection
+            raw.write()
+        for page_bytes in PAGE_BYTES:
+            transport = NixlTransport("bench")
+            transport.register(pool.memory(page_bytes), page_bytes)
+            peer_memory = PoolMemory(remote.address, pool_bytes // page_bytes)
+            peer = transport.add_peer(remote.metadata, peer_memory)
+            for kind in KINDS:
+                rng = random.Random(f"{seed} {page_bytes}")
+                delta = delta_of(kind, total_bytes // page_bytes, pool_bytes // page_bytes, rng)
+                ours = partial(delta.write, transport, peer, page_bytes)
+                row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
+                rows.append(row | _rates(total_bytes, measure(ours, raw.write, rounds)))
+            transport.close()
+    return rows
+
+
+def _rates(total_bytes: int, pairs: list[tuple[float, float]]) -> Row:
+    """The ratio is taken within each pair: on a shared machine the rates change from second to second."""
+    ours_s, raw_s = [ours for ours, _ in pairs], [raw for _, raw in pairs]
+    ratios = [raw / ours for ours, raw in pairs]
+    return {
+        "ours_gb_s": total_bytes / median(ours_s) / 1e9,
+        "raw_gb_s": total_bytes / median(raw_s) / 1e9,
+        "ratio": median(ratios),
+        "ours_spread": spread(ours_s),
+        "raw_spread": spread(raw_s),
+        "ratio_spread": spread(ratios),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--total-mib", type=int, default=256, help="bytes moved in one measurement")
+    parser.add_argument("--pool-mib", type=int, default=768, help="bytes of the pool in each process")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--passive", type=int, metavar="POOL_BYTES", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    if arguments.passive is not None:
+        serve_passively(arguments.passive)
+        return
+    rows = run(arguments.total_mib * MIB, arguments.pool_mib * MIB, arguments.rounds, arguments.seed)
+    print(table(rows))
+    if arguments.json is not None:
+        settings = {
+            "total_mib": arguments.total_mib,
+            "pool_mib": arguments.pool_mib,
+            "rounds": arguments.rounds,
+        }
+        write_json(arguments.json, "transfer", settings, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Moving KV pages between ranks."""

@@ -1,0 +1,82 @@
+"""The transport boundary: how pages get from one rank's pool into another's.
+
+    register(own pool) --> metadata() ~~ Hello ~~> peer: add_peer(metadata, our pool)
+                                                         write(peer, moves) --> Write: poll() ... release()
+                                                         remove_peer(peer)
+    close()
+
+One side of a pair may be passive: it only registers, and hands its metadata out.
+"""
+
+from collections.abc import Sequence
+from typing import NewType, Protocol
+
+from services.kv.transfer_plan import PageMove
+from services.kv.types import PoolMemory
+
+PeerName = NewType("PeerName", str)
+
+
+class Write(Protocol):
+    """A posted write. It holds resources until `release`."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def poll(self) -> bool:
+        """True once every byte has landed in the peer's memory; never blocks.
+
+        Raises:
+            PeerFailed: the write failed; bytes may have landed in part, and no more will.
+        """
+
+    def release(self) -> None:
+        """Give the transport's resources back; called once, after the last poll.
+
+        Returns only when no byte can land any more. A write still under way is waited for, a few
+        seconds at most, for no transport of ours can be trusted to cancel one.
+
+        Raises:
+            PeerFailed: it is under way still: bytes may land at any time.
+        """
+
+
+class Transport(Protocol):
+    """One rank's end. Every method is called from one thread, which owns it."""
+
+    @property
+    def name(self) -> str:
+        """What both sides must agree on: "nixl" or "local"."""
+
+    def register(self, memory: PoolMemory, page_bytes: int) -> None:
+        """Make our pool readable and writable by the transport. Called once, before all else.
+
+        Raises:
+            ConfigError: the transport cannot reach memory of this kind.
+        """
+
+    def metadata(self) -> bytes:
+        """What a peer needs to write to us: opaque, carried in Hello."""
+
+    def add_peer(self, metadata: bytes, memory: PoolMemory) -> PeerName:
+        """Learn a peer and its pool, of the same page size as ours. Adding it again is free.
+
+        Raises:
+            PeerFailed: the metadata is unusable, or the peer cannot be reached.
+        """
+
+    def remove_peer(self, peer: PeerName) -> None:
+        """Forget a peer to which no write is under way. An unknown one is ignored."""
+
+    def write(self, peer: PeerName, moves: Sequence[PageMove]) -> Write:
+        """Post the moves, from our pool into the peer's, as one write.
+
+        May take as long as the copy itself where the transport copies in the caller's thread.
+
+        Raises:
+            PeerFailed: the peer is unknown or gone; bytes may have landed in part, and no more will.
+            ProtocolError: there are no moves, or a page is outside of its pool; nothing was written.
+        """
+
+    def close(self) -> None:
+        """Deregister and end; nothing can be called after."""

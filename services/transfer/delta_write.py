@@ -1,0 +1,70 @@
+"""One room's delta on its way: which pages are computed, which are posted, which have landed.
+
+    source pages, by position:   [ held by decode | posted ............ | computed | not yet computed )
+                                 0                ^ decode_prefix_len              ^ len(sources)
+
+Every page of the delta is posted exactly once, in token order.
+"""
+
+from collections.abc import Sequence
+
+from services.kv.transfer_plan import merge_moves, pages_covering, pages_of
+from services.kv.types import KvTicket, PageId
+from services.transfer.base import PeerName, Transport, Write
+
+
+class DeltaWrite:
+    """`sources` are the prompt's pages in the writer's pool, from position 0 on; its owner appends to it."""
+
+    def __init__(self, ticket: KvTicket, page_size: int, sources: Sequence[PageId]) -> None:
+        delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, page_size)
+        self._first, self._next, self._end = delta.start, delta.start, delta.stop
+        self._targets = pages_of(ticket.runs)
+        self._sources = sources
+        self._posted: list[Write] = []
+        self.bytes_moved = 0  # of the writes that have landed
+        self.descriptors = 0
+
+    @property
+    def writes_in_flight(self) -> int:
+        return len(self._posted)
+
+    @property
+    def can_post(self) -> bool:
+        return self._next < min(len(self._sources), self._end)
+
+    @property
+    def landed(self) -> bool:
+        """Every page of the delta has landed."""
+        return self._next == self._end and not self._posted
+
+    def post(self, transport: Transport, peer: PeerName, max_pages: int) -> None:
+        """Post the next pages. Raises as Transport.write; they are not posted again."""
+        first = self._next
+        self._next = min(first + max_pages, len(self._sources), self._end)
+        targets = self._targets[first - self._first : self._next - self._first]
+        moves = merge_moves(self._sources[first : self._next], targets)
+        self._posted.append(transport.write(peer, moves))
+        self.descriptors += len(moves)
+
+    def poll(self) -> bool:
+        """True when a write has landed since the last call.
+
+        Raises:
+            PeerFailed: a write failed; it is in flight no more. Others may be.
+        """
+        before = len(self._posted)
+        for write in tuple(self._posted):
+            self._poll(write)
+        return len(self._posted) < before
+
+    def _poll(self, write: Write) -> None:
+        landed = True
+        try:
+            landed = write.poll()
+        finally:  # landed or failed
+            if landed:
+                self._posted.remove(write)
+                write.release()
+        if landed:
+            self.bytes_moved += write.size_bytes

@@ -1,0 +1,61 @@
+"""The first word on a Handshake stream, from either side: who we are and where our pages lie."""
+
+from dataclasses import dataclass
+
+from services.errors import ProtocolError
+from services.kv.ticket import check_layouts
+from services.kv.types import KvLayout, PoolMemory, RankId
+from services.wire import convert
+from services.wire.isthmus.v1 import handshake_pb2
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    rank: RankId
+    layout: KvLayout
+    memory: PoolMemory
+    transport: str
+    agent_metadata: bytes
+
+    def message(self, monotonic_s: float) -> handshake_pb2.HandshakeMessage:
+        """To be sent at once: `monotonic_s` is our clock now."""
+        hello = handshake_pb2.Hello(
+            version=VERSION,
+            rank=convert.rank_id_to_proto(self.rank),
+            layout=convert.layout_to_proto(self.layout),
+            agent_metadata=self.agent_metadata,
+            memory=convert.memory_to_proto(self.memory),
+            transport=self.transport,
+            monotonic_s=monotonic_s,
+        )
+        return handshake_pb2.HandshakeMessage(hello=hello)
+
+
+def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
+    """The peer's Hello and its clock when it was sent.
+
+    Raises:
+        ProtocolError: the message is another one, of another version, or malformed.
+    """
+    if message.WhichOneof("message") != "hello":
+        raise ProtocolError("the first message of a Handshake stream must be Hello")
+    pb = message.hello
+    if pb.version != VERSION:
+        raise ProtocolError(f"the peer speaks version {pb.version} of the handshake, this rank {VERSION}")
+    hello = Hello(
+        convert.rank_id_from_proto(pb.rank),
+        convert.layout_from_proto(pb.layout),
+        convert.memory_from_proto(pb.memory),
+        pb.transport,
+        pb.agent_metadata,
+    )
+    return hello, convert.finite("hello.monotonic_s", pb.monotonic_s)
+
+
+def check_hello(own: Hello, peer: Hello) -> None:
+    """Raises ProtocolError, as a sentence, unless KV may cross between the two."""
+    if peer.transport != own.transport:
+        raise ProtocolError(f"the transports differ: ours is {own.transport}, the peer's {peer.transport}")
+    check_layouts(own.layout, peer.layout)

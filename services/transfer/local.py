@@ -1,0 +1,196 @@
+"""Transport between processes of one host and one user: memcpy by the kernel (process_vm_writev(2)).
+
+A write is over when `write` returns. Nothing is registered with the kernel: permission is that of
+ptrace, which processes of one user have of each other unless Yama forbids it.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.errors import ConfigError, PeerFailed
+from services.kv.transfer_plan import PageMove
+from services.kv.types import PoolMemory
+from services.transfer.base import PeerName
+from services.transfer.extents import Extents, extents_of
+
+_IOV_MAX = 1024  # linux/uio.h UIO_MAXIOV: the most pieces that one call takes
+_MAX_CALL_BYTES = 1 << 30  # below MAX_RW_COUNT (2 GiB less a page), where the kernel cuts a call short
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_writev.restype = ctypes.c_ssize_t
+_libc.process_vm_writev.argtypes = [
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+
+_REASONS = {
+    errno.ESRCH: "its process is gone",
+    errno.EFAULT: "its memory is not mapped",
+    errno.EPERM: "the kernel does not let us write to it (another user, or Yama's ptrace_scope)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One life of a process on one host, and a name for the transport in it."""
+
+    name: str
+    pid: int
+    start_ticks: int  # since boot: tells a pid's lives apart
+    boot_id: str
+    pid_namespace: str  # pids mean nothing outside of it
+
+    @classmethod
+    def own(cls) -> "_Process":
+        pid = os.getpid()
+        start_ticks = _start_ticks(pid)
+        if start_ticks is None:
+            raise ConfigError("the local transport needs /proc")
+        return cls(secrets.token_hex(8), pid, start_ticks, *_host())
+
+    @classmethod
+    def parse(cls, metadata: bytes) -> "_Process":
+        try:
+            fields = json.loads(metadata)
+            return cls(
+                str(fields["name"]),
+                int(fields["pid"]),
+                int(fields["start_ticks"]),
+                str(fields["boot_id"]),
+                str(fields["pid_namespace"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise PeerFailed("the peer's metadata is not that of a local transport") from error
+
+    @property
+    def alive(self) -> bool:
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+def _host() -> tuple[str, str]:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot_id, os.readlink("/proc/self/ns/pid")
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat (proc_pid_stat(5)); None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name in field 2 may hold spaces and parentheses: count from the last one.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+@dataclass(frozen=True, slots=True)
+class _LandedWrite:
+    size_bytes: int
+
+    def poll(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+class LocalTransport:
+    """Implements services.transfer.base.Transport."""
+
+    def __init__(self) -> None:
+        self._own = _Process.own()
+        self._memory: PoolMemory | None = None
+        self._page_bytes = 0
+        self._peers: dict[PeerName, tuple[_Process, PoolMemory]] = {}
+
+    @property
+    def name(self) -> str:
+        return "local"
+
+    def register(self, memory: PoolMemory, page_bytes: int) -> None:
+        if memory.kind != "DRAM":
+            raise ConfigError(f"the local transport moves DRAM only, not {memory.kind}; use nixl")
+        self._memory, self._page_bytes = memory, page_bytes
+
+    def metadata(self) -> bytes:
+        return json.dumps(asdict(self._own)).encode()
+
+    def add_peer(self, metadata: bytes, memory: PoolMemory) -> PeerName:
+        process = _Process.parse(metadata)
+        own = self._own
+        if (process.boot_id, process.pid_namespace) != (own.boot_id, own.pid_namespace):
+            raise PeerFailed("the peer is on another host or in another container; use the nixl transport")
+        if memory.kind != "DRAM":
+            raise PeerFailed(f"the local transport moves DRAM only, the peer's pool is {memory.kind}")
+        if not process.alive:
+            raise PeerFailed(f"the peer's process {process.pid} is gone")
+        peer = PeerName(process.name)
+        self._peers[peer] = (process, memory)
+        return peer
+
+    def remove_peer(self, peer: PeerName) -> None:
+        self._peers.pop(peer, None)
+
+    def write(self, peer: PeerName, moves: Sequence[PageMove]) -> _LandedWrite:
+        assert self._memory is not None, "register comes first"
+        if peer not in self._peers:
+            raise PeerFailed(f"no peer {peer} is known")
+        process, memory = self._peers[peer]
+        source, target = extents_of(moves, self._memory, memory, self._page_bytes)
+        if not process.alive:  # its pid may be another's by now
+            raise PeerFailed(f"the peer's process {process.pid} is gone")
+        _copy(process.pid, source, target)
+        return _LandedWrite(int(source[:, 1].sum()))
+
+    def close(self) -> None:
+        self._peers.clear()
+
+
+def _copy(pid: int, source: Extents, target: Extents) -> None:
+    """Copy piece for piece; row i of both is as long. Changes the arrays."""
+    first = 0
+    while first < len(source):
+        last = first + _rows_per_call(source[first : first + _IOV_MAX, 1])
+        written = _write_once(pid, source[first:last], target[first:last])
+        first += _advance(source[first:last], target[first:last], written)
+
+
+def _rows_per_call(sizes: NDArray[np.uint64]) -> int:
+    return max(1, int(np.searchsorted(np.cumsum(sizes), _MAX_CALL_BYTES, side="right")))
+
+
+def _write_once(pid: int, source: Extents, target: Extents) -> int:
+    """One system call; returns the bytes written, at least one."""
+    rows = len(source)
+    written = _libc.process_vm_writev(pid, source.ctypes.data, rows, target.ctypes.data, rows, 0)
+    if written < 0:
+        code = ctypes.get_errno()
+        reason = _REASONS.get(code, os.strerror(code))
+        raise PeerFailed(f"cannot write to the peer's process {pid}: {reason}")
+    if written == 0:
+        raise PeerFailed(f"cannot write to the peer's process {pid}: nothing was taken")
+    return int(written)
+
+
+def _advance(source: Extents, target: Extents, written: int) -> int:
+    """How many rows `written` bytes finish; the row that they end in is cut to what is left of it."""
+    ends = np.cumsum(source[:, 1])
+    rows = int(np.searchsorted(ends, written, side="right"))
+    if rows < len(source):
+        begin = int(ends[rows]) - int(source[rows, 1])
+        for extents in (source, target):
+            extents[rows, 0] += np.uint64(written - begin)
+            extents[rows, 1] -= np.uint64(written - begin)
+    return rows

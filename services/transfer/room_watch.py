@@ -1,0 +1,165 @@
+"""What a decode rank knows of one ticket it has sent.
+
+sent --> accepted --> landed
+  |         |    +--> failed, refused, abort acknowledged ---------------> writer stopped
+  +---------+-------> lost: the stream ended without a last word             ^
+                        |  the writer may write still, until one of these:   |
+                        +--> ack on a new stream to the same life -----------+
+                        +--> the rank's next life seen at the same endpoint -+
+                        +--> fence time: the last lease, and a margin -------+
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.errors import PeerFailed
+from services.kv.types import RankAddress, Room
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The whole delta is in our pages."""
+
+    bytes_moved: int
+    descriptors: int
+
+
+class WriterLink(Protocol):
+    """The stream to the writer, as far as a watch uses it."""
+
+    def send_renewal(self, room: Room, write_until_s: float) -> None: ...
+
+    def send_abort(self, room: Room) -> None: ...
+
+    def lease_end_s(self, write_until_s: float) -> float:
+        """A time of the writer's clock on ours, at the latest."""
+
+
+class RoomWatch:
+    """Made by PrefillLink.send_ticket; every method is called on its loop."""
+
+    def __init__(
+        self,
+        room: Room,
+        writer: RankAddress,
+        link: WriterLink,
+        write_until_s: float,
+        clock: Callable[[], float],
+        seek: Callable[["RoomWatch"], None],
+    ) -> None:
+        self.room = room
+        self.writer = writer
+        self._link: WriterLink | None = link  # None: lost
+        self._lease_end_s = link.lease_end_s(write_until_s)
+        self._clock = clock
+        self._seek = seek
+        self._answered = asyncio.Event()  # accepted, or settled
+        self._settled = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._landed: Landed | None = None
+        self._failure = ""
+        self.stop_awaited = False
+
+    def __repr__(self) -> str:
+        marks = ("answered", self._answered), ("settled", self._settled), ("stopped", self._stopped)
+        told = " ".join(name for name, event in marks if event.is_set())
+        return f"RoomWatch({self.room:016x} at {self.writer.id} {told})"
+
+    # -- what its owner asks ------------------------------------------------------------------------------
+
+    async def accepted_or_raise(self) -> None:
+        """Wait until the writer has taken the ticket. Raises PeerFailed as `landed`."""
+        await self._answered.wait()
+        self._raise_failure()
+
+    async def landed(self) -> Landed:
+        """Wait until the whole delta has landed.
+
+        Raises:
+            PeerFailed: refused, failed, aborted, or the stream was lost. Only `writer_stopped` tells
+                when the pages may be used again.
+        """
+        await self._settled.wait()
+        self._raise_failure()
+        assert self._landed is not None
+        return self._landed
+
+    def renew(self, write_until_s: float) -> None:
+        """Let the writer write until then, on its own clock. Nothing happens once settled or lost."""
+        if self._link is None or self._settled.is_set():
+            return
+        self._lease_end_s = max(self._lease_end_s, self._link.lease_end_s(write_until_s))
+        self._link.send_renewal(self.room, write_until_s)
+
+    def abort(self) -> None:
+        """Have the writer stop; `writer_stopped` tells when it has."""
+        if self._link is not None and not self._stopped.is_set():
+            self._link.send_abort(self.room)
+
+    async def writer_stopped(self, fence_s: float) -> None:
+        """Return once no byte of this room can be written any more.
+
+        `fence_s`, after the end of the last lease: the longest post, and what two monotonic clocks
+        may drift apart. A lost stream is made anew in the background meanwhile, to learn more.
+        """
+        self.stop_awaited = True
+        try:
+            while not self._stopped.is_set():
+                left_s = self._lease_end_s + fence_s - self._clock()
+                if left_s <= 0:
+                    log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
+                    return
+                if self._link is None:
+                    self._seek(self)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._stopped.wait()
+        finally:
+            self.stop_awaited = False
+
+    # -- what its link tells ------------------------------------------------------------------------------
+
+    def on_accepted(self) -> None:
+        self._answered.set()
+
+    def on_landed(self, landed: Landed) -> None:
+        if not self._settled.is_set():
+            self._landed = landed
+        self._settle("")
+        self._stopped.set()
+
+    def on_last_word(self, reason: str) -> None:
+        """Refused, failed, or the abort acknowledged."""
+        self._settle(reason)
+        self._stopped.set()
+
+    def on_writer_dead(self) -> None:
+        """The rank was seen in another life; its supervisor had reaped this one before."""
+        self.on_last_word(f"the prefill rank {self.writer.id} has been restarted")
+
+    def on_lost(self) -> None:
+        self._link = None
+        self._settle(f"the handshake stream to {self.writer.id} was lost")
+        if self.stop_awaited:
+            self._seek(self)
+
+    def on_linked(self, link: WriterLink) -> None:
+        """A new stream to the same life stands; what it was told on the old one may be lost."""
+        self._link = link
+        link.send_abort(self.room)
+
+    def _settle(self, failure: str) -> None:
+        if not self._settled.is_set():
+            self._failure = failure
+        self._settled.set()
+        self._answered.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise PeerFailed(self._failure)

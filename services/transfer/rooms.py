@@ -1,0 +1,308 @@
+"""The rooms of a prefill rank: tickets, requests and pages in, writes and last words out.
+
+One thread calls everything here. A room's states are drawn in services/kv/handshake.py; this is the
+shell that performs the table's effects. What it adds to them:
+
+    pages_ready ----> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
+                                          |
+    ENDED, ABANDONED <--------------------+--> on_end(RoomEnd), once: no source page is read any more
+      (kept as tombstones, a bounded number, so that a late ticket or request is refused)
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from services.errors import IsthmusError, PeerFailed, ProtocolError
+from services.kv.handshake import RoomEffect, RoomEvent, RoomState, step_room
+from services.kv.ticket import check_ticket
+from services.kv.transfer_plan import pages_covering
+from services.kv.types import KvLayout, KvTicket, PageId, RankId, Room
+from services.transfer.base import PeerName, Transport
+from services.transfer.delta_write import DeltaWrite
+from services.transfer.hello import Hello
+from services.transfer.room import Link, Outcome, PrefillRoom, Request, RoomEnd, Send
+from services.wire.isthmus.v1 import handshake_pb2
+
+log = logging.getLogger(__name__)
+
+_MAX_TOMBSTONES = 4096
+_OVER = (RoomState.ENDED, RoomState.ABANDONED)
+_STOPPING = (RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL)
+_AWAITS_TICKET = (RoomState.NEW, RoomState.REQUESTED, RoomState.ABANDONED)
+
+
+class RoomTable:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: KvLayout,
+        own_id: RankId,
+        clock: Callable[[], float],
+        max_post_bytes: int,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._own_id = own_id
+        self._clock = clock
+        self._max_pages = max(1, max_post_bytes // layout.page_bytes)
+        self._links: dict[int, Link] = {}
+        self._rooms: dict[Room, PrefillRoom] = {}
+        self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
+        self.bytes_moved_total = 0
+        self.descriptors_total = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"RoomTable(links={len(self._links)} rooms={len(self._rooms)} in_flight={self.writes_in_flight})"
+        )
+
+    @property
+    def writes_in_flight(self) -> int:
+        return sum(room.delta.writes_in_flight for room in self._rooms.values() if room.delta is not None)
+
+    @property
+    def open_rooms(self) -> int:
+        return len(self._rooms)
+
+    # -- what decode says -----------------------------------------------------------------------------
+
+    def link_up(self, link_id: int, hello: Hello, send: Send) -> None:
+        peer, problem = None, ""
+        try:
+            peer = self._transport.add_peer(hello.agent_metadata, hello.memory)
+        except PeerFailed as error:
+            problem = str(error)
+            log.warning("kv_peer_unreachable decode=%s reason=%r", hello.rank, problem)
+        self._links[link_id] = Link(hello.rank, hello.memory, send, peer, problem)
+
+    def link_lost(self, link_id: int) -> None:
+        link = self._links.pop(link_id, None)
+        if link is None:
+            return
+        linked = any(other.decode == link.decode for other in self._links.values())
+        for room in list(self._rooms.values()):
+            awaits_link = room.link is None and room.decode == link.decode and not linked
+            if room.link is link or awaits_link:
+                self._step(room, RoomEvent.LINK_LOST, "the link to the decode rank was lost")
+        self._drop_unused(link.peer)
+
+    def ticket(self, link_id: int, ticket: KvTicket) -> None:
+        if (link := self._links.get(link_id)) is None:
+            return
+        room = self._find(ticket.room, link.decode)
+        if room.decode != link.decode:
+            _refuse(link, ticket.room, "the room is another decode rank's")
+        elif room.state in _AWAITS_TICKET:
+            self._first_ticket(room, link, ticket)
+        else:
+            over = room.state is RoomState.ENDED
+            self._reject(link, room, "the room is over" if over else "the room's ticket came twice")
+
+    def renew(self, link_id: int, room_id: Room, write_until_s: float) -> None:
+        link, room = self._links.get(link_id), self._rooms.get(room_id)
+        if link is not None and room is not None and room.ticket is not None and room.decode == link.decode:
+            room.write_until_s = max(room.write_until_s, write_until_s)
+
+    def abort(self, link_id: int, room_id: Room) -> None:
+        if (link := self._links.get(link_id)) is None:
+            return
+        room = self._find(room_id, link.decode)
+        if room.decode != link.decode:  # nothing of this decode rank's is written under that name
+            link.send(handshake_pb2.HandshakeMessage(abort_ack=handshake_pb2.AbortAck(room=room_id)))
+            return
+        room.link = link  # a new one, perhaps: the ack goes where the abort came from
+        self._step(room, RoomEvent.ABORT, "the decode rank aborted the transfer")
+
+    def refuse(self, link_id: int, room_id: Room, reason: str) -> None:
+        """Refuse a ticket that could not even be read."""
+        if (link := self._links.get(link_id)) is None:
+            return
+        room = self._find(room_id, link.decode)
+        if room.decode == link.decode:
+            self._reject(link, room, reason)
+        else:
+            _refuse(link, room_id, reason)
+
+    # -- what the engine says ---------------------------------------------------------------------------
+
+    def open_room(self, room_id: Room, request: Request) -> None:
+        room = self._find(room_id, request.decode)
+        if room.decode != request.decode or (room.request is not None):
+            _tell(request, RoomEnd(Outcome.FAILED, f"the room {room_id:016x} is in use"))
+            return
+        room.request = request
+        promised = room.ticket.prompt_len if room.ticket is not None else request.prompt_len
+        if room.state is RoomState.TICKETED and promised != request.prompt_len:
+            reason = f"the ticket has {promised} prompt tokens, the request {request.prompt_len}"
+            self._step(room, RoomEvent.FAILED, reason)
+        else:
+            self._step(room, RoomEvent.REQUEST)
+
+    def pages_ready(self, room_id: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
+        room = self._rooms.get(room_id)
+        if room is None or room.request is None or room.state in _STOPPING:
+            return  # it ended while the engine was computing
+        try:
+            self._check_pages(room, room.request.prompt_len, start_token, end_token, len(pages))
+        except ProtocolError as error:
+            log.error("kv_pages_wrong room=%016x reason=%r", room_id, str(error))
+            self._step(room, RoomEvent.FAILED, str(error))
+            return
+        room.pages.extend(pages)
+
+    def cancel_room(self, room_id: Room) -> None:
+        room = self._rooms.get(room_id)
+        if room is not None and room.request is not None:
+            self._step(room, RoomEvent.CANCELLED, "the request was cancelled")
+
+    # -- time -------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Poll what is posted, post what can be, end what has waited too long. True: call again at once."""
+        progressed = False
+        for room in list(self._rooms.values()):
+            if room.delta is not None:
+                progressed |= self._advance(room, room.delta)
+            elif room.deadline_s is not None and self._clock() >= room.deadline_s:
+                missing = "request" if room.state is RoomState.TICKETED else "ticket"
+                self._step(room, RoomEvent.FAILED, f"no {missing} came for the room in time")
+        return progressed
+
+    def next_deadline_s(self) -> float | None:
+        """On the clock: when `turn` is due though nothing is said and nothing is in flight."""
+        deadlines = [room.deadline_s for room in self._rooms.values() if room.deadline_s is not None]
+        return min(deadlines, default=None)
+
+    def fail_all(self, reason: str) -> None:
+        """Post nothing any more; `turn` until no room is open."""
+        for room in list(self._rooms.values()):
+            self._step(room, RoomEvent.FAILED, reason)
+
+    def give_up_all(self) -> None:
+        """Call the on_end that are still due; only once the transport is closed."""
+        for room in list(self._rooms.values()):
+            self._finish(room)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _find(self, room_id: Room, decode: RankId) -> PrefillRoom:
+        """The room, or a new one that only `_step` makes known."""
+        return self._rooms.get(room_id) or self._tombstones.get(room_id) or PrefillRoom(room_id, decode)
+
+    def _first_ticket(self, room: PrefillRoom, link: Link, ticket: KvTicket) -> None:
+        prompt_len = room.request.prompt_len if room.request is not None else None
+        try:
+            if link.problem:
+                raise PeerFailed(link.problem)
+            check_ticket(ticket, prompt_len, self._layout, link.memory, self._own_id.generation)
+        except IsthmusError as error:
+            self._reject(link, room, str(error))
+            return
+        room.link, room.ticket, room.write_until_s = link, ticket, ticket.write_until_s
+        self._step(room, RoomEvent.TICKET)
+
+    def _check_pages(self, room: PrefillRoom, prompt_len: int, start: int, end: int, num_pages: int) -> None:
+        indices = pages_covering(start, end, self._layout.page_size)
+        if indices.start != len(room.pages) or len(indices) != num_pages:
+            have, last = len(room.pages), start + num_pages
+            raise ProtocolError(f"pages [{indices.start}, {last}) do not follow the {have} pages offered")
+        if end > prompt_len or (end % self._layout.page_size and end != prompt_len):
+            raise ProtocolError(f"token {end} ends neither a page nor the prompt of {prompt_len}")
+
+    def _advance(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
+        moved, descriptors = delta.bytes_moved, delta.descriptors
+        try:
+            progressed = delta.poll() | self._post(room, delta)
+        except IsthmusError as error:
+            self._step(room, RoomEvent.FAILED, str(error))
+            progressed = True
+        self.bytes_moved_total += delta.bytes_moved - moved
+        self.descriptors_total += delta.descriptors - descriptors
+        if room.state is RoomState.WRITING and delta.landed:
+            self._step(room, RoomEvent.LANDED)
+        elif room.state in _STOPPING and delta.writes_in_flight == 0:
+            self._step(room, RoomEvent.WRITES_STOPPED)
+        return progressed
+
+    def _post(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
+        if room.state is not RoomState.WRITING or not delta.can_post:
+            return False
+        assert room.peer is not None
+        if self._clock() >= room.write_until_s:
+            raise PeerFailed("the write lease is over")
+        delta.post(self._transport, room.peer, self._max_pages)
+        return True
+
+    def _step(self, room: PrefillRoom, event: RoomEvent, reason: str = "") -> None:
+        room.state, effects = step_room(room.state, event)
+        room.note_outcome(event, reason)
+        for effect in effects:
+            self._perform(room, effect)
+        if room.state in _OVER:
+            self._finish(room)
+        else:
+            self._rooms[room.id] = room
+
+    def _perform(self, room: PrefillRoom, effect: RoomEffect) -> None:
+        match effect:
+            case RoomEffect.SEND_ACCEPTED:
+                room.say_status(handshake_pb2.Status.STATE_ACCEPTED)
+            case RoomEffect.SEND_LANDED:
+                room.say_status(handshake_pb2.Status.STATE_LANDED)
+            case RoomEffect.SEND_FAILED:
+                room.say_status(handshake_pb2.Status.STATE_FAILED)
+            case RoomEffect.SEND_ABORT_ACK:
+                room.say_abort_ack()
+            case RoomEffect.START_WRITES:
+                self._start_writes(room)
+            case RoomEffect.STOP_WRITES | RoomEffect.FAIL_REQUEST:
+                pass  # `_post` writes in WRITING only; `_finish` ends the request, after the last write
+
+    def _start_writes(self, room: PrefillRoom) -> None:
+        assert room.ticket is not None and room.link is not None
+        room.peer = room.link.peer
+        room.delta = DeltaWrite(room.ticket, self._layout.page_size, room.pages)
+        room.began_s = self._clock()
+
+    def _reject(self, link: Link, room: PrefillRoom, reason: str) -> None:
+        """Turn a ticket down. REFUSED is a last word: where writes may be posted, FAILED must be it."""
+        if room.state in (*_AWAITS_TICKET, RoomState.ENDED):
+            _refuse(link, room.id, reason)
+        self._step(room, RoomEvent.FAILED, reason)
+
+    def _finish(self, room: PrefillRoom) -> None:
+        """The room is over: end its request, keep a tombstone."""
+        request, peer, end = room.request, room.peer, room.end(self._clock())
+        room.request, room.delta, room.peer, room.pages = None, None, None, []
+        self._rooms.pop(room.id, None)
+        self._tombstones[room.id] = room
+        if len(self._tombstones) > _MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        self._drop_unused(peer)
+        if request is not None:
+            _tell(request, end)
+
+    def _drop_unused(self, peer: PeerName | None) -> None:
+        """Forget a peer that no link and no room needs."""
+        if peer is None or any(link.peer == peer for link in self._links.values()):
+            return
+        if any(room.peer == peer for room in self._rooms.values()):
+            return
+        try:
+            self._transport.remove_peer(peer)
+        except PeerFailed as error:
+            log.warning("kv_peer_kept peer=%s reason=%r", peer, str(error))
+
+
+def _refuse(link: Link, room_id: Room, reason: str) -> None:
+    refused = handshake_pb2.Status.STATE_REFUSED
+    status = handshake_pb2.Status(room=room_id, state=refused, reason=reason)
+    link.send(handshake_pb2.HandshakeMessage(status=status))
+
+
+def _tell(request: Request, end: RoomEnd) -> None:
+    try:
+        request.on_end(end)
+    except Exception:  # of the engine's making; the other rooms go on
+        log.exception("kv_on_end_failed end=%s", end)

@@ -1,0 +1,228 @@
+"""The prefill side of every transfer: a thread that owns the transport and the rooms.
+
+    start() --> thread: open the transport, register the pool
+        handshake server --hello, ticket, renew, abort, link_lost--+
+        engine thread ----open_room, pages_ready, cancel_room------+--> queue --> RoomTable --> Transport
+                                                                                    |
+        on_end(RoomEnd), link.send(Status | AbortAck) <--- from the sender's thread +
+    stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
+
+Each call posts one command and returns at once. A transport's agent is not thread-safe, so nothing
+else touches it. While writes are in flight the thread polls: without pause at first, then at up to 1 ms.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+from services.kv.types import KvLayout, KvTicket, PageId, PoolMemory, RankId, Room
+from services.transfer.base import Transport
+from services.transfer.hello import Hello
+from services.transfer.room import Outcome, Request, RoomEnd, Send
+from services.transfer.rooms import RoomTable
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[RoomTable], None]
+
+_SPINS = 50  # unproductive polls without a pause: about the time of a small write
+_MIN_PAUSE_S = 50e-6
+_MAX_PAUSE_S = 1e-3
+_STOP_TIMEOUT_S = 2.0
+
+
+class KvSender:
+    def __init__(
+        self,
+        open_transport: Callable[[], Transport],
+        memory: PoolMemory,
+        layout: KvLayout,
+        own_id: RankId,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_post_bytes: int = 64 * 2**20,
+    ) -> None:
+        self._open_transport = open_transport
+        self._memory = memory
+        self._layout = layout
+        self._own_id = own_id
+        self.clock = clock
+        self._max_post_bytes = max_post_bytes
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._accepting = threading.Lock()  # held while a command is put, or the last one taken
+        self._stopped = True
+        self._stopping = False
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._hello: Hello | None = None
+        self._rooms: RoomTable | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"KvSender({self._own_id} {self._rooms!r})"
+
+    def start(self) -> None:
+        """Start the thread; returns once the pool is registered. Raises ConfigError when it cannot be."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def stop(self) -> None:
+        """End every room and the thread, close the transport; returns when that is done."""
+        self._post(self._stop)
+        self._thread.join()
+
+    @property
+    def own_hello(self) -> Hello:
+        """What the handshake server answers with; there once started."""
+        assert self._hello is not None, "the sender has not been started"
+        return self._hello
+
+    @property
+    def bytes_moved_total(self) -> int:
+        return self._table.bytes_moved_total
+
+    @property
+    def descriptors_total(self) -> int:
+        return self._table.descriptors_total
+
+    @property
+    def writes_in_flight(self) -> int:
+        return self._table.writes_in_flight
+
+    # -- from the handshake server ----------------------------------------------------------------------
+
+    def hello(self, link_id: int, peer: Hello, send: Send) -> None:
+        """A link stands. `send` is called from the sender's thread and must not raise."""
+        self._post(lambda rooms: rooms.link_up(link_id, peer, send))
+
+    def ticket(self, link_id: int, ticket: KvTicket) -> None:
+        self._post(lambda rooms: rooms.ticket(link_id, ticket))
+
+    def refuse(self, link_id: int, room: Room, reason: str) -> None:
+        """A ticket came that could not be read."""
+        self._post(lambda rooms: rooms.refuse(link_id, room, reason))
+
+    def renew(self, link_id: int, room: Room, write_until_s: float) -> None:
+        self._post(lambda rooms: rooms.renew(link_id, room, write_until_s))
+
+    def abort(self, link_id: int, room: Room) -> None:
+        self._post(lambda rooms: rooms.abort(link_id, room))
+
+    def link_lost(self, link_id: int) -> None:
+        self._post(lambda rooms: rooms.link_lost(link_id))
+
+    # -- from the engine --------------------------------------------------------------------------------
+
+    def open_room(
+        self,
+        room: Room,
+        prompt_len: int,
+        decode: RankId,
+        on_end: Callable[[RoomEnd], None],
+        ticket_timeout_s: float = 30.0,
+    ) -> None:
+        """The Prefill call came. `on_end` is called once, from the sender's thread.
+
+        After it no source page of the room is read any more; until then they must not be reused.
+        """
+        request = Request(prompt_len, decode, on_end, self.clock() + ticket_timeout_s)
+        if not self._post(lambda rooms: rooms.open_room(room, request)):
+            on_end(RoomEnd(Outcome.FAILED, "the rank's sender has stopped"))
+
+    def pages_ready(self, room: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
+        """The KV of [start_token, end_token) is final and in `pages`, in token order.
+
+        The first call of a room starts at 0, each next one where the last ended; only the prompt's
+        last page may be filled in part.
+        """
+        self._post(lambda rooms: rooms.pages_ready(room, start_token, end_token, pages))
+
+    def cancel_room(self, room: Room) -> None:
+        """The Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
+        self._post(lambda rooms: rooms.cancel_room(room))
+
+    # -- the thread -------------------------------------------------------------------------------------
+
+    @property
+    def _table(self) -> RoomTable:
+        assert self._rooms is not None, "the sender has not been started"
+        return self._rooms
+
+    def _post(self, command: Command) -> bool:
+        """False: the thread has ended, or not begun, and nothing will come of it."""
+        with self._accepting:
+            if not self._stopped:
+                self._inbox.put(command)
+            return not self._stopped
+
+    def _stop(self, rooms: RoomTable) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            transport = self._open_transport()
+            transport.register(self._memory, self._layout.page_bytes)
+            self._hello = self._make_hello(transport)
+            self._rooms = RoomTable(transport, self._layout, self._own_id, self.clock, self._max_post_bytes)
+            self._stopped = False
+        except BaseException as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            self._serve(self._rooms)
+        except Exception:
+            log.exception("kv_sender_died rank=%s", self._own_id)
+        finally:
+            self._end(self._rooms, transport)
+
+    def _make_hello(self, transport: Transport) -> Hello:
+        return Hello(self._own_id, self._layout, self._memory, transport.name, transport.metadata())
+
+    def _serve(self, rooms: RoomTable) -> None:
+        idle_turns = 0
+        while not self._stopping:
+            self._apply(rooms, self._pause_s(rooms, idle_turns))
+            idle_turns = 0 if rooms.turn() else idle_turns + 1
+
+    def _pause_s(self, rooms: RoomTable, idle_turns: int) -> float | None:
+        """How long to wait for a command; None: until one comes."""
+        if idle_turns == 0:
+            return 0.0
+        if rooms.writes_in_flight:
+            late = idle_turns - _SPINS
+            return 0.0 if late < 0 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(late, 16))
+        deadline_s = rooms.next_deadline_s()
+        return None if deadline_s is None else max(0.0, deadline_s - self.clock())
+
+    def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
+        try:
+            self._inbox.get(timeout=wait_s)(rooms)
+            while not self._stopping:
+                self._inbox.get_nowait()(rooms)
+        except Empty:
+            return
+
+    def _end(self, rooms: RoomTable, transport: Transport) -> None:
+        self._drain(rooms)
+        rooms.fail_all("the rank is stopping")
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        while rooms.open_rooms and time.monotonic() < deadline_s:
+            rooms.turn()
+            time.sleep(_MAX_PAUSE_S)
+        if rooms.writes_in_flight:
+            log.warning("kv_writes_left rank=%s writes=%d", self._own_id, rooms.writes_in_flight)
+        transport.close()
+        rooms.give_up_all()
+
+    def _drain(self, rooms: RoomTable) -> None:
+        """Take no more commands; apply those that are there, so that no on_end is forgotten."""
+        with self._accepting:
+            self._stopped = True
+        while not self._inbox.empty():
+            self._inbox.get()(rooms)

@@ -1,0 +1,78 @@
+"""Pools of pages, and ranks in other processes."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import services
+from services.kv.types import PoolMemory
+
+PASSIVE_RANK = Path(__file__).parent / "passive_rank.py"
+
+
+class Pool:
+    """Pages filled with bytes that differ from page to page and from pool to pool."""
+
+    def __init__(self, num_pages: int, page_bytes: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.pages = rng.integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
+        self.page_bytes = page_bytes
+        self.memory = PoolMemory(self.pages.ctypes.data, num_pages)
+
+    def snapshot(self) -> np.ndarray:
+        return self.pages.copy()
+
+
+class PassiveRank:
+    """A rank in another process that only registers a pool; ask it what is in there."""
+
+    def __init__(self, transport: str, num_pages: int, page_bytes: int, seed: int) -> None:
+        root = str(Path(services.__file__).parents[1])
+        command = [sys.executable, str(PASSIVE_RANK), transport, str(num_pages), str(page_bytes), str(seed)]
+        env = {**os.environ, "PYTHONPATH": root}
+        self._shape = (num_pages, page_bytes)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+
+    @cached_property
+    def _facts(self) -> dict:
+        """Read late, so that a caller can start its own transport meanwhile."""
+        return json.loads(self.process.stdout.readline())
+
+    @property
+    def metadata(self) -> bytes:
+        return bytes.fromhex(self._facts["metadata"])
+
+    @property
+    def memory(self) -> PoolMemory:
+        return PoolMemory(self._facts["base_address"], self._shape[0])
+
+    def snapshot(self) -> np.ndarray:
+        self.process.stdin.write(b"snapshot\n")
+        self.process.stdin.flush()
+        size = self._shape[0] * self._shape[1]
+        return np.frombuffer(self.process.stdout.read(size), dtype=np.uint8).reshape(self._shape)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(10)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def make_pool():
+    return Pool
+
+
+@pytest.fixture(scope="session")
+def spawn_passive_rank():
+    return PassiveRank

@@ -1,0 +1,102 @@
+"""Hello, and the bytes of the handshake: a change of either breaks ranks of different versions."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.errors import ProtocolError
+from services.kv.types import (
+    Generation,
+    GroupKind,
+    KvGroup,
+    KvLayout,
+    KvTicket,
+    PageRun,
+    PoolMemory,
+    RankId,
+    Room,
+)
+from services.transfer.hello import Hello, check_hello, read_hello
+from services.wire import convert
+from services.wire.isthmus.v1 import handshake_pb2 as pb
+
+GOLDEN = Path(__file__).parent / "golden"
+LAYOUT = KvLayout(
+    64, 1 << 20, 0x1122334455667788, 2, (KvGroup(GroupKind.FULL_ATTENTION, (0, 1), 8, 128, "bfloat16"),)
+)
+HELLO = Hello(
+    RankId("decode-a", 3, Generation(0xFFEEDDCCBBAA9988)),
+    LAYOUT,
+    PoolMemory(0x7F0000001000, 4096, "VRAM", 1),
+    "nixl",
+    b"\x00agent\xff",
+)
+TICKET = KvTicket(
+    room=Room(0x0123456789ABCDEF),
+    prefill_generation=Generation(0xFFEEDDCCBBAA9988),
+    prompt_len=300,
+    decode_prefix_len=128,
+    runs=(PageRun(7, 2), PageRun(4000, 1)),
+    write_until_s=1234.5,
+    state_slots=(5,),
+    aux_slot=0,
+)
+MESSAGES = {
+    "hello": HELLO.message(1000.25),
+    "ticket": pb.HandshakeMessage(ticket=convert.ticket_to_proto(TICKET)),
+    "status": pb.HandshakeMessage(
+        status=pb.Status(
+            room=TICKET.room,
+            state=pb.Status.STATE_FAILED,
+            reason="the write lease is over",
+            bytes_moved=3 << 20,
+            hit=pb.HIT_KIND_PARTIAL,
+            descriptors=2,
+        )
+    ),
+    "abort": pb.HandshakeMessage(abort=pb.Abort(room=TICKET.room)),
+    "abort_ack": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room)),
+    "renew": pb.HandshakeMessage(renew=pb.RenewLease(room=TICKET.room, write_until_s=1244.5)),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_bytes_of_a_message_are_as_pinned(name):
+    pinned = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
+    assert MESSAGES[name].SerializeToString(deterministic=True).hex() == pinned.hex()
+    assert pb.HandshakeMessage.FromString(pinned) == MESSAGES[name]
+
+
+def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
+    pinned = {name: pb.HandshakeMessage.FromString(m.SerializeToString()) for name, m in MESSAGES.items()}
+    assert read_hello(pinned["hello"]) == (HELLO, 1000.25)
+    assert convert.ticket_from_proto(pinned["ticket"].ticket) == TICKET
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.hello.ClearField("rank"), "worker"),
+        (lambda m: setattr(m.hello, "version", 2), "version 2"),
+        (lambda m: setattr(m.hello, "monotonic_s", float("nan")), "monotonic_s"),
+        (lambda m: setattr(m.hello.layout, "page_size", 0), "page_size"),
+        (lambda m: setattr(m.hello.memory, "kind", "TAPE"), "TAPE"),
+        (lambda m: m.abort.SetInParent(), "must be Hello"),
+        (lambda m: m.Clear(), "must be Hello"),
+    ],
+)
+def test_a_hello_that_can_never_be_right_is_refused(change, reason):
+    message = HELLO.message(0.0)
+    change(message)
+    with pytest.raises(ProtocolError, match=reason):
+        read_hello(message)
+
+
+def test_ranks_that_do_not_fit_are_told_why():
+    check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, tp_size=8)))  # TP degrees may differ
+    with pytest.raises(ProtocolError, match="transports differ: ours is nixl, the peer's local"):
+        check_hello(HELLO, replace(HELLO, transport="local"))
+    for field, value in (("page_size", 16), ("page_bytes", 7), ("model_fingerprint", 1), ("groups", ())):
+        with pytest.raises(ProtocolError, match=field):
+            check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, **{field: value})))

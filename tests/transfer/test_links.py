@@ -1,0 +1,422 @@
+"""Decode's links, the handshake server and the sender together: real gRPC, real threads, real memcpy."""
+
+import asyncio
+import itertools
+import threading
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from services import rpc
+from services.errors import ConfigError, PeerFailed, StaleGeneration, Unavailable
+from services.kv.transfer_plan import runs_of
+from services.kv.types import Generation, KvLayout, KvTicket, PageId, PoolMemory, RankAddress, RankId, Room
+from services.transfer import links as links_module
+from services.transfer.handshake_server import HandshakeService
+from services.transfer.hello import Hello
+from services.transfer.links import PrefillLinks
+from services.transfer.local import LocalTransport
+from services.transfer.room import Outcome
+from services.transfer.sender import KvSender
+from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
+
+PAGE, PAGE_BYTES, NUM_PAGES = 4, 256, 32
+LAYOUT = KvLayout(PAGE, PAGE_BYTES, model_fingerprint=1)
+DECODE = RankId("decode", 0, Generation(8))
+
+
+class GatedTransport(LocalTransport):
+    """Local, but a write counts as landed only while the gate is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, peer, moves):
+        return GatedWrite(super().write(peer, moves), self.gate)
+
+
+class GatedWrite:
+    def __init__(self, write, gate):
+        self.size_bytes, self.release, self._gate = write.size_bytes, write.release, gate
+
+    def poll(self):
+        return self._gate.is_set()
+
+
+class Prefill:
+    """A prefill rank's sender, and the server that may come and go before it."""
+
+    def __init__(self, pool, generation=7, layout=LAYOUT):
+        self.pool, self.transport = pool, GatedTransport()
+        self.id = RankId("prefill", 0, Generation(generation))
+        self.sender = KvSender(lambda: self.transport, pool.memory, layout, self.id)
+        self.sender.start()
+        self.server = None
+
+    async def listen(self, port=0):
+        service = HandshakeService(self.sender)
+        self.server = await rpc.open_server(
+            f"127.0.0.1:{port}",
+            lambda server: handshake_pb2_grpc.add_HandshakeServicer_to_server(service, server),
+            [],
+        )
+        return RankAddress(self.id, f"127.0.0.1:{self.server.port}")
+
+    def request(self, room, prompt_len, sources, **fields):
+        """The Prefill call, with everything computed; returns a future of its end."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        self.sender.open_room(
+            room, prompt_len, DECODE, lambda end: loop.call_soon_threadsafe(ended.set_result, end), **fields
+        )
+        self.sender.pages_ready(room, 0, prompt_len, [PageId(page) for page in sources])
+        return ended
+
+    async def stop_listening(self):
+        if self.server is not None:
+            await self.server.stop()
+            self.server = None
+
+    async def close(self):
+        await self.stop_listening()
+        self.transport.gate.set()
+        await asyncio.to_thread(self.sender.stop)
+
+
+class Pair:
+    """One decode rank and the prefill ranks that it talks to."""
+
+    def __init__(self, make_pool):
+        self.make_pool = make_pool
+        self.pool = make_pool(NUM_PAGES, PAGE_BYTES, seed=1)
+        self.transport = LocalTransport()
+        self.transport.register(self.pool.memory, PAGE_BYTES)
+        self.links = self.make_links()
+        self.prefills = []
+        self.rooms = map(Room, itertools.count(1))
+
+    def make_links(self, **changes):
+        facts = {"layout": LAYOUT, "transport": "local"} | changes
+        return PrefillLinks(
+            DECODE, facts["layout"], self.pool.memory, facts["transport"], self.transport.metadata()
+        )
+
+    def prefill(self, **fields):
+        self.prefills.append(Prefill(self.make_pool(NUM_PAGES, PAGE_BYTES, seed=2), **fields))
+        return self.prefills[-1]
+
+    def send_ticket(self, link, targets, prompt_len=10, prefix_len=0, lease_s=10.0, room=None):
+        ticket = KvTicket(
+            room if room is not None else next(self.rooms),
+            link.address.id.generation,
+            prompt_len,
+            prefix_len,
+            runs_of([PageId(page) for page in targets]),
+            link.write_until_s(lease_s),
+        )
+        return link.send_ticket(ticket)
+
+    async def close(self):
+        await self.links.close()
+        for prefill in self.prefills:
+            await prefill.close()
+
+
+@pytest.fixture
+async def pair(make_pool):
+    pair = Pair(make_pool)
+    yield pair
+    await pair.close()
+
+
+@pytest.fixture
+async def prefill(pair):
+    return pair.prefill()
+
+
+@pytest.fixture
+async def link(pair, prefill):
+    return await pair.links.link(await prefill.listen())
+
+
+@pytest.mark.parametrize(("prefix_len", "targets"), [(0, (9, 3, 4)), (8, (20,))])
+@pytest.mark.parametrize("ticket_first", [True, False])
+async def test_the_delta_lands_and_nothing_else_changes(
+    pair, prefill, link, prefix_len, targets, ticket_first
+):
+    expected = pair.pool.snapshot()
+    sources = (5, 6, 30)
+    expected[list(targets)] = prefill.pool.pages[list(sources[prefix_len // PAGE :])]
+
+    if ticket_first:
+        watch = pair.send_ticket(link, targets, prefix_len=prefix_len)
+        await watch.accepted_or_raise()
+        ended = prefill.request(watch.room, 10, sources)
+    else:
+        ended = prefill.request(Room(77), 10, sources)
+        watch = pair.send_ticket(link, targets, prefix_len=prefix_len, room=Room(77))
+
+    landed = await watch.landed()
+    assert landed.bytes_moved == len(targets) * PAGE_BYTES == (await ended).bytes_moved
+    assert landed.descriptors == (await ended).descriptors == prefill.sender.descriptors_total
+    assert prefill.sender.bytes_moved_total == landed.bytes_moved
+    assert prefill.sender.writes_in_flight == 0
+    assert (pair.pool.pages == expected).all()
+    await watch.writer_stopped(fence_s=60.0)
+
+
+async def test_a_full_hit_lands_before_anything_is_computed(pair, prefill, link):
+    watch = pair.send_ticket(link, [], prompt_len=8, prefix_len=8)
+    ends = []
+    prefill.sender.open_room(watch.room, 8, DECODE, ends.append)
+    assert (await watch.landed()).bytes_moved == 0
+    assert [end.outcome for end in ends] == [Outcome.LANDED]
+
+
+async def test_one_stream_serves_many_requests(pair, prefill, link):
+    again, other = await asyncio.gather(pair.links.link(link.address), pair.links.link(link.address))
+    assert again is other is link
+    watches = [pair.send_ticket(link, (i,), prompt_len=3) for i in range(20)]
+    for watch in watches:
+        prefill.request(watch.room, 3, [1])
+    assert len(await asyncio.gather(*(watch.landed() for watch in watches))) == 20
+
+
+async def test_an_abort_is_acknowledged_after_the_last_write(pair, prefill, link):
+    prefill.transport.gate.clear()
+    watch = pair.send_ticket(link, (1, 2, 3))
+    ended = prefill.request(watch.room, 10, (1, 2, 3))
+    await until(lambda: prefill.sender.writes_in_flight == 1)
+    watch.abort()
+    other = pair.send_ticket(link, (4,), prompt_len=3)  # a word after the abort, on the same stream
+    await other.accepted_or_raise()
+    assert not ended.done()
+
+    stopped = asyncio.create_task(watch.writer_stopped(60.0))
+    prefill.transport.gate.set()
+
+    await stopped
+    assert (await ended).outcome is Outcome.ABORTED
+    with pytest.raises(PeerFailed, match="aborted"):
+        await watch.landed()
+
+
+async def test_a_refused_ticket_has_no_writer(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2), prompt_len=10)
+    with pytest.raises(PeerFailed, match="refused: the delta covers 3 pages"):
+        await watch.accepted_or_raise()
+    await watch.writer_stopped(60.0)
+
+
+async def test_a_ticket_that_cannot_be_read_is_refused(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=float("inf"))
+    with pytest.raises(PeerFailed, match="must be finite"):
+        await watch.landed()
+
+
+async def test_a_lease_that_is_over_fails_the_transfer(pair, prefill, link):
+    before = pair.pool.snapshot()
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=-1.0)
+    ended = prefill.request(watch.room, 10, (1, 2, 3))
+    with pytest.raises(PeerFailed, match="failed"):
+        await watch.landed()
+    assert (await ended).outcome is Outcome.FAILED
+    assert (pair.pool.pages == before).all()
+
+
+async def test_a_renewal_lets_the_writer_go_on(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=5.0)
+    first_end_s = watch._lease_end_s
+    watch.renew(link.write_until_s(50.0))
+    assert watch._lease_end_s > first_end_s + 40
+    watch.renew(link.write_until_s(1.0))
+    assert watch._lease_end_s > first_end_s + 40  # what was granted stays granted
+    prefill.request(watch.room, 10, (1, 2, 3))
+    await watch.landed()
+
+
+async def test_the_same_life_is_asked_again_when_the_stream_is_lost(pair, prefill, link):
+    prefill.transport.gate.clear()
+    watch = pair.send_ticket(link, (1, 2, 3))
+    prefill.request(watch.room, 10, (1, 2, 3))
+    await until(lambda: prefill.sender.writes_in_flight == 1)
+    port = prefill.server.port
+    await prefill.stop_listening()
+    with pytest.raises(PeerFailed, match="lost"):
+        await watch.landed()
+    with pytest.raises(PeerFailed):
+        pair.send_ticket(link, (1, 2, 3))
+    watch.abort()
+    stopped = asyncio.create_task(watch.writer_stopped(60.0))
+
+    await prefill.listen(port)
+    await until(lambda: pair.links._links and not pair.links._orphans)
+    await (await pair.links.link(link.address)).send_ticket(ticket_of(pair, link)).accepted_or_raise()
+    assert not stopped.done(), "the write is under way still"
+    prefill.transport.gate.set()
+    await stopped
+
+
+async def test_the_next_life_proves_the_last_one_dead(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
+    await watch.accepted_or_raise()
+    port = prefill.server.port
+    await prefill.stop_listening()
+    stopped = asyncio.create_task(watch.writer_stopped(60.0))
+    await pair.prefill(generation=9).listen(port)
+
+    await stopped
+
+    with pytest.raises(StaleGeneration):
+        await pair.links.link(link.address)
+    next_life = replace(link.address, id=replace(prefill.id, generation=Generation(9)))
+    assert (await pair.links.link(next_life)).alive
+
+
+async def test_fence_time_ends_the_wait_for_a_writer_that_says_nothing(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=0.2)
+    await watch.accepted_or_raise()
+    await prefill.stop_listening()
+    began_s = asyncio.get_running_loop().time()
+    await watch.writer_stopped(fence_s=0.1)
+    assert asyncio.get_running_loop().time() >= began_s  # it returned; when, the lease says:
+    assert links_module.time.monotonic() >= watch._lease_end_s + 0.1
+    assert not watch._stopped.is_set()
+
+
+async def test_a_lease_is_early_on_the_writers_clock_never_late(pair, prefill, link):
+    before_s = prefill.sender.clock()
+    until_s = link.write_until_s(10.0)
+    assert until_s <= prefill.sender.clock() + 10.0
+    assert until_s > before_s + 9.0
+    # ... and on our own clock it ends no sooner than the writer may write.
+    assert link.lease_end_s(until_s) >= until_s
+
+
+async def test_links_with_an_old_stamp_are_made_anew(pair, prefill, link, monkeypatch):
+    watch = pair.send_ticket(link, (1, 2, 3))
+    monkeypatch.setattr(links_module, "_MAX_STAMP_AGE_S", 0.0)
+    newer = await pair.links.link(link.address)
+    assert newer is not link
+    prefill.request(watch.room, 10, (1, 2, 3))
+    await watch.landed()  # the old stream serves its rooms to their end
+    await until(lambda: not link.alive)
+
+
+async def test_ranks_that_do_not_fit_get_a_sentence(pair, prefill):
+    address = await prefill.listen()
+    for changes, reason in (
+        ({"layout": replace(LAYOUT, page_size=8)}, "page_size"),
+        ({"transport": "nixl"}, "transports differ"),
+    ):
+        async with pair.make_links(**changes) as links:
+            with pytest.raises(PeerFailed, match=reason):
+                await links.link(address)
+    stale = replace(address, id=replace(address.id, generation=Generation(6)))
+    with pytest.raises(StaleGeneration):
+        await pair.links.link(stale)
+
+
+async def test_nobody_at_the_endpoint_is_a_peer_failure(pair, prefill):
+    with pytest.raises(PeerFailed):
+        await pair.links.link(RankAddress(prefill.id, "127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        handshake_pb2.HandshakeMessage(abort=handshake_pb2.Abort(room=1)),
+        handshake_pb2.HandshakeMessage(),
+        handshake_pb2.HandshakeMessage(hello=handshake_pb2.Hello(version=2)),
+        Hello(DECODE, replace(LAYOUT, page_size=8), PoolMemory(0, 1), "local", b"").message(0.0),
+    ],
+)
+async def test_the_server_too_wants_a_hello_that_fits_first(prefill, message):
+    address = await prefill.listen()
+    async with grpc.aio.insecure_channel(address.endpoint) as channel:
+        call = handshake_pb2_grpc.HandshakeStub(channel).Connect(iter([message]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_decode_sends_no_second_hello(pair, prefill, link):
+    link._stream.send(pair.links._own.message(0.0))
+    await until(lambda: not link.alive)
+
+
+async def test_closing_the_links_loses_what_runs(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3))
+    ended = prefill.request(watch.room, 12, (1, 2, 3))  # not the ticket's prompt: it fails
+    await ended
+    waiting = pair.send_ticket(link, (4, 5, 6))
+    await pair.links.close()
+    with pytest.raises(PeerFailed):
+        await waiting.landed()
+    with pytest.raises(Unavailable):
+        await pair.links.link(link.address)
+
+
+async def test_a_stopped_sender_ends_every_room_and_takes_no_more(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3))
+    await watch.accepted_or_raise()
+    ended = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    prefill.sender.open_room(
+        watch.room, 10, DECODE, lambda end: loop.call_soon_threadsafe(ended.set_result, end)
+    )
+    await asyncio.to_thread(prefill.sender.stop)
+    assert (await ended).error == "the rank is stopping"
+    with pytest.raises(PeerFailed, match="the rank is stopping"):
+        await watch.landed()
+    late = []
+    prefill.sender.open_room(Room(99), 10, DECODE, late.append)
+    assert [end.outcome for end in late] == [Outcome.FAILED]
+
+
+def test_a_pool_that_cannot_be_registered_stops_the_start():
+    vram = PoolMemory(0, 4, kind="VRAM")
+    sender = KvSender(LocalTransport, vram, LAYOUT, DECODE)
+    with pytest.raises(ConfigError, match="VRAM"):
+        sender.start()
+    sender.stop()
+
+
+async def test_random_transfers_equal_a_dumb_copy(pair, prefill, link):
+    """Many rooms at once, chunks before and after the tickets, through the real path."""
+    rng = np.random.default_rng(3)
+    expected, free = pair.pool.snapshot(), list(rng.permutation(NUM_PAGES))
+    watches = []
+    for room in range(100, 108):
+        num_pages, held = int(rng.integers(1, 4)), 0
+        prompt_len = num_pages * PAGE - int(rng.integers(0, PAGE))
+        held = int(rng.integers(0, prompt_len // PAGE + 1))
+        sources = [int(page) for page in rng.permutation(NUM_PAGES)[:num_pages]]
+        targets = [int(free.pop()) for _ in range(num_pages - held)]
+        for source, target in zip(sources[held:], targets, strict=True):
+            expected[target] = prefill.pool.pages[source]
+        late = bool(rng.integers(0, 2))
+        if not late:
+            prefill.request(Room(room), prompt_len, sources)
+        watches.append(
+            pair.send_ticket(link, targets, prompt_len=prompt_len, prefix_len=held * PAGE, room=Room(room))
+        )
+        if late:
+            prefill.request(Room(room), prompt_len, sources)
+    await asyncio.gather(*(watch.landed() for watch in watches))
+    assert (pair.pool.pages == expected).all()
+
+
+def ticket_of(pair, link):
+    until_s = link.write_until_s(10.0)
+    return KvTicket(next(pair.rooms), link.address.id.generation, 3, 0, runs_of([PageId(9)]), until_s)
+
+
+async def until(holds, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.005)
