@@ -1,0 +1,1 @@
+"""The cluster-wide prefix index: written by ranks, kept in etcd, read by routers."""

@@ -1,0 +1,181 @@
+"""A thin client of etcd's v3 API: keys, transactions and leases. Streams are in lease.py and watch.py."""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+from services.index.etcd_connection import EtcdConnection, Method
+from services.index.etcd_errors import EtcdCompacted
+from services.index.etcd_settings import EtcdSettings
+from services.wire.etcd import etcd_pb2
+
+_RANGE = Method("/etcdserverpb.KV/Range", etcd_pb2.RangeRequest, etcd_pb2.RangeResponse)
+_PUT = Method("/etcdserverpb.KV/Put", etcd_pb2.PutRequest, etcd_pb2.PutResponse)
+_DELETE = Method("/etcdserverpb.KV/DeleteRange", etcd_pb2.DeleteRangeRequest, etcd_pb2.DeleteRangeResponse)
+_TXN = Method("/etcdserverpb.KV/Txn", etcd_pb2.TxnRequest, etcd_pb2.TxnResponse)
+_COMPACT = Method("/etcdserverpb.KV/Compact", etcd_pb2.CompactionRequest, etcd_pb2.CompactionResponse)
+_GRANT = Method("/etcdserverpb.Lease/LeaseGrant", etcd_pb2.LeaseGrantRequest, etcd_pb2.LeaseGrantResponse)
+_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", etcd_pb2.LeaseRevokeRequest, etcd_pb2.LeaseRevokeResponse)
+_STATUS = Method("/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest, etcd_pb2.StatusResponse)
+
+# Our largest values are 1 MiB, so a page of this many keys stays below the response limit.
+_PAGE_KEYS = 120
+_LIST_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    key: bytes
+    value: bytes
+    mod_revision: int
+    lease_id: int = 0  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """`succeeded`: every comparison held. `revision`: of the store after the transaction."""
+
+    succeeded: bool
+    revision: int
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The least key greater than every key with this prefix; b"\\0" (etcd: no end) when there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
+
+
+def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
+    return etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=key, value=value, lease=lease_id))
+
+
+def delete_op(key: bytes) -> etcd_pb2.RequestOp:
+    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
+
+
+def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
+    """Delete the keys in [start, end)."""
+    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=start, range_end=end))
+
+
+def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
+    """Holds while the key was last written at `mod_revision`; 0: while it does not exist."""
+    compare = etcd_pb2.Compare
+    return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=mod_revision)
+
+
+class Etcd:
+    """Every method raises Unavailable when no member answers in time, else as `rename` says.
+
+    What is idempotent is retried within the deadline. After Unavailable a write may or may not have
+    happened.
+    """
+
+    def __init__(
+        self, settings: EtcdSettings, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.connection = EtcdConnection(settings, rng=rng, clock=clock)
+
+    async def __aenter__(self) -> "Etcd":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def get(self, key: bytes) -> KeyValue | None:
+        response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key))
+        return _key_value(response.kvs[0]) if response.kvs else None
+
+    async def current_revision(self) -> int:
+        """The store's revision, agreed on by a majority (a linearizable read)."""
+        request = etcd_pb2.RangeRequest(key=b"\0", count_only=True)
+        return (await self.connection.unary(_RANGE, request)).header.revision
+
+    async def snapshot(self, prefix: bytes, page_keys: int = _PAGE_KEYS) -> tuple[int, list[KeyValue]]:
+        """A revision, and every key with the prefix at exactly that revision, in key order."""
+        for _ in range(_LIST_ATTEMPTS - 1):
+            try:
+                return await self._snapshot(prefix, page_keys)
+            except EtcdCompacted:
+                continue  # compacted between two pages: begin again at a newer revision
+        return await self._snapshot(prefix, page_keys)
+
+    async def _snapshot(self, prefix: bytes, page_keys: int) -> tuple[int, list[KeyValue]]:
+        start, end, revision = prefix, prefix_end(prefix), 0
+        kvs: list[KeyValue] = []
+        while True:
+            request = etcd_pb2.RangeRequest(key=start, range_end=end, limit=page_keys, revision=revision)
+            page = await self.connection.unary(_RANGE, request)
+            revision = revision or page.header.revision
+            kvs.extend(_key_value(kv) for kv in page.kvs)
+            if not page.more:
+                return revision, kvs
+            start = kvs[-1].key + b"\0"
+
+    async def put(self, key: bytes, value: bytes, lease_id: int = 0) -> int:
+        """Returns the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
+        request = etcd_pb2.PutRequest(key=key, value=value, lease=lease_id)
+        return (await self.connection.unary(_PUT, request)).header.revision
+
+    async def delete(self, key: bytes) -> bool:
+        """False: the key did not exist (or a retry found it gone)."""
+        response = await self.connection.unary(_DELETE, etcd_pb2.DeleteRangeRequest(key=key))
+        return response.deleted > 0
+
+    async def delete_prefix(self, prefix: bytes) -> int:
+        """Returns how many keys were deleted."""
+        request = etcd_pb2.DeleteRangeRequest(key=prefix, range_end=prefix_end(prefix))
+        return (await self.connection.unary(_DELETE, request)).deleted
+
+    async def txn(
+        self,
+        compares: Iterable[etcd_pb2.Compare],
+        success: Iterable[etcd_pb2.RequestOp],
+        failure: Iterable[etcd_pb2.RequestOp] = (),
+        *,
+        idempotent: bool = False,
+    ) -> TxnResult:
+        """At most 128 operations and 1.5 MiB. `idempotent`: doing it twice is the same as once."""
+        request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
+        response = await self.connection.unary(_TXN, request, idempotent=idempotent)
+        return TxnResult(response.succeeded, response.header.revision)
+
+    async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
+        """Put unless the key exists. False: it exists."""
+        return await self.compare_and_swap(key, value, 0, lease_id)
+
+    async def compare_and_swap(self, key: bytes, value: bytes, mod_revision: int, lease_id: int = 0) -> bool:
+        """Put if the key was last written at `mod_revision` (0: never). False: it was not."""
+        result = await self.txn([unchanged(key, mod_revision)], [put_op(key, value, lease_id)])
+        return result.succeeded
+
+    async def grant_lease(self, ttl_s: int) -> tuple[int, int]:
+        """Returns the lease's id and the seconds it was given. Nobody keeps it alive; see lease.py."""
+        # Retried although each try may leave a lease behind: one without keys that soon lapses.
+        response = await self.connection.unary(_GRANT, etcd_pb2.LeaseGrantRequest(TTL=ttl_s))
+        return response.ID, response.TTL
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        """Delete the lease and every key under it. Raises LeaseNotFound."""
+        await self.connection.unary(_REVOKE, etcd_pb2.LeaseRevokeRequest(ID=lease_id))
+
+    async def compact(self, revision: int) -> None:
+        """Forget the history before `revision`."""
+        await self.connection.unary(_COMPACT, etcd_pb2.CompactionRequest(revision=revision, physical=True))
+
+    async def status(self) -> etcd_pb2.StatusResponse:
+        """Of the member that we talk to."""
+        return await self.connection.unary(_STATUS, etcd_pb2.StatusRequest())
+
+
+def _key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
+    return KeyValue(pb.key, pb.value, pb.mod_revision, pb.lease)

@@ -1,0 +1,266 @@
+"""Calls to a cluster of etcd members.
+
+One channel per endpoint, so that hostnames, addresses and TLS names all fail over alike:
+
+    current endpoint --ready?--> log in once --> call --ok------------------------------> answer
+          ^    no                                  |--transient--> next endpoint, wait --+
+          +----------- next endpoint <-------------+                                     |
+          +--------------------------- again, while idempotent and in time --------------+
+                                                   |--token refused--> new token, again
+
+A call is sent only on a channel that is connected. What fails before that was never sent, so it is
+tried elsewhere even when it is not idempotent.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from services.errors import IsthmusError, Unavailable
+from services.index.backoff import Backoff
+from services.index.etcd_errors import is_auth_off, is_token_refused, is_transient, rename
+from services.index.etcd_settings import EtcdSettings
+from services.wire.etcd import etcd_pb2
+
+logger = logging.getLogger(__name__)
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+_Metadata = tuple[tuple[str, str], ...]
+
+# A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).
+_HAS_LEADER: _Metadata = (("hasleader", "true"),)
+_MAX_RESPONSE_BYTES = 128 << 20
+_AUTH_OFF = ""  # in place of a token
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Another client of the process must not lend us its reconnect timer.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[_Request, _Response]):
+    """One of etcd's RPCs."""
+
+    path: str
+    request_type: type[_Request]
+    response_type: type[_Response]
+
+    def serializers(self) -> dict[str, Any]:
+        return {
+            "request_serializer": self.request_type.SerializeToString,  # type: ignore[attr-defined]
+            "response_deserializer": self.response_type.FromString,  # type: ignore[attr-defined]
+        }
+
+
+_AUTHENTICATE = Method(
+    "/etcdserverpb.Auth/Authenticate", etcd_pb2.AuthenticateRequest, etcd_pb2.AuthenticateResponse
+)
+
+
+class EtcdStream(Generic[_Request, _Response]):
+    """One open bidirectional stream; any error ends it. Close it always."""
+
+    def __init__(self, call: Any, failed: Callable[[BaseException], IsthmusError]) -> None:
+        self._call = call
+        self._failed = failed
+        self._reading: asyncio.Future[Any] | None = None
+
+    async def write(self, request: _Request) -> None:
+        """Raises Unavailable, or what `rename` says."""
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise self._failed(error) from error
+
+    async def read(self, timeout_s: float) -> _Response | None:
+        """The next message; None when none came in time, and the stream is still good.
+
+        Raises Unavailable when the stream has ended, or what `rename` says.
+        """
+        # A cancelled read would cancel the whole RPC, so the reading outlives our patience.
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+            # What it raises after `close` is nobody's concern.
+            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
+        if not done:
+            return None
+        reading, self._reading = self._reading, None
+        try:
+            response = reading.result()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            raise self._failed(error) from error
+        if response is grpc.aio.EOF:
+            raise self._failed(Unavailable("etcd ended the stream"))
+        message: _Response = response
+        return message
+
+    def close(self) -> None:
+        self._call.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+
+
+class EtcdConnection:
+    """Knows which endpoint answers and which token is good. Owned by one event loop."""
+
+    def __init__(
+        self, settings: EtcdSettings, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._rng = rng
+        self._clock = clock
+        credentials = settings.tls.credentials() if settings.tls else None
+        self._channels = [_open_channel(endpoint, credentials) for endpoint in settings.endpoints]
+        # Clients spread over the members; each stays where it is while that works.
+        self._current = rng.randrange(len(self._channels))
+        self._token: str | None = None  # None: log in first
+        self._login = asyncio.Lock()
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close(None)
+
+    async def unary(
+        self, method: Method[_Request, _Response], request: _Request, *, idempotent: bool = True
+    ) -> _Response:
+        """Call until it succeeds, cannot succeed, or `settings.timeout_s` has passed.
+
+        Raises:
+            Unavailable: no answer; unless idempotent it may have been carried out all the same.
+            EtcdNoSpace, EtcdCompacted, LeaseNotFound, ConfigError, ProtocolError: see `rename`.
+        """
+        deadline = self._clock() + self._settings.timeout_s
+        backoff = Backoff(self._rng)
+        while True:
+            channel, metadata = await self._prepare(deadline)
+            try:
+                return await self._attempt(channel, method, request, metadata, deadline)
+            except grpc.aio.AioRpcError as error:
+                failure = self._note_failure(channel, metadata, error)
+                refused = isinstance(failure, Unavailable) and is_token_refused(error)
+                retry = refused or (idempotent and is_transient(error))
+                wait_s = backoff.next_s()
+                if not retry or self._clock() + wait_s >= deadline:
+                    raise failure from error
+            await asyncio.sleep(wait_s)
+
+    async def open_stream(self, method: Method[_Request, _Response]) -> EtcdStream[_Request, _Response]:
+        """Open a stream at an endpoint that answers. Raises Unavailable, ConfigError."""
+        channel, metadata = await self._prepare(self._clock() + self._settings.timeout_s)
+        call = channel.stream_stream(method.path, **method.serializers())(metadata=metadata)
+        return EtcdStream(call, lambda error: self._note_failure(channel, metadata, error))
+
+    def distrust_token(self) -> None:
+        """Log in again before the next call: a watch is refused in a message, not by a status."""
+        self._token = None
+
+    async def _prepare(self, deadline: float) -> tuple[grpc.aio.Channel, _Metadata]:
+        """A connected channel and what to send with the call. Raises Unavailable, ConfigError."""
+        backoff = Backoff(self._rng)
+        channel = await self._ready_channel(deadline)
+        while self._settings.user and self._token is None:
+            try:
+                await self._authenticate(channel, deadline)
+            except Unavailable:
+                wait_s = backoff.next_s()
+                if self._clock() + wait_s >= deadline:
+                    raise
+                await asyncio.sleep(wait_s)
+                channel = await self._ready_channel(deadline)
+        return channel, _HAS_LEADER + ((("token", self._token),) if self._token else ())
+
+    async def _attempt(
+        self,
+        channel: grpc.aio.Channel,
+        method: Method[_Request, _Response],
+        request: _Request,
+        metadata: _Metadata,
+        deadline: float,
+    ) -> _Response:
+        left_s = max(0.01, deadline - self._clock())
+        call = channel.unary_unary(method.path, **method.serializers())
+        timeout_s = min(left_s, self._settings.attempt_timeout_s)
+        response: _Response = await call(request, timeout=timeout_s, metadata=metadata)
+        return response
+
+    async def _authenticate(self, channel: grpc.aio.Channel, deadline: float) -> None:
+        async with self._login:
+            if self._token is not None:
+                return  # someone else did while we waited
+            request = etcd_pb2.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
+            try:
+                response = await self._attempt(channel, _AUTHENTICATE, request, _HAS_LEADER, deadline)
+            except grpc.aio.AioRpcError as error:
+                if not is_auth_off(error):
+                    raise self._note_failure(channel, _HAS_LEADER, error) from error
+                self._token = _AUTH_OFF
+            else:
+                self._token = response.token
+
+    async def _ready_channel(self, deadline: float) -> grpc.aio.Channel:
+        backoff = Backoff(self._rng, max_s=0.5)
+        while True:
+            for _ in self._channels:
+                channel = self._channels[self._current]
+                if await self._connected(channel, deadline):
+                    return channel
+                self._leave(channel)
+            wait_s = backoff.next_s()
+            if self._clock() + wait_s >= deadline:
+                raise Unavailable(f"no etcd endpoint answers: {', '.join(self._settings.endpoints)}")
+            await asyncio.sleep(wait_s)
+
+    async def _connected(self, channel: grpc.aio.Channel, deadline: float) -> bool:
+        timeout_s = min(self._settings.connect_timeout_s, max(0.01, deadline - self._clock()))
+        broken = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (state := channel.get_state(try_to_connect=True)) not in broken:
+                    if state is grpc.ChannelConnectivity.READY:
+                        return True
+                    await channel.wait_for_state_change(state)
+        except TimeoutError:
+            return False
+        return False
+
+    def _leave(self, channel: grpc.aio.Channel) -> None:
+        """Make the next endpoint the current one, unless another call has already left this one."""
+        if channel is self._channels[self._current]:
+            self._current = (self._current + 1) % len(self._channels)
+
+    def _note_failure(
+        self, channel: grpc.aio.Channel, metadata: _Metadata, error: BaseException
+    ) -> IsthmusError:
+        """Learn from a failed call or stream, and rename its error."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            self._leave(channel)
+            return (
+                error if isinstance(error, IsthmusError) else Unavailable(f"etcd's stream broke: {error!r}")
+            )
+        if is_token_refused(error) and self._settings.user:
+            if dict(metadata).get("token", _AUTH_OFF) == self._token:
+                self._token = None  # unless another call has renewed it meanwhile
+            return Unavailable("etcd's token has expired")
+        if is_transient(error):
+            self._leave(channel)
+        return rename(error)
+
+
+def _open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)

@@ -1,0 +1,98 @@
+"""What a rank's radix tree holds, and what of that etcd has yet to be told. Pure.
+
+store x, evict x, both untold     nothing to tell
+evict x, store x, x was told      told again: a mirror that was corrected meanwhile gets it back
+cleared, or too much to tell      only a whole snapshot will do
+"""
+
+from services.kv.types import CacheEvents
+
+_MAX_UNTOLD = 1 << 17
+
+
+class HashLedger:
+    """Takes events at any rate; its size is bounded by what the pool can hold."""
+
+    def __init__(self, max_untold: int = _MAX_UNTOLD) -> None:
+        self.held: set[int] = set()
+        self.needs_snapshot = True
+        self._max_untold = max_untold
+        # Dicts, for they keep the order: parents are stored first and evicted last.
+        self._added: dict[int, bool] = {}  # hash -> etcd believes that it is there
+        self._removed: dict[int, None] = {}
+        self._oldest_s: float | None = None
+
+    def __repr__(self) -> str:
+        untold = f"added={len(self._added)}, removed={len(self._removed)}"
+        return f"HashLedger(held={len(self.held)}, {untold}, needs_snapshot={self.needs_snapshot})"
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.needs_snapshot or self._added or self._removed)
+
+    def age_s(self, now: float) -> float:
+        """How long the oldest untold event has waited."""
+        return 0.0 if self._oldest_s is None else max(0.0, now - self._oldest_s)
+
+    def record(self, events: CacheEvents, now: float) -> None:
+        if self._oldest_s is None:
+            self._oldest_s = now
+        if events.cleared:
+            self.held.clear()
+            self.forget_told()
+        for block in events.stored:
+            self._store(block)
+        for block in events.removed:
+            self._remove(block)
+        if len(self._added) + len(self._removed) > self._max_untold:
+            self.forget_told()
+        if not self.has_news:
+            self._oldest_s = None
+
+    def _store(self, block: int) -> None:
+        if block in self.held:
+            return
+        self.held.add(block)
+        if not self.needs_snapshot:
+            self._added[block] = block in self._removed
+            self._removed.pop(block, None)
+
+    def _remove(self, block: int) -> None:
+        if block not in self.held:
+            return
+        self.held.discard(block)
+        # Not among the added: told long ago.
+        if not self.needs_snapshot and self._added.pop(block, True):
+            self._removed[block] = None
+
+    def take_delta(self, max_hashes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The next (added, removed), oldest first, at most `max_hashes` together; the rest stays.
+
+        If the delta does not reach etcd, call `forget_told`.
+        """
+        removed = _take(self._removed, max_hashes)
+        added = _take(self._added, max_hashes - len(removed))
+        if not self.has_news:
+            self._oldest_s = None
+        return added, removed
+
+    def take_snapshot(self) -> tuple[int, ...]:
+        """All that is held. If the snapshot does not reach etcd, call `forget_told`."""
+        self._added.clear()
+        self._removed.clear()
+        self._oldest_s = None
+        self.needs_snapshot = False
+        return tuple(self.held)
+
+    def forget_told(self) -> None:
+        """Nothing that etcd was told counts any more: tell all of it."""
+        self._added.clear()
+        self._removed.clear()
+        self.needs_snapshot = True
+
+
+def _take(untold: "dict[int, bool] | dict[int, None]", count: int) -> tuple[int, ...]:
+    taken = tuple(block for block, _ in zip(untold, range(count), strict=False))
+    for block in taken:
+        del untold[block]
+    return taken

@@ -1,0 +1,177 @@
+"""The keys in etcd. Pure.
+
+    /isthmus/<cluster>/schema
+    /isthmus/<cluster>/ranks/<worker>/<rank>
+    /isthmus/<cluster>/prefix/<worker>/<rank>/head
+    /isthmus/<cluster>/prefix/<worker>/<rank>/snapshot/<epoch>/<chunk>
+    /isthmus/<cluster>/prefix/<worker>/<rank>/log/<seq>
+    /isthmus/<cluster>/pins/<name>              name: 32 hex digits of the conversation's hash
+    /isthmus/<cluster>/probe/<router>
+
+Epochs, chunks and sequence numbers are padded with zeros, so that key order is their order.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from services.errors import ConfigError
+from services.kv.types import RankKey
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
+_DIGITS = 20  # of the largest unsigned 64-bit number
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaKey:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationKey:
+    rank: RankKey
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKey:
+    rank: RankKey
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotKey:
+    rank: RankKey
+    epoch: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogKey:
+    rank: RankKey
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinKey:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeKey:
+    router: str
+
+
+ParsedKey = SchemaKey | RegistrationKey | HeadKey | SnapshotKey | LogKey | PinKey | ProbeKey
+
+
+def check_name(kind: str, name: str) -> str:
+    """`name`, if it can stand in a key. Raises ConfigError, saying which `kind` of name is wrong."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"the {kind} name {name!r} must be 1 to 200 letters, digits or ._:@- and start with no sign"
+        )
+    return name
+
+
+def pin_name(conversation: str) -> str:
+    """What stands for a conversation in keys: ids may be long, hold anything, and are nobody's business."""
+    return hashlib.blake2b(conversation.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """Builds and parses the keys of one cluster. Raises ConfigError on a name that cannot stand in a key."""
+
+    cluster: str
+
+    def __post_init__(self) -> None:
+        check_name("cluster", self.cluster)
+
+    @property
+    def prefix(self) -> bytes:
+        """Every key of the cluster begins with it, and none of another cluster."""
+        return f"/isthmus/{self.cluster}/".encode()
+
+    @property
+    def schema(self) -> bytes:
+        return self.prefix + b"schema"
+
+    def registration(self, rank: RankKey) -> bytes:
+        return self.prefix + b"ranks/" + _rank_path(rank)
+
+    def rank_prefix(self, rank: RankKey) -> bytes:
+        """Of the rank's head, snapshot and log."""
+        return self.prefix + b"prefix/" + _rank_path(rank) + b"/"
+
+    def head(self, rank: RankKey) -> bytes:
+        return self.rank_prefix(rank) + b"head"
+
+    def snapshot_prefix(self, rank: RankKey) -> bytes:
+        return self.rank_prefix(rank) + b"snapshot/"
+
+    def snapshot_epoch(self, rank: RankKey, epoch: int) -> bytes:
+        return self.snapshot_prefix(rank) + _number(epoch) + b"/"
+
+    def snapshot(self, rank: RankKey, epoch: int, chunk: int) -> bytes:
+        return self.snapshot_epoch(rank, epoch) + _number(chunk)
+
+    def log_prefix(self, rank: RankKey) -> bytes:
+        return self.rank_prefix(rank) + b"log/"
+
+    def log(self, rank: RankKey, seq: int) -> bytes:
+        return self.log_prefix(rank) + _number(seq)
+
+    def pin(self, name: str) -> bytes:
+        """`name` is from `pin_name`."""
+        return self.prefix + b"pins/" + check_name("pin", name).encode()
+
+    def probe(self, router: str) -> bytes:
+        return self.prefix + b"probe/" + check_name("router", router).encode()
+
+    def parse(self, key: bytes) -> ParsedKey | None:
+        """None: not a key that we write; never raises."""
+        if not key.startswith(self.prefix):
+            return None
+        parts = key[len(self.prefix) :].decode("utf-8", "replace").split("/")
+        try:
+            return _parse(parts)
+        except ConfigError:
+            return None
+
+
+def _rank_path(rank: RankKey) -> bytes:
+    return f"{check_name('worker', rank.worker)}/{rank.rank}".encode()
+
+
+def _number(value: int) -> bytes:
+    return f"{value:0{_DIGITS}d}".encode()
+
+
+def _parse(parts: list[str]) -> ParsedKey | None:
+    match parts:
+        case ["schema"]:
+            return SchemaKey()
+        case ["ranks", worker, rank]:
+            return RegistrationKey(_parse_rank(worker, rank))
+        case ["prefix", worker, rank, "head"]:
+            return HeadKey(_parse_rank(worker, rank))
+        case ["prefix", worker, rank, "snapshot", epoch, chunk]:
+            return SnapshotKey(_parse_rank(worker, rank), _parse_number(epoch), _parse_number(chunk))
+        case ["prefix", worker, rank, "log", seq]:
+            return LogKey(_parse_rank(worker, rank), _parse_number(seq))
+        case ["pins", name]:
+            return PinKey(check_name("pin", name))
+        case ["probe", router]:
+            return ProbeKey(check_name("router", router))
+    return None
+
+
+def _parse_rank(worker: str, rank: str) -> RankKey:
+    if not (rank.isascii() and rank.isdigit()) or (rank != "0" and rank.startswith("0")) or len(rank) > 9:
+        raise ConfigError(f"not a rank number: {rank!r}")
+    return RankKey(check_name("worker", worker), int(rank))
+
+
+def _parse_number(text: str) -> int:
+    if len(text) != _DIGITS or not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"not a padded number: {text!r}")
+    return int(text)

@@ -1,0 +1,139 @@
+"""Pins: on which ranks a conversation lives. Advisory, and written behind the request.
+
+pin() --changed, or half expired--> queue --up to 100 in one transaction--> etcd --watch--> every mirror
+        |--else: nothing                   |--etcd away: stays queued; full: forgotten
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from services.errors import NoCapacity, NotFound, Unavailable
+from services.index.backoff import Backoff
+from services.index.etcd import Etcd, put_op
+from services.index.etcd_errors import LeaseNotFound
+from services.index.keys import ClusterKeys, pin_name
+from services.index.lease import BucketLease
+from services.index.message import fill, to_bytes
+from services.kv.types import RankId
+from services.wire import convert
+from services.wire.isthmus.v1 import index_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_PUTS = 100  # etcd's limit is 128 operations
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    decode: RankId
+    prefill: RankId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinSettings:
+    life_s: float = 1800.0
+    bucket_s: float = 120.0  # pins of so long share a lease
+    gather_s: float = 0.02  # pins of so long go into one transaction
+    recent_s: float = 2.0  # by then a pin that was written has come back, or etcd is away
+    max_queued: int = 10_000
+    max_remembered: int = 100_000
+    max_backoff_s: float = 5.0
+
+
+def encode_pin(pin: Pin) -> bytes:
+    prefill = convert.rank_id_to_proto(pin.prefill) if pin.prefill else None
+    return to_bytes(index_pb2.Pin(decode=convert.rank_id_to_proto(pin.decode), prefill=prefill))
+
+
+def decode_pin(value: bytes) -> Pin:
+    """Raises ProtocolError when the value is torn."""
+    pb = index_pb2.Pin()
+    fill(pb, value)
+    prefill = convert.rank_id_from_proto(pb.prefill) if pb.HasField("prefill") else None
+    return Pin(convert.rank_id_from_proto(pb.decode), prefill)
+
+
+class PinWriter:
+    """Owned by one event loop. `written` and `dropped` count pins."""
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, settings: PinSettings | None = None) -> None:
+        self.written = 0
+        self.dropped = 0
+        self._etcd = etcd
+        self._keys = keys
+        self._settings = settings or PinSettings()
+        self._lease = BucketLease(etcd, life_s=self._settings.life_s, bucket_s=self._settings.bucket_s)
+        self._queue: OrderedDict[str, Pin] = OrderedDict()
+        self._remembered: OrderedDict[str, tuple[Pin, float]] = OrderedDict()  # name -> pin, when it was put
+        self._wake = asyncio.Event()
+
+    def pin(self, conversation: str, decode: RankId, prefill: RankId | None = None) -> None:
+        """Remember where the conversation lives. Never blocks, never fails."""
+        name, pin = pin_name(conversation), Pin(decode, prefill)
+        if self._is_fresh(name, pin):
+            self._queue.pop(name, None)  # back to what etcd has
+            return
+        self._queue[name] = pin
+        if len(self._queue) > self._settings.max_queued:
+            self._queue.popitem(last=False)
+            self.dropped += 1
+        self._wake.set()
+
+    def recent(self, conversation: str) -> Pin | None:
+        """What was pinned here a moment ago, and may not have come back through etcd yet."""
+        name = pin_name(conversation)
+        if name in self._queue:
+            return self._queue[name]
+        pin, put_at = self._remembered.get(name, (None, 0.0))
+        return pin if self._etcd.clock() - put_at < self._settings.recent_s else None
+
+    def _is_fresh(self, name: str, pin: Pin) -> bool:
+        known, put_at = self._remembered.get(name, (None, 0.0))
+        return known == pin and self._etcd.clock() - put_at < self._settings.life_s / 2
+
+    async def run(self) -> None:
+        """Write what is queued, for ever."""
+        backoff = Backoff(self._etcd.rng, max_s=self._settings.max_backoff_s)
+        while True:
+            if not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+                await asyncio.sleep(self._settings.gather_s)
+            try:
+                await self._write_some()
+                backoff.reset()
+            except NoCapacity as error:
+                # A full etcd is answered by writing less, and pins are what is missed least.
+                self.dropped += len(self._queue)
+                self._queue.clear()
+                logger.warning("pins.dropped error=%s", error)
+                await backoff.sleep()
+            except (Unavailable, NotFound) as error:
+                logger.warning("pins.retry queued=%d error=%s", len(self._queue), error)
+                await backoff.sleep()
+
+    async def _write_some(self) -> None:
+        batch = dict(itertools.islice(self._queue.items(), _MAX_PUTS))
+        if not batch:
+            return
+        lease_id = await self._lease.id()
+        puts = [put_op(self._keys.pin(name), encode_pin(pin), lease_id) for name, pin in batch.items()]
+        try:
+            await self._etcd.txn([], puts, idempotent=True)
+        except LeaseNotFound:
+            self._lease.forget()
+            raise
+        self.written += len(batch)
+        for name, pin in batch.items():
+            self._note_written(name, pin)
+
+    def _note_written(self, name: str, pin: Pin) -> None:
+        if self._queue.get(name) == pin:
+            del self._queue[name]
+        self._remembered[name] = (pin, self._etcd.clock())
+        self._remembered.move_to_end(name)
+        if len(self._remembered) > self._settings.max_remembered:
+            self._remembered.popitem(last=False)

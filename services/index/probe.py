@@ -1,0 +1,63 @@
+"""How long etcd takes from a router's own put until its own watch shows it."""
+
+import asyncio
+import logging
+
+from services.errors import NoCapacity, NotFound, Unavailable
+from services.index.etcd import Etcd
+from services.index.etcd_errors import LeaseNotFound
+from services.index.keys import ClusterKeys
+from services.index.lease import BucketLease
+
+logger = logging.getLogger(__name__)
+
+
+class Probe:
+    """Puts a number under the router's probe key from time to time. `trouble`: why it could not."""
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, router: str, *, interval_s: float = 1.0) -> None:
+        self.trouble: str | None = None
+        self._etcd = etcd
+        self._router = router
+        self._key = keys.probe(router)
+        self._interval_s = interval_s
+        self._lease = BucketLease(etcd, life_s=60.0, bucket_s=60.0)
+        self._number = 0
+        self._put_at: float | None = None  # of the one that has not been seen yet
+        self._last_delay_s = 0.0
+
+    @property
+    def delay_s(self) -> float:
+        """Of the last probe seen, or how long the present one has been under way if that is more."""
+        under_way_s = 0.0 if self._put_at is None else self._etcd.clock() - self._put_at
+        return max(self._last_delay_s, under_way_s)
+
+    def seen(self, router: str, value: bytes) -> None:
+        """The watch has shown a probe; another router's, or an older one's, is nothing to us."""
+        if router == self._router and self._put_at is not None and value == self._value():
+            self._last_delay_s = self._etcd.clock() - self._put_at
+            self._put_at = None
+
+    async def run(self) -> None:
+        """For ever. A probe that is not seen is put again, and counts from its first put."""
+        while True:
+            try:
+                await self._put()
+                self.trouble = None
+            except (Unavailable, NoCapacity, NotFound) as error:
+                self.trouble = str(error)
+                logger.warning("probe.failed error=%s", error)
+            await asyncio.sleep(self._interval_s)
+
+    async def _put(self) -> None:
+        if self._put_at is None:
+            self._number += 1
+            self._put_at = self._etcd.clock()
+        try:
+            await self._etcd.put(self._key, self._value(), await self._lease.id())
+        except LeaseNotFound:
+            self._lease.forget()
+            raise
+
+    def _value(self) -> bytes:
+        return str(self._number).encode()

@@ -1,0 +1,144 @@
+"""The cluster's schema and the ranks' registrations."""
+
+import logging
+from dataclasses import dataclass
+
+from services.errors import ConfigError, StaleGeneration, Unavailable
+from services.index.etcd import Etcd
+from services.index.keys import ClusterKeys
+from services.index.message import fill, to_bytes
+from services.kv.types import KvLayout, RankAddress, RankId, Role
+from services.wire import convert
+from services.wire.isthmus.v1 import index_pb2
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What all ranks and routers of a cluster must agree on."""
+
+    index_block: int  # tokens per index block
+    hash_scheme: str
+    version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a rank says of itself for as long as its lease lives."""
+
+    role: Role
+    address: RankAddress
+    layout: KvLayout
+    model: str
+    max_context_tokens: int
+    total_pages: int
+    engine: str
+    model_path: str = ""
+    capabilities: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> RankId:
+        return self.address.id
+
+
+def encode_registration(registration: Registration) -> bytes:
+    return to_bytes(
+        index_pb2.Registration(
+            role=convert.role_to_proto(registration.role),
+            address=convert.address_to_proto(registration.address),
+            layout=convert.layout_to_proto(registration.layout),
+            model=registration.model,
+            max_context_tokens=registration.max_context_tokens,
+            capabilities=registration.capabilities,
+            total_pages=registration.total_pages,
+            model_path=registration.model_path,
+            engine=registration.engine,
+        )
+    )
+
+
+def decode_registration(value: bytes) -> Registration:
+    """Raises ProtocolError when the value is torn or can never be right."""
+    pb = index_pb2.Registration()
+    fill(pb, value)
+    return Registration(
+        role=convert.role_from_proto(pb.role),
+        address=convert.address_from_proto(pb.address),
+        layout=convert.layout_from_proto(pb.layout),
+        model=pb.model,
+        max_context_tokens=pb.max_context_tokens,
+        total_pages=pb.total_pages,
+        engine=pb.engine,
+        model_path=pb.model_path,
+        capabilities=tuple(pb.capabilities),
+    )
+
+
+async def check_schema(etcd: Etcd, keys: ClusterKeys, schema: Schema) -> None:
+    """Write the cluster's schema if nobody has; else compare with it.
+
+    Raises:
+        ConfigError: the cluster was set up otherwise; the message says how.
+        Unavailable: etcd does not answer.
+    """
+    value = to_bytes(
+        index_pb2.Schema(
+            version=schema.version, index_block=schema.index_block, hash_scheme=schema.hash_scheme
+        )
+    )
+    for _ in range(_ATTEMPTS):
+        found = await etcd.get(keys.schema)
+        if found is not None:
+            return _compare(keys.cluster, found.value, schema)
+        if await etcd.create(keys.schema, value):
+            return None
+    raise Unavailable("the cluster's schema key appears and disappears")
+
+
+def _compare(cluster: str, value: bytes, ours: Schema) -> None:
+    pb = index_pb2.Schema()
+    fill(pb, value)
+    theirs = Schema(pb.index_block, pb.hash_scheme, pb.version)
+    if theirs != ours:
+        raise ConfigError(
+            f"cluster {cluster!r} was set up with {_describe(theirs)}, this process has {_describe(ours)}; "
+            "give it the same settings or another cluster name"
+        )
+
+
+def _describe(schema: Schema) -> str:
+    blocks = f"{schema.index_block} tokens per index block"
+    return f"schema version {schema.version}, {blocks}, hashes {schema.hash_scheme}"
+
+
+async def register(
+    etcd: Etcd, keys: ClusterKeys, registration: Registration, lease_id: int, *, take_over: bool = True
+) -> None:
+    """Put the registration under the lease.
+
+    `take_over`: the first time in a life, when what is there can only be an earlier life's. Later a
+    foreign registration is a later life's.
+
+    Raises:
+        StaleGeneration: another life has registered, and we must not take over.
+        Unavailable, EtcdNoSpace, LeaseNotFound.
+    """
+    key, value = keys.registration(registration.id.key), encode_registration(registration)
+    for _ in range(_ATTEMPTS):
+        found = await etcd.get(key)
+        if found is not None and not take_over:
+            _check_own(registration.id, decode_registration(found.value).id)
+        revision = found.mod_revision if found else 0
+        if await etcd.compare_and_swap(key, value, revision, lease_id):
+            logger.info("registry.registered rank=%s lease_id=%x", registration.id, lease_id)
+            return
+    raise Unavailable(f"the registration of rank {registration.id} is written by others all the time")
+
+
+def _check_own(ours: RankId, found: RankId) -> None:
+    if found.generation != ours.generation:
+        raise StaleGeneration(f"another life of rank {ours} has registered: {found.generation:016x}")

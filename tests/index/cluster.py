@@ -1,0 +1,89 @@
+"""Ranks and mirrors of a test's cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from index.real_etcd import running, until
+
+from services.index.etcd import Etcd
+from services.index.keys import ClusterKeys
+from services.index.membership import Membership
+from services.index.mirror import Mirror
+from services.index.publisher import PublisherSettings
+from services.index.registry import Registration, Schema
+from services.kv.types import (
+    BlockHash,
+    CacheEvents,
+    Generation,
+    GroupKind,
+    KvGroup,
+    KvLayout,
+    RankAddress,
+    RankId,
+    Role,
+)
+
+SCHEMA = Schema(index_block=64, hash_scheme="xxh3-64/1")
+# Snapshots every few deltas and in several chunks, so that every path is walked.
+EAGER = PublisherSettings(flush_s=0.001, max_log_deltas=4, max_delta_hashes=50, max_chunk_hashes=40)
+
+
+def registration(worker: str = "d0", generation: int = 1, role: Role = Role.DECODE) -> Registration:
+    group = KvGroup(GroupKind.FULL_ATTENTION, (0, 1), num_kv_heads=2, head_dim=16, dtype="float32")
+    return Registration(
+        role=role,
+        address=RankAddress(RankId(worker, 0, Generation(generation)), "127.0.0.1:7000"),
+        layout=KvLayout(page_size=16, page_bytes=8192, model_fingerprint=2**64 - 1, groups=(group,)),
+        model="tiny",
+        max_context_tokens=2048,
+        total_pages=100,
+        engine="fake",
+        model_path="/models/tiny",
+        capabilities=("abort", "local"),
+    )
+
+
+class FakeRank:
+    """An engine's cache events by hand, and what the tree then holds."""
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, its: Registration, ttl_s: int = 5) -> None:
+        self.id = its.id
+        self.held: set[int] = set()
+        self.membership = Membership(etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=EAGER)
+        self._events: asyncio.Queue[CacheEvents] = asyncio.Queue()
+
+    def store(self, *blocks: int) -> None:
+        self.held |= set(blocks)
+        self._events.put_nowait(CacheEvents(stored=tuple(map(BlockHash, blocks))))
+
+    def evict(self, *blocks: int) -> None:
+        self.held -= set(blocks)
+        self._events.put_nowait(CacheEvents(removed=tuple(map(BlockHash, blocks))))
+
+    def clear(self) -> None:
+        self.held.clear()
+        self._events.put_nowait(CacheEvents(cleared=True))
+
+    async def events(self) -> AsyncIterator[CacheEvents]:
+        while True:
+            yield await self._events.get()
+
+    async def run(self) -> None:
+        await self.membership.run(self.events())
+
+    def is_mirrored_by(self, mirror: Mirror) -> bool:
+        key = self.id.key
+        return (
+            mirror.index.generation(key) == self.id.generation
+            and mirror.index.num_blocks(key) == len(self.held)
+            and all(mirror.index.holds(key, block) for block in self.held)
+        )
+
+
+@asynccontextmanager
+async def mirroring(etcd: Etcd, keys: ClusterKeys, router: str = "r0") -> AsyncIterator[Mirror]:
+    mirror = Mirror(etcd, keys, router, probe_interval_s=0.05)
+    async with running(mirror.run()):
+        await until(mirror.ready.is_set)
+        yield mirror

@@ -1,0 +1,277 @@
+"""Publishers, a real etcd and mirrors, end to end."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from index.cluster import FakeRank, mirroring, registration
+from index.real_etcd import FAST, client, running, until
+
+from services.errors import ConfigError, StaleGeneration
+from services.index import mirror as mirror_module
+from services.index.etcd import Etcd
+from services.index.etcd_server import EmbeddedEtcd
+from services.index.keys import ClusterKeys, LogKey, pin_name
+from services.index.mirror import Mirror, RankState
+from services.index.pins import Pin, encode_pin
+from services.index.prefix_codec import decode_record
+from services.index.registry import Schema, check_schema
+from services.kv.types import Generation, RankId, RankKey
+
+
+async def test_mirrors_hold_what_ranks_hold(etcd: Etcd, keys: ClusterKeys) -> None:
+    """Two ranks change at random; a mirror from the start and one that comes late agree with them."""
+    rng = random.Random(7)
+    ranks = [FakeRank(etcd, keys, registration(worker)) for worker in ("d0", "d1")]
+    async with running(*(rank.run() for rank in ranks)), mirroring(etcd, keys) as early:
+        for _ in range(60):
+            for rank in ranks:
+                rank.store(*rng.sample(range(1000), rng.randrange(1, 60)))
+                rank.evict(*rng.sample(sorted(rank.held), len(rank.held) // 3))
+                if rng.random() < 0.05:
+                    rank.clear()
+            await asyncio.sleep(0.002)  # so that there are many deltas and not one
+        async with mirroring(etcd, keys, "late") as late:
+            for mirror in (early, late):
+                await until(lambda m=mirror: all(rank.is_mirrored_by(m) for rank in ranks))
+                assert set(mirror.ranks) == {rank.id.key for rank in ranks}
+                assert mirror.torn_values == mirror.resyncs == 0 and mirror.degraded is None
+        assert all(rank.membership.publisher.snapshots_written > 2 for rank in ranks)
+        assert all(rank.membership.publisher.deltas_written > 4 for rank in ranks)
+        _, kvs = await etcd.snapshot(keys.prefix + b"prefix/")
+        assert len(kvs) < 2 * (1 + 4 + 1000 // 40 + 1)  # old epochs and logs are gone
+
+
+async def test_a_registration_is_mirrored_whole_and_deregistered_at_the_end(
+    etcd: Etcd, keys: ClusterKeys
+) -> None:
+    its = registration()
+    rank = FakeRank(etcd, keys, its)
+    changed: list[RankKey] = []
+    async with mirroring(etcd, keys) as mirror:
+        stop = mirror.subscribe(changed.append)
+        async with running(rank.run()):
+            await until(lambda: rank.id.key in mirror.ranks)
+            view = mirror.ranks[rank.id.key]
+            assert (view.registration, view.state, view.registered) == (its, RankState.LIVE, True)
+        _, kvs = await etcd.snapshot(keys.prefix)
+        assert not [kv for kv in kvs if b"/probe/" not in kv.key and not kv.key.endswith(b"/schema")]
+        await until(lambda: mirror.ranks[rank.id.key].state is RankState.SUSPECT)
+        mirror.mark_dead(rank.id.key)
+        assert mirror.ranks == {} and changed == [rank.id.key] * 3
+        stop()
+
+
+async def test_a_lapsed_lease_makes_suspect_and_only_a_health_check_kills(
+    etcd: Etcd, keys: ClusterKeys
+) -> None:
+    rank = FakeRank(etcd, keys, registration())
+    key = rank.id.key
+    async with mirroring(etcd, keys) as mirror, running(rank.run()) as (task,):
+        rank.store(1, 2, 3)
+        await until(lambda: rank.is_mirrored_by(mirror))
+        task.cancel()
+        await until(lambda: mirror.ranks[key].state is RankState.SUSPECT)
+        since_s = mirror.ranks[key].since_s
+        assert mirror.match_all([1, 2, 9]) == {key: 2}
+        mirror.mark_live(key)
+        assert mirror.ranks[key].state is RankState.LIVE and mirror.ranks[key].since_s >= since_s
+        mirror.mark_dead(key)
+        assert (mirror.ranks, mirror.match_all([1]), mirror.is_current(key)) == ({}, {}, False)
+        mirror.mark_dead(key)
+        mirror.mark_live(key)
+        assert mirror.ranks == {}
+
+
+async def test_a_registered_rank_that_fails_a_check_is_suspect_not_forgotten(
+    etcd: Etcd, keys: ClusterKeys
+) -> None:
+    rank = FakeRank(etcd, keys, registration())
+    async with mirroring(etcd, keys) as mirror, running(rank.run()):
+        rank.store(1)
+        await until(lambda: rank.is_mirrored_by(mirror))
+        mirror.mark_dead(rank.id.key)
+        assert mirror.ranks[rank.id.key].state is RankState.SUSPECT
+        assert mirror.match_all([1]) == {rank.id.key: 1}
+
+
+async def test_a_lost_lease_is_replaced_and_everything_is_written_again(
+    etcd: Etcd, keys: ClusterKeys
+) -> None:
+    rank = FakeRank(etcd, keys, registration(), ttl_s=1)
+    key = rank.id.key
+    async with mirroring(etcd, keys) as mirror, running(rank.run()):
+        rank.store(1, 2)
+        await until(lambda: rank.is_mirrored_by(mirror))
+        states = []
+        mirror.subscribe(lambda changed: states.append(mirror.ranks[changed].state))
+        lease = rank.membership._lease
+        assert lease is not None
+        await etcd.revoke_lease(lease.id)
+        rank.store(3)
+        await until(lambda: states == [RankState.SUSPECT, RankState.LIVE])
+        await until(lambda: rank.is_mirrored_by(mirror) and mirror.is_current(key))
+        found = await etcd.get(keys.head(key))
+        assert found is not None and found.lease_id != lease.id
+
+
+async def test_a_new_life_takes_over_and_the_old_one_is_told(etcd: Etcd, keys: ClusterKeys) -> None:
+    old, new = (FakeRank(etcd, keys, registration(generation=number)) for number in (1, 2))
+    async with mirroring(etcd, keys) as mirror, running(old.run()) as (old_task,):
+        old.store(1, 2, 3)
+        await until(lambda: old.is_mirrored_by(mirror))
+        async with running(new.run()):
+            new.store(7)
+            await until(lambda: new.is_mirrored_by(mirror))
+            old.store(4)  # the old one is still there, and its lease is good
+            with pytest.raises(ExceptionGroup) as raised:
+                await old_task
+            assert raised.group_contains(StaleGeneration)
+            # Its lease is revoked by now, and the new life has lost nothing by that.
+            new.store(8)
+            await until(lambda: new.is_mirrored_by(mirror))
+            assert mirror.ranks[new.id.key].registration.id == new.id
+            assert mirror.ranks[new.id.key].state is RankState.LIVE
+
+
+async def test_an_old_life_that_wakes_up_does_not_come_back(etcd: Etcd, keys: ClusterKeys) -> None:
+    old, new = (FakeRank(etcd, keys, registration(generation=number), ttl_s=1) for number in (1, 2))
+    async with mirroring(etcd, keys) as mirror, running(old.run()) as (old_task,):
+        await until(lambda: old.is_mirrored_by(mirror))
+        async with running(new.run()):
+            await until(lambda: new.is_mirrored_by(mirror))
+            lease = old.membership._lease
+            assert lease is not None
+            await etcd.revoke_lease(lease.id)  # it notices, and wants to register again
+            with pytest.raises(ExceptionGroup) as raised:
+                await asyncio.wait_for(old_task, 10)
+            assert raised.group_contains(StaleGeneration, match="another life")
+            assert mirror.ranks[new.id.key].registration.id == new.id
+
+
+async def test_etcd_away_is_degraded_and_everything_goes_on_from_memory(own_server: EmbeddedEtcd) -> None:
+    keys = ClusterKeys("c")
+    async with client(own_server.endpoint, timeout_s=1.0) as etcd, client(own_server.endpoint) as reader:
+        rank = FakeRank(etcd, keys, registration())
+        async with running(rank.run()), mirroring(reader, keys) as mirror:
+            rank.store(1, 2, 3)
+            await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+            await own_server.kill()
+            await until(lambda: mirror.degraded is not None)
+            assert mirror.match_all([1, 2, 3]) == {rank.id.key: 3} and mirror.ready.is_set()
+            rank.evict(3)
+            rank.store(4)
+            assert mirror.index.correct(rank.id.key, [1, 2, 3], 2) == 1
+            await until(lambda: rank.membership.publisher.trouble is not None)
+            await own_server.start()
+            await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+            assert mirror.ranks[rank.id.key].state is RankState.LIVE
+
+
+async def test_an_etcd_that_lost_everything_is_filled_again(tmp_path: Path) -> None:
+    keys = ClusterKeys("c")
+    async with EmbeddedEtcd(tmp_path / "first", extra_arguments=FAST) as first:
+        port = int(first.endpoint.rpartition(":")[2])
+        async with client(first.endpoint, timeout_s=1.0) as etcd, client(first.endpoint) as reader:
+            rank = FakeRank(etcd, keys, registration(), ttl_s=1)
+            async with running(rank.run()), mirroring(reader, keys) as mirror:
+                for block in range(30):
+                    rank.store(block)
+                    await asyncio.sleep(0.001)
+                await until(lambda: rank.is_mirrored_by(mirror))
+                await first.kill()
+                second = EmbeddedEtcd(tmp_path / "second", client_port=port, extra_arguments=FAST)
+                async with second:
+                    rank.store(99)
+                    await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+                    assert mirror.ranks[rank.id.key].state is RankState.LIVE
+
+
+async def test_before_the_first_listing_it_says_so() -> None:
+    async with client("127.0.0.1:1", timeout_s=0.1) as nowhere:
+        mirror = Mirror(nowhere, ClusterKeys("c"), "r0")
+        assert mirror.degraded is not None and "not been read yet" in mirror.degraded
+        async with running(mirror.run()):
+            await until(lambda: "no etcd endpoint answers" in (mirror.degraded or ""))
+        assert not mirror.ready.is_set()
+
+
+async def test_torn_and_foreign_values_are_counted_and_skipped(etcd: Etcd, keys: ClusterKeys) -> None:
+    key = RankKey("d0", 0)
+    rank = FakeRank(etcd, keys, registration())
+    async with mirroring(etcd, keys) as mirror, running(rank.run()):
+        rank.store(1)
+        await until(lambda: rank.is_mirrored_by(mirror))
+        torn = (
+            keys.log(key, 10**6),
+            keys.registration(RankKey("x", 0)),
+            keys.pin("p"),
+            keys.prefix + b"what",
+        )
+        for torn_key in torn:
+            await etcd.put(torn_key, b"\xff\xff")
+        stolen = await etcd.get(keys.registration(key))
+        assert stolen is not None
+        await etcd.put(keys.registration(RankKey("thief", 0)), stolen.value)
+        await until(lambda: mirror.torn_values == len(torn) + 1)
+        rank.store(2)
+        await until(lambda: rank.is_mirrored_by(mirror))
+        assert set(mirror.ranks) == {key}
+
+
+async def test_a_lost_delta_is_made_up_for(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One delta reaches the mirror torn; reading it again gives it whole."""
+    torn: list[int] = []
+
+    def tear_once(key, value: bytes):
+        if isinstance(key, LogKey) and not torn:
+            torn.append(key.seq)
+            return decode_record(key, b"\xff")
+        return decode_record(key, value)
+
+    rank = FakeRank(etcd, keys, registration())
+    async with mirroring(etcd, keys) as mirror, running(rank.run()):
+        await until(lambda: rank.is_mirrored_by(mirror))
+        monkeypatch.setattr(mirror_module, "decode_record", tear_once)
+        for block in range(2):
+            rank.store(block)
+            await until(lambda n=block: rank.membership.publisher.deltas_written > n)
+        await until(lambda: rank.is_mirrored_by(mirror) and mirror.is_current(rank.id.key))
+        assert (mirror.torn_values, mirror.resyncs) == (1, 1)
+
+
+async def test_staleness_counts_the_way_through_etcd(own_server: EmbeddedEtcd) -> None:
+    async with (
+        client(own_server.endpoint, timeout_s=0.3) as etcd,
+        mirroring(etcd, ClusterKeys("c")) as mirror,
+    ):
+        await until(lambda: 0 < mirror.staleness_s < 1)
+        await own_server.kill()
+        before = mirror.staleness_s
+        await until(lambda: mirror.staleness_s > before + 0.2)
+
+
+async def test_pins_are_mirrored_and_bounded(etcd: Etcd, keys: ClusterKeys) -> None:
+    pin = Pin(RankId("d0", 0, Generation(1)), RankId("p0", 0, Generation(2)))
+    mirror = Mirror(etcd, keys, "r0", max_pins=3)
+    async with running(mirror.run()):
+        for number in range(4):
+            await etcd.put(keys.pin(pin_name(f"talk {number}")), encode_pin(pin))
+        await until(lambda: mirror.pin("talk 3") == pin)
+        assert mirror.pin("talk 0") is None and len(mirror.pins) == 3
+        await etcd.delete(keys.pin(pin_name("talk 3")))
+        await until(lambda: mirror.pin("talk 3") is None)
+
+
+async def test_the_schema_is_created_once_and_then_compared(etcd: Etcd, keys: ClusterKeys) -> None:
+    await asyncio.gather(*(check_schema(etcd, keys, Schema(64, "xxh3-64/1")) for _ in range(5)))
+    with pytest.raises(ConfigError, match=r"64 tokens per index block.*this process has.* 32 tokens"):
+        await check_schema(etcd, keys, Schema(32, "xxh3-64/1"))
+    other = FakeRank(etcd, keys, registration())
+    other.membership._schema = Schema(64, "sha256/1")
+    with pytest.raises(ExceptionGroup) as raised:
+        await other.run()
+    assert raised.group_contains(ConfigError, match="sha256")

@@ -1,0 +1,112 @@
+import pytest
+from index.real_etcd import client, running, until
+
+from services.errors import ProtocolError, Unavailable
+from services.index.etcd import Etcd, TxnResult
+from services.index.etcd_errors import EtcdNoSpace
+from services.index.keys import ClusterKeys, pin_name
+from services.index.pins import Pin, PinSettings, PinWriter, decode_pin, encode_pin
+from services.kv.types import Generation, RankId
+
+D0, D1 = (RankId(worker, 0, Generation(2**64 - 1)) for worker in ("d0", "d1"))
+SETTINGS = PinSettings(gather_s=0.001, life_s=100.0, max_queued=250, max_backoff_s=0.05)
+
+
+@pytest.mark.parametrize("pin", [Pin(D0), Pin(D0, D1)])
+def test_pins_survive_the_wire(pin: Pin) -> None:
+    assert decode_pin(encode_pin(pin)) == pin
+
+
+def test_torn_pins_are_named() -> None:
+    for value in (b"", b"\xff"):
+        with pytest.raises(ProtocolError):
+            decode_pin(value)
+
+
+async def test_pins_are_written_under_one_lease_in_few_transactions(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = PinWriter(etcd, keys, SETTINGS)
+    sizes: list[int] = []
+    txn = etcd.txn
+
+    async def count(compares, success, failure=(), *, idempotent=False) -> TxnResult:
+        sizes.append(len(success))
+        return await txn(compares, success, failure, idempotent=idempotent)
+
+    monkeypatch.setattr(etcd, "txn", count)
+    conversations = [f"Gespräch/{number} \n" for number in range(230)]
+    for conversation in conversations:
+        writer.pin(conversation, D0, D1)
+    async with running(writer.run()):
+        await until(lambda: writer.written == 230)
+    assert sizes == [100, 100, 30]
+    _, kvs = await etcd.snapshot(keys.prefix)
+    assert {kv.key for kv in kvs} == {keys.pin(pin_name(conversation)) for conversation in conversations}
+    assert len({kv.lease_id for kv in kvs}) == 1 and kvs[0].lease_id != 0
+    assert {decode_pin(kv.value) for kv in kvs} == {Pin(D0, D1)}
+
+
+async def test_only_what_changed_or_is_half_expired_is_written(etcd: Etcd, keys: ClusterKeys) -> None:
+    now = 1000.0
+    etcd.clock = lambda: now
+    writer = PinWriter(etcd, keys, SETTINGS)
+
+    async def written_after(decode: RankId) -> int:
+        writer.pin("c", decode)
+        writer.pin("c", decode)
+        while writer._queue:
+            await writer._write_some()
+        return writer.written
+
+    assert await written_after(D0) == 1
+    assert await written_after(D0) == 1
+    assert await written_after(D1) == 2
+    writer.pin("c", D0)
+    assert await written_after(D1) == 2  # there and back again
+    now += 49
+    assert await written_after(D1) == 2
+    now += 1
+    assert await written_after(D1) == 3
+
+
+async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
+    writer = PinWriter(etcd, keys, SETTINGS)
+    async with running(writer.run()):
+        writer.pin("a", D0)
+        await until(lambda: writer.written == 1)
+        await etcd.revoke_lease(writer._lease._lease_id)
+        writer.pin("b", D0)
+        await until(lambda: writer.written == 2)
+
+
+async def test_the_queue_is_bounded_while_etcd_is_away() -> None:
+    async with client("127.0.0.1:1", timeout_s=0.1) as nowhere:
+        writer = PinWriter(nowhere, ClusterKeys("c"), SETTINGS)
+        async with running(writer.run()) as (task,):
+            for number in range(300):
+                writer.pin(f"{number}", D0)
+            assert (len(writer._queue), writer.dropped) == (250, 50)
+            await until(lambda: writer._wake.is_set())
+            assert not task.done()
+
+
+async def test_when_etcd_is_full_pins_are_given_up(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = PinWriter(etcd, keys, SETTINGS)
+    txn, failures = etcd.txn, [EtcdNoSpace("full"), Unavailable("away")]
+
+    async def fail_first(*arguments: object, **options: object) -> TxnResult:
+        if failures:
+            raise failures.pop(0)
+        return await txn(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(etcd, "txn", fail_first)
+    async with running(writer.run()):
+        writer.pin("a", D0)
+        await until(lambda: writer.dropped == 1)
+        writer.pin("b", D0)
+        await until(lambda: writer.written == 1)
+    _, kvs = await etcd.snapshot(keys.prefix)
+    assert [kv.key for kv in kvs] == [keys.pin(pin_name("b"))]

@@ -1,0 +1,74 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.index.prefix_index import PrefixIndex
+from services.kv.types import Generation, RankId, RankKey
+
+
+def life(rank: int, generation: int = 1) -> RankId:
+    return RankId("w", rank, Generation(generation))
+
+
+def linear_scan(held: set[int], hashes: list[int]) -> int:
+    depth = 0
+    while depth < len(hashes) and hashes[depth] in held:
+        depth += 1
+    return depth
+
+
+sequences = st.lists(st.integers(0, 2**64 - 1), unique=True, min_size=0, max_size=70)
+
+
+@given(sequences, st.lists(st.integers(0, 70), max_size=5), st.sets(st.integers(0, 2**64 - 1)))
+def test_match_agrees_with_a_linear_scan(hashes: list[int], depths: list[int], others: set[int]) -> None:
+    index = PrefixIndex()
+    held = {rank: set(hashes[:depth]) | (others - set(hashes)) for rank, depth in enumerate(depths)}
+    for rank, blocks in held.items():
+        index.apply_snapshot(life(rank), blocks)
+    expected = {RankKey("w", rank): linear_scan(blocks, hashes) for rank, blocks in held.items()}
+    assert {key: index.match(key, hashes) for key in expected} == expected
+    assert index.match_all(hashes) == {key: depth for key, depth in expected.items() if depth}
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))))
+def test_deltas_agree_with_a_plain_set(deltas: list[tuple[set[int], set[int]]]) -> None:
+    index, held = PrefixIndex(), {1, 2, 3}
+    index.apply_snapshot(life(0), held)
+    for added, removed in deltas:
+        assert index.apply_delta(life(0), added - removed, removed - added)
+        held = (held - (removed - added)) | (added - removed)
+    assert {block for block in range(21) if index.holds(life(0).key, block)} == held
+    assert index.num_blocks(life(0).key) == len(held)
+
+
+def test_another_life_changes_nothing_but_its_snapshot_replaces_all() -> None:
+    index, key = PrefixIndex(), life(0).key
+    assert not index.apply_delta(life(0), [1], [])
+    index.apply_snapshot(life(0, generation=1), [1, 2])
+    assert not index.apply_delta(life(0, generation=2), [3], [1])
+    assert index.match(key, [1, 2, 3]) == 2
+    index.apply_snapshot(life(0, generation=2), [1])
+    assert (index.match(key, [1, 2]), index.generation(key)) == (1, 2)
+    index.remove_rank(key)
+    assert (index.match(key, [1]), index.generation(key), index.match_all([1])) == (0, None, {})
+
+
+@given(sequences, st.integers(0, 70), st.integers(0, 70))
+def test_after_a_correction_no_more_is_matched_than_was_present(
+    hashes: list[int], believed: int, present: int
+) -> None:
+    index, key = PrefixIndex(), life(0).key
+    index.apply_snapshot(life(0), hashes[:believed])
+    forgotten = index.correct(key, hashes[:believed], present)
+    assert index.match(key, hashes) == min(believed, present, len(hashes))
+    assert forgotten == max(0, min(believed, len(hashes)) - present)
+
+
+def test_a_correction_leaves_other_ranks_and_other_sequences_alone() -> None:
+    index = PrefixIndex()
+    index.apply_snapshot(life(0), [1, 2, 3, 10, 11])
+    index.apply_snapshot(life(1), [1, 2, 3])
+    assert index.correct(life(0).key, [1, 2, 3], 1) == 2
+    assert index.match(life(0).key, [10, 11]) == 2
+    assert index.match_all([1, 2, 3]) == {life(0).key: 1, life(1).key: 3}
+    assert index.correct(life(5).key, [1], 0) == 0

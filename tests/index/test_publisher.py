@@ -1,0 +1,119 @@
+import pytest
+from index.fake_etcd import FakeEtcd
+
+from services.errors import StaleGeneration, Unavailable
+from services.index.etcd_errors import LeaseNotFound
+from services.index.keys import ClusterKeys, HeadKey, LogKey, ParsedKey, SnapshotKey
+from services.index.prefix_codec import decode_record
+from services.index.prefix_records import PrefixDelta, PrefixHead
+from services.index.publisher import Publisher, PublisherSettings
+from services.kv.types import BlockHash, CacheEvents, Generation, RankId, RankKey
+
+KEYS = ClusterKeys("c")
+RANK = RankKey("w", 0)
+SMALL = PublisherSettings(max_log_deltas=3, max_chunk_hashes=4)
+LEASE = 9
+
+
+def publisher(etcd: FakeEtcd, generation: int = 1) -> Publisher:
+    made = Publisher(etcd, KEYS, RankId("w", 0, Generation(generation)), SMALL)  # type: ignore[arg-type]
+    etcd.leases.add(LEASE)
+    made.attach(LEASE)
+    return made
+
+
+def store(target: Publisher, *blocks: int) -> None:
+    target.record(CacheEvents(stored=tuple(map(BlockHash, blocks))))
+
+
+def parsed(etcd: FakeEtcd) -> list[ParsedKey | None]:
+    return [KEYS.parse(key) for key in sorted(etcd.kvs)]
+
+
+def head(etcd: FakeEtcd) -> PrefixHead:
+    record = decode_record(HeadKey(RANK), etcd.kvs[KEYS.head(RANK)].value)
+    assert isinstance(record, PrefixHead)
+    return record
+
+
+async def test_a_long_log_gives_way_to_a_snapshot_and_nothing_old_is_left() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    for block in range(5):
+        store(writer, block)
+        await writer.flush()
+    assert parsed(etcd) == [
+        HeadKey(RANK),
+        SnapshotKey(RANK, 2, 0),
+        SnapshotKey(RANK, 2, 1),
+    ]
+    assert head(etcd) == PrefixHead(Generation(1), epoch=2, base_seq=3, snapshot_chunks=2)
+    store(writer, 5)
+    await writer.flush()
+    assert LogKey(RANK, 3) in parsed(etcd)
+    assert {kv.lease_id for kv in etcd.kvs.values()} == {LEASE}
+    assert (writer.snapshots_written, writer.deltas_written) == (2, 4)
+
+
+async def test_a_later_life_uses_later_epochs_and_clears_up_after_the_earlier_one() -> None:
+    etcd = FakeEtcd()
+    old = publisher(etcd, generation=1)
+    for block in range(6):
+        store(old, block)
+        await old.flush()
+    assert head(etcd).epoch == 2 and LogKey(RANK, 4) in parsed(etcd)
+    new = publisher(etcd, generation=2)
+    store(new, 1)
+    await new.flush()
+    assert head(etcd) == PrefixHead(Generation(2), epoch=3, base_seq=0, snapshot_chunks=1)
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 3, 0)]
+    store(old, 9)
+    with pytest.raises(Exception, match="written by someone else"):
+        await old.flush()
+    with pytest.raises(StaleGeneration):
+        await old.flush()
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 3, 0)]
+
+
+async def test_an_aborted_snapshot_leaves_no_chunks_once_the_next_one_is_written() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    store(writer, *range(10))
+    etcd.fault, etcd.writes_until_fault = "before", 2
+    with pytest.raises(Unavailable):
+        await writer.flush()
+    assert parsed(etcd) == [SnapshotKey(RANK, 1, 0), SnapshotKey(RANK, 1, 1)]
+    etcd.fault = None
+    await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK), *(SnapshotKey(RANK, 2, chunk) for chunk in range(3))]
+
+
+async def test_a_delta_says_how_long_its_oldest_event_waited() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    await writer.flush()
+    store(writer, 1)
+    etcd.now += 0.5
+    store(writer, 2)
+    etcd.now += 0.25
+    assert writer.lag_s == 0.75
+    await writer.flush()
+    delta = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
+    assert isinstance(delta, PrefixDelta)
+    assert (delta.added, delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
+
+
+async def test_without_a_lease_it_only_collects() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    etcd.lapse(LEASE)
+    with pytest.raises(LeaseNotFound):
+        store(writer, 1)
+        await writer.flush()
+    store(writer, 2)
+    await writer.flush()
+    assert etcd.kvs == {} and not writer.idle
+    etcd.leases.add(LEASE + 1)
+    writer.attach(LEASE + 1)
+    await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 1 + 1, 0)] and writer.idle

@@ -1,0 +1,162 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from index.real_etcd import FAST, client, running, until
+
+from services.index.etcd import Etcd, delete_op, put_op
+from services.index.etcd_connection import EtcdStream
+from services.index.etcd_server import EmbeddedEtcd
+from services.index.keys import ClusterKeys
+from services.index.watch import PrefixWatch, WatchBatch
+
+
+class Follower:
+    """A dict that does what the batches say."""
+
+    def __init__(self, etcd: Etcd, prefix: bytes, idle_timeout_s: float = 10.0) -> None:
+        self.watch = PrefixWatch(etcd, prefix, idle_timeout_s=idle_timeout_s)
+        self.prefix = prefix
+        self.state: dict[bytes, bytes] = {}
+        self.batches: list[WatchBatch] = []
+
+    async def follow(self) -> None:
+        async for batch in self.watch.batches():
+            self.batches.append(batch)
+            for change in batch.changes:
+                name = change.key.removeprefix(self.prefix)
+                if change.value is None:
+                    assert name in self.state
+                    del self.state[name]
+                else:
+                    self.state[name] = change.value
+
+
+@asynccontextmanager
+async def following(etcd: Etcd, prefix: bytes, **options: float) -> AsyncIterator[Follower]:
+    follower = Follower(etcd, prefix, **options)
+    async with running(follower.follow()):
+        await until(lambda: follower.watch.trouble is None)
+        yield follower
+
+
+async def test_what_was_there_then_what_changes(etcd: Etcd, keys: ClusterKeys) -> None:
+    await etcd.put(keys.prefix + b"old", b"1")
+    async with following(etcd, keys.prefix) as follower:
+        assert follower.batches[0].listed and follower.state == {b"old": b"1"}
+        await etcd.put(keys.prefix + b"new", b"2")
+        await etcd.delete(keys.prefix + b"old")
+        await until(lambda: follower.state == {b"new": b"2"})
+        assert follower.watch.listings == 1
+
+
+async def test_one_revision_is_one_batch_even_in_fragments(etcd: Etcd, keys: ClusterKeys) -> None:
+    async with following(etcd, keys.prefix) as follower:
+        for name in b"abcd":
+            await etcd.put(keys.prefix + bytes([name]), bytes(700_000))
+        await until(lambda: len(follower.state) == 4)
+        # 70 deletions and one put in one transaction; and, after it, more than one fragment's worth.
+        puts = [put_op(keys.prefix + b"x%d" % number, bytes(10_000)) for number in range(70)]
+        result = await etcd.txn([], [*puts, delete_op(keys.prefix + b"a")])
+        await until(lambda: follower.watch.revision >= result.revision)
+        (batch,) = [batch for batch in follower.batches if batch.revision == result.revision]
+        assert len([change for change in batch.changes if change.mod_revision == result.revision]) == 71
+
+
+async def test_a_slow_reader_gets_fragments_joined(etcd: Etcd, keys: ClusterKeys) -> None:
+    start = await etcd.current_revision()
+    for _ in range(3):
+        await etcd.txn([], [put_op(keys.prefix + b"%d" % number, bytes(300_000)) for number in range(4)])
+    watch = PrefixWatch(etcd, keys.prefix)
+    watch.revision, watch._must_list = start, False  # as after a reconnect: 3.6 MB to catch up on
+    batches: list[list[int]] = []
+    async for batch in watch.batches():
+        batches.append([change.mod_revision - start for change in batch.changes])
+        if sum(map(len, batches)) >= 12:
+            break
+    assert [revision for batch in batches for revision in batch] == [1] * 4 + [2] * 4 + [3] * 4
+    assert all(batch.count(revision) == 4 for batch in batches for revision in batch)
+
+
+async def test_after_a_crash_it_goes_on_where_it_was(own_server: EmbeddedEtcd) -> None:
+    async with client(own_server.endpoint) as etcd, following(etcd, b"p/") as follower:
+        await etcd.put(b"p/a", b"1")
+        await until(lambda: follower.state == {b"a": b"1"})
+        await own_server.kill()
+        await until(lambda: follower.watch.trouble is not None)
+        await own_server.start()
+        await etcd.delete(b"p/a")
+        await etcd.put(b"p/b", b"2")
+        await until(lambda: follower.state == {b"b": b"2"} and follower.watch.trouble is None)
+        assert follower.watch.listings == 1
+
+
+async def test_compacted_while_away_the_difference_comes(own_server: EmbeddedEtcd) -> None:
+    async with client(own_server.endpoint) as etcd, client(own_server.endpoint) as writer:
+        watch = PrefixWatch(etcd, b"p/")
+        batches = watch.batches()
+        for name in (b"p/kept", b"p/gone"):
+            await writer.put(name, b"1")
+        assert len((await anext(batches)).changes) == 2
+        # The generator stands still, so it is disconnected for as long as this takes.
+        await writer.delete(b"p/gone")
+        await writer.put(b"p/passing", b"")
+        await writer.delete(b"p/passing")
+        await writer.put(b"p/new", b"2")
+        await writer.compact(await writer.current_revision())
+        batch = await anext(batches)
+        assert batch.listed and not batch.rewound and watch.listings == 2
+        assert {(change.key, change.value) for change in batch.changes} == {
+            (b"p/gone", None),
+            (b"p/new", b"2"),
+        }
+        await batches.aclose()
+
+
+async def test_an_etcd_that_lost_its_memory_is_read_from_the_beginning(tmp_path: Path) -> None:
+    async with EmbeddedEtcd(tmp_path / "first", extra_arguments=FAST) as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        async with client(server.endpoint) as etcd, following(etcd, b"p/") as follower:
+            for _ in range(20):
+                await etcd.put(b"p/a", b"1")
+            await etcd.put(b"p/b", b"1")
+            await until(lambda: len(follower.state) == 2)
+            await server.kill()
+            async with EmbeddedEtcd(tmp_path / "second", client_port=port, extra_arguments=FAST):
+                await etcd.put(b"p/a", b"2")
+                await until(lambda: follower.state == {b"a": b"2"})
+                assert follower.batches[-1].rewound
+                await etcd.put(b"p/c", b"3")
+                await until(lambda: follower.state == {b"a": b"2", b"c": b"3"})
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_quiet_watch_is_no_trouble(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    opened, progress = [], []
+    write = EtcdStream.write
+
+    async def spy(self: EtcdStream, request: object) -> None:
+        is_progress = request.WhichOneof("request_union") == "progress_request"  # type: ignore[attr-defined]
+        (progress if is_progress else opened).append(request)
+        if answers or not is_progress:
+            await write(self, request)
+
+    monkeypatch.setattr(EtcdStream, "write", spy)
+    async with following(etcd, keys.prefix, idle_timeout_s=0.1) as follower:
+        await until(lambda: len(progress) >= 3)
+        assert len(opened) == 1 if answers else len(opened) > 1
+        assert follower.watch.trouble is None
+        await etcd.put(keys.prefix + b"a", b"1")
+        await until(lambda: follower.state == {b"a": b"1"})
+        assert follower.watch.listings == 1
+
+
+async def test_closing_the_stream_leaves_nothing_behind(etcd: Etcd, keys: ClusterKeys) -> None:
+    before = asyncio.all_tasks()
+    async with following(etcd, keys.prefix):
+        pass
+    await until(lambda: asyncio.all_tasks() <= before)
