@@ -1,0 +1,98 @@
+"""The boundary between services and engines.
+
+An engine owns its KV, its batches and its KV transport; a service owns the RPC, the deadline and the
+choice of peer. Seen from a service, a decode request is one iterator:
+
+    async with aclosing(engine.generate(request, remote_prefill)) as outputs:
+        async for output in outputs: ...
+
+Closing the iterator gives every page back, whatever ended it: success, error, cancel, deadline.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
+
+from services.kv.types import CacheEvents, KvLayout, PageBooks, RankAddress, RankLoad, Rendezvous
+from services.request import GenerationRequest, Output, PrefillResult
+
+
+class RemotePrefill(Protocol):
+    """The prefill leg, handed in by the service; the engine decides when to call it.
+
+    It takes a Rendezvous, never a ticket: some engines know decode_prefix_len only inside their
+    scheduler, after both legs are in flight.
+    """
+
+    @property
+    def peer(self) -> RankAddress:
+        """The prefill rank that the router chose."""
+
+    async def __call__(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
+        """Run the prefill leg.
+
+        Raises:
+            PeerFailed: the rank is gone, restarted or refused; another one may do.
+            NoCapacity: the rank has no room.
+        """
+
+
+class Engine(Protocol):
+    """What both roles have in common."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the KV pool; two ranks exchange KV only if their layouts are equal."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Prompt and output together never exceed it."""
+
+    async def start(self) -> None:
+        """Load the model and start the engine's thread. Raises ConfigError with the reason."""
+
+    async def stop(self) -> None:
+        """End every request with Unavailable and stop the thread; returns when it has."""
+
+    async def crashed(self) -> None:
+        """Returns when the engine can never work again; the process should end and be restarted."""
+
+    def load(self) -> RankLoad:
+        """A snapshot; cheap, never blocks."""
+
+    async def cache_events(self) -> AsyncIterator[CacheEvents]:
+        """What the radix tree gained and lost, from the first page on. One consumer."""
+        yield CacheEvents()
+
+    async def books(self) -> PageBooks:
+        """Walk every page and say where it is.
+
+        Raises:
+            AssertionError: a page is in two places, or in none, or a lock count is wrong.
+        """
+
+
+class DecodeEngine(Engine, Protocol):
+    def generate(
+        self, request: GenerationRequest, remote_prefill: RemotePrefill | None
+    ) -> AsyncGenerator[Output, None]:
+        """Generate after `request.all_ids`; `remote_prefill` is given under plan remote.
+
+        The first output carries `admitted`; the last one `finished`. Closing early aborts.
+
+        Raises:
+            InvalidRequest: the ids can never fit or are out of the vocabulary.
+            NoCapacity: the pool is too small for the request for good.
+            PeerFailed: the prefill leg failed; nothing was yielded, so a retry is invisible.
+        """
+
+
+class PrefillEngine(Engine, Protocol):
+    async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
+        """Compute `request.all_ids`, write the delta where the room's ticket says, choose a token.
+
+        Cancelling the call stops the writes.
+
+        Raises:
+            InvalidRequest, NoCapacity: as for generate.
+            PeerFailed: no ticket came, the ticket was refused, or a write failed.
+        """

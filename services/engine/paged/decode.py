@@ -1,0 +1,251 @@
+"""The decode role of our own engines: reserve, have the delta written, generate.
+
+The pages of a request under plan remote go through the life cycle drawn in services/kv/handshake.py;
+`_Reservation` performs that table's effects.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from services import rpc
+from services.engine.base import RemotePrefill
+from services.engine.paged.core import Limits, Reserved, Token
+from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
+from services.engine.paged.legs import both
+from services.engine.paged.runner import ModelRunner, Sampled
+from services.engine.paged.sequence import Sequence
+from services.engine.paged.thread import Cancel, EndQuarantine, Landed
+from services.errors import PeerFailed, ProtocolError, StaleGeneration
+from services.kv.handshake import (
+    ReservationEffect,
+    ReservationEvent,
+    ReservationState,
+    step_reservation,
+)
+from services.kv.ticket import make_ticket
+from services.kv.transfer_plan import delta_bytes
+from services.kv.types import Plan, RankId, Rendezvous, Room
+from services.request import Admitted, GenerationRequest, Output, PrefillResult
+from services.transfer.base import Transport
+from services.transfer.links import PrefillLinks
+from services.transfer.room_watch import RoomWatch
+
+log = logging.getLogger(__name__)
+
+E = TypeVar("E", Reserved, Token)
+OpenChannel = Callable[[str], grpc.aio.Channel]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """How long a prefill rank may write into our pages."""
+
+    write_lease_s: float = 10.0  # renewed while the request waits
+    fence_margin_s: float = 5.0  # longest post, and the drift of two monotonic clocks
+
+    @property
+    def renew_every_s(self) -> float:
+        return self.write_lease_s / 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """What came over the isthmus."""
+
+    prefill: PrefillResult
+    bytes_moved: int
+    transfer_s: float
+
+
+class PagedDecodeEngine(PagedEngine):
+    """Implements services.engine.base.DecodeEngine."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        open_transport: Callable[[], Transport],
+        own_id: RankId,
+        *,
+        limits: Limits,
+        cache: CacheSettings,
+        lease: Lease,
+        open_channel: OpenChannel = rpc.open_channel,
+    ) -> None:
+        super().__init__(make_runner, limits, cache)
+        self._open_transport = open_transport
+        self._own_id = own_id
+        self._lease = lease
+        self._open_channel = open_channel
+        self._transport: Transport | None = None
+        self._links: PrefillLinks | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        transport = self._open_transport()
+        transport.register(self.memory, self.layout.page_bytes)
+        self._transport = transport
+        self._links = PrefillLinks(
+            self._own_id,
+            self.layout,
+            self.memory,
+            transport.name,
+            transport.metadata(),
+            open_channel=self._open_channel,
+        )
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._links is not None:
+            await self._links.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def generate(
+        self, request: GenerationRequest, remote_prefill: RemotePrefill | None
+    ) -> AsyncGenerator[Output, None]:
+        seq = self._sequence(request, receives=remote_prefill is not None)
+        with self._mailbox(seq) as mailbox:
+            try:
+                reserved = await _next(mailbox, Reserved)
+                received = None
+                if remote_prefill is not None:
+                    received = await self._receive(seq, reserved, remote_prefill)
+                token = await _next(mailbox, Token)
+                yield _output(token, self._admitted(seq, reserved, received, token))
+                while token.finished is None:
+                    token = await _next(mailbox, Token)
+                    yield _output(token, None)
+            finally:
+                self.post(Cancel(seq))  # does nothing to a sequence that has ended
+
+    async def _receive(self, seq: Sequence, reserved: Reserved, remote_prefill: RemotePrefill) -> _Received:
+        """Have the delta computed elsewhere and written into our pages.
+
+        Raises:
+            PeerFailed, NoCapacity: the prefill leg failed; the pages are given back, or are in
+                quarantine until the writer has stopped.
+        """
+        assert self._links is not None
+        peer = remote_prefill.peer
+        try:
+            link = await self._links.link(peer)
+        except StaleGeneration as error:
+            raise PeerFailed(str(error)) from error
+        room = Room(secrets.randbits(64))
+        prompt_len = len(seq.ids)
+        write_until_s = link.write_until_s(self._lease.write_lease_s)
+        ticket = make_ticket(
+            room, peer.id.generation, prompt_len, reserved.prefix_len, reserved.delta_pages, write_until_s
+        )
+        began = time.monotonic()
+        watch = link.send_ticket(ticket)
+        reservation = _Reservation(self, seq, watch)
+        reservation.on(ReservationEvent.PREFILL_SENT)
+        try:
+            prefill, status = await both(
+                remote_prefill(seq.request, Rendezvous(room, self._own_id, peer.id)),
+                watch.landed(),
+                self._renew(watch, link.write_until_s),
+            )
+            _check_bytes(status.bytes_moved, delta_bytes(reserved.prefix_len, prompt_len, self.layout))
+        except BaseException:
+            reservation.on(ReservationEvent.CANCELLED)
+            raise
+        reservation.on(ReservationEvent.PAGES_LANDED)
+        self.post(Landed(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
+        waited_s = time.monotonic() - began
+        transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
+        return _Received(prefill, status.bytes_moved, transfer_s)
+
+    async def _renew(self, watch: RoomWatch, write_until_s: Callable[[float], float]) -> None:
+        while True:
+            await asyncio.sleep(self._lease.renew_every_s)
+            watch.renew(write_until_s(self._lease.write_lease_s))
+
+    def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
+        """Set the pages aside; `on_stopped` is called when nobody can write them any more."""
+        self.post(Cancel(seq, quarantine=True))
+        self._spawn(
+            asyncio.create_task(
+                self._await_writer(watch, on_stopped), name=f"quarantine-{seq.request.request_id}"
+            )
+        )
+
+    async def _await_writer(self, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
+        await watch.writer_stopped(self._lease.fence_margin_s)
+        on_stopped()
+
+    def _admitted(
+        self, seq: Sequence, reserved: Reserved, received: _Received | None, first: Token
+    ) -> Admitted:
+        prompt_tokens = len(seq.request.all_ids)
+        prefill = received.prefill if received is not None else None
+        computed = prompt_tokens - reserved.prefix_len if prefill is None else prefill.computed_tokens
+        return Admitted(
+            prompt_tokens=prompt_tokens,
+            decode_prefix_len=reserved.prefix_len,
+            prefill_prefix_len=prefill.prefill_prefix_len if prefill is not None else 0,
+            computed_tokens=computed,
+            kv_bytes_moved=received.bytes_moved if received is not None else 0,
+            kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
+            decode_queue_s=reserved.queue_s,
+            prefill_queue_s=prefill.queue_s if prefill is not None else 0.0,
+            prefill_compute_s=prefill.compute_s if prefill is not None else first.compute_s,
+            transfer_s=received.transfer_s if received is not None else 0.0,
+            plan=Plan.LOCAL if received is None else Plan.REMOTE,
+        )
+
+
+class _Reservation:
+    """The shell of the reservation table for one sequence."""
+
+    def __init__(self, engine: PagedDecodeEngine, seq: Sequence, watch: RoomWatch) -> None:
+        self._engine = engine
+        self._seq = seq
+        self._watch = watch
+        self._state = ReservationState.RESERVED
+
+    def on(self, event: ReservationEvent) -> None:
+        self._state, effects = step_reservation(self._state, event)
+        for effect in effects:
+            self._perform(effect)
+
+    def _perform(self, effect: ReservationEffect) -> None:
+        match effect:
+            case ReservationEffect.SEND_ABORT:
+                self._watch.abort()
+            case ReservationEffect.QUARANTINE:
+                self._engine.begin_quarantine(self._seq, self._watch, self._writer_stopped)
+            case ReservationEffect.CLOSE:
+                self._engine.post(Cancel(self._seq))
+            case ReservationEffect.END_QUARANTINE:
+                self._engine.post(EndQuarantine(self._seq))
+            case ReservationEffect.PUBLISH:
+                pass  # the core does when it is told Landed
+
+    def _writer_stopped(self) -> None:
+        self.on(ReservationEvent.WRITER_STOPPED)
+
+
+async def _next(mailbox: Mailbox, kind: type[E]) -> E:
+    event = await mailbox.get()
+    if not isinstance(event, kind):
+        raise ProtocolError(f"expected {kind.__name__}, got {event!r}")
+    return event
+
+
+def _output(token: Token, admitted: Admitted | None) -> Output:
+    logprobs = (token.logprobs,) if token.logprobs is not None else ()
+    return Output((token.token_id,), logprobs, admitted, token.finished)
+
+
+def _check_bytes(moved: int, expected: int) -> None:
+    if moved != expected:
+        raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")

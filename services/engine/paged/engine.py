@@ -1,0 +1,226 @@
+"""What the decode and the prefill engine have in common: the asyncio side of the engine thread."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+from services.engine.paged.core import EngineCore, Event, Limits
+from services.engine.paged.runner import ModelRunner
+from services.engine.paged.sequence import Sequence
+from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
+from services.errors import Unavailable
+from services.kv.prefix_cache import PrefixCache
+from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
+from services.request import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Of the rank's radix cache."""
+
+    model: str  # name that seeds the block hashes
+    index_block: int = 64  # tokens
+    enabled: bool = True
+
+
+class Mailbox:
+    """What the engine thread says about one sequence, in order."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Event | Failed] = asyncio.Queue()
+
+    def put(self, event: Event | Failed) -> None:
+        self._queue.put_nowait(event)
+
+    async def get(self) -> Event:
+        """The next event. Raises what the sequence failed with."""
+        event = await self._queue.get()
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+
+class PagedEngine:
+    """Starts and stops the thread, routes its events to the requests' mailboxes."""
+
+    def __init__(self, make_runner: Callable[[], ModelRunner], limits: Limits, cache: CacheSettings) -> None:
+        self._make_runner = make_runner
+        self._limits = limits
+        self._cache_settings = cache
+        self._thread: EngineThread | None = None
+        self._core: EngineCore | None = None
+        self._mailboxes: dict[Sequence, Mailbox] = {}
+        self._arrivals = 0
+        self._load = RankLoad()
+        self._cache_events = _PendingEvents()
+        self._background: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._crashed = asyncio.Event()
+
+    # -- the boundary -----------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._running_core.runner.layout
+
+    @property
+    def memory(self) -> PoolMemory:
+        return self._running_core.runner.memory
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._running_core.max_context_tokens
+
+    async def start(self) -> None:
+        thread = EngineThread(self._build_core, self._deliver, self._fail_all, asyncio.get_running_loop())
+        self._core = await thread.start()
+        self._thread = thread
+        self._load = self._core.load()
+
+    async def stop(self) -> None:
+        """End every request with Unavailable, stop the thread. The caller goes on consuming what it
+        iterates until that has ended; memory stays until no writer can write it any more."""
+        self._stopping = True
+        for mailbox in self._mailboxes.values():
+            mailbox.put(Failed(Unavailable("the rank is stopping")))
+        await self._idle.wait()
+        await asyncio.gather(*self._background)
+        if self._thread is not None:
+            await self._thread.stop()
+        self._cache_events.close()
+
+    async def crashed(self) -> None:
+        """Returns when the engine's thread has died of a bug; the process should end and be restarted."""
+        await self._crashed.wait()
+
+    def load(self) -> RankLoad:
+        return self._load
+
+    async def cache_events(self) -> AsyncIterator[CacheEvents]:
+        while True:
+            events = await self._cache_events.take()
+            if events is None:
+                return
+            yield events
+
+    async def books(self) -> PageBooks:
+        answer: asyncio.Future[PageBooks | AssertionError] = asyncio.get_running_loop().create_future()
+        self.post(CheckBooks(answer.set_result))
+        books = await answer
+        if isinstance(books, AssertionError):
+            raise books
+        return books
+
+    # -- for the two roles ------------------------------------------------------------------------
+
+    def post(self, command: Command) -> None:
+        """Hand a command to the engine thread. Any thread may call; after a crash nothing happens."""
+        assert self._thread is not None, "the engine has not been started"
+        self._thread.post(command)
+
+    @contextlib.contextmanager
+    def _mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
+        """Submit a sequence; its events arrive in the mailbox while the context is open."""
+        if self._stopping:
+            raise Unavailable("the rank is stopping")
+        mailbox = self._mailboxes[seq] = Mailbox()
+        self._idle.clear()
+        self.post(Submit(seq))
+        try:
+            yield mailbox
+        finally:
+            del self._mailboxes[seq]
+            if not self._mailboxes:
+                self._idle.set()
+
+    def _sequence(self, request: GenerationRequest, *, receives: bool = False) -> Sequence:
+        self._arrivals += 1
+        return Sequence(request, self._arrivals, receives=receives)
+
+    def _spawn(self, task: asyncio.Task[None]) -> None:
+        """Keep a background task until it is done."""
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    @property
+    def _running_core(self) -> EngineCore:
+        assert self._core is not None, "the engine has not been started"
+        return self._core
+
+    def _build_core(self) -> EngineCore:
+        runner = self._make_runner()
+        settings = self._cache_settings
+        cache = PrefixCache(
+            runner.memory.num_pages,
+            runner.layout.page_size,
+            settings.index_block,
+            settings.model,
+            enabled=settings.enabled,
+        )
+        return EngineCore(runner, cache, self._limits, time.monotonic)
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._stopping = True
+        for mailbox in self._mailboxes.values():
+            mailbox.put(Failed(Unavailable(f"the engine crashed: {type(error).__name__}")))
+        self._crashed.set()
+
+    def _deliver(self, report: StepReport) -> None:
+        self._load = report.load
+        self._cache_events.add(report.cache_events)
+        for seq, event in report.events:
+            self._route(seq, event)
+
+    def _route(self, seq: Sequence, event: Event | Failed) -> None:
+        if (mailbox := self._mailboxes.get(seq)) is not None:
+            mailbox.put(event)
+
+
+class _PendingEvents:
+    """Cache events nobody has taken yet, coalesced, so that they are bounded by the pool."""
+
+    def __init__(self) -> None:
+        self._stored: dict[BlockHash, None] = {}
+        self._removed: dict[BlockHash, None] = {}
+        self._cleared = False
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def add(self, events: CacheEvents) -> None:
+        if events.cleared:
+            self._stored.clear()
+            self._removed.clear()
+            self._cleared = True
+        _cancel_out(events.removed, self._stored, self._removed)
+        _cancel_out(events.stored, self._removed, self._stored)
+        if self._stored or self._removed or self._cleared:
+            self._changed.set()
+
+    async def take(self) -> CacheEvents | None:
+        """Everything pending, once there is something; None after `close`."""
+        await self._changed.wait()
+        if self._closed:
+            return None
+        self._changed.clear()
+        events = CacheEvents(tuple(self._stored), tuple(self._removed), self._cleared)
+        self._stored, self._removed, self._cleared = {}, {}, False
+        return events
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+
+def _cancel_out(
+    blocks: tuple[BlockHash, ...], opposite: dict[BlockHash, None], pending: dict[BlockHash, None]
+) -> None:
+    """Note `blocks` in `pending`, except those that undo what `opposite` holds."""
+    for block in blocks:
+        if block in opposite:
+            del opposite[block]
+        else:
+            pending[block] = None

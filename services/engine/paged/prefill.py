@@ -1,0 +1,112 @@
+"""The prefill role of our own engines: compute the prompt, write the delta, choose the first token."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.engine.paged.core import Event, Limits, Offered, Reserved, Token
+from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
+from services.engine.paged.legs import both
+from services.engine.paged.runner import ModelRunner
+from services.engine.paged.sequence import Sequence
+from services.engine.paged.thread import Cancel, Failed, RoomEnded
+from services.errors import PeerFailed, ProtocolError, StaleGeneration
+from services.kv.types import RankId, Rendezvous
+from services.request import GenerationRequest, PrefillResult
+from services.transfer.base import Transport
+from services.transfer.room import RoomEnd
+from services.transfer.sender import KvSender
+
+
+class PagedPrefillEngine(PagedEngine):
+    """Implements services.engine.base.PrefillEngine. `sender` serves the Handshake stream."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        open_transport: Callable[[], Transport],
+        own_id: RankId,
+        *,
+        limits: Limits,
+        cache: CacheSettings,
+    ) -> None:
+        super().__init__(make_runner, limits, cache)
+        self._open_transport = open_transport
+        self._own_id = own_id
+        self._sender: KvSender | None = None
+
+    @property
+    def sender(self) -> KvSender:
+        assert self._sender is not None, "the engine has not been started"
+        return self._sender
+
+    async def start(self) -> None:
+        await super().start()
+        sender = KvSender(self._open_transport, self.memory, self.layout, self._own_id)
+        await asyncio.to_thread(sender.start)
+        self._sender = sender
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._sender is not None:
+            await asyncio.to_thread(self._sender.stop)
+
+    async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
+        if rendezvous.prefill != self._own_id:
+            raise StaleGeneration(f"the rendezvous is with {rendezvous.prefill}, another life of this rank")
+        seq = self._sequence(request)
+        seq.single_token = True
+        seq.room, seq.room_open = rendezvous.room, True
+        ended = self._open_room(seq, rendezvous)
+        with self._mailbox(seq) as mailbox:
+            try:
+                (reserved, token), end = await both(_compute(mailbox), _room_end(ended))
+            except BaseException:
+                self.sender.cancel_room(rendezvous.room)
+                raise
+            finally:
+                self.post(Cancel(seq))  # does nothing once it has ended; the room gives the pages back
+        return PrefillResult(
+            first_token_id=token.token_id,
+            first_token_logprobs=token.logprobs,
+            prefill_prefix_len=reserved.prefix_len,
+            computed_tokens=len(request.all_ids) - reserved.prefix_len,
+            kv_bytes_moved=end.bytes_moved,
+            queue_s=reserved.queue_s,
+            compute_s=token.compute_s,
+        )
+
+    def _open_room(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[RoomEnd]:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[RoomEnd] = loop.create_future()
+
+        def on_end(end: RoomEnd) -> None:  # on the sender's thread
+            self.post(RoomEnded(seq))
+            loop.call_soon_threadsafe(_set_result, ended, end)
+
+        self.sender.open_room(rendezvous.room, len(seq.ids), rendezvous.decode, on_end)
+        return ended
+
+    def _route(self, seq: Sequence, event: Event | Failed) -> None:
+        if isinstance(event, Offered):
+            self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
+        else:
+            super()._route(seq, event)
+
+
+async def _compute(mailbox: Mailbox) -> tuple[Reserved, Token]:
+    reserved, token = await mailbox.get(), await mailbox.get()
+    if not isinstance(reserved, Reserved) or not isinstance(token, Token):
+        raise ProtocolError(f"expected Reserved and Token, got {reserved!r} and {token!r}")
+    return reserved, token
+
+
+async def _room_end(ended: asyncio.Future[RoomEnd]) -> RoomEnd:
+    end = await ended
+    if end.error is not None:
+        raise PeerFailed(end.error)
+    return end
+
+
+def _set_result(future: asyncio.Future[RoomEnd], end: RoomEnd) -> None:
+    if not future.done():
+        future.set_result(end)

@@ -1,0 +1,65 @@
+"""The boundary between the engine core (pages, tree, batches) and what computes tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.kv.types import KvLayout, PageId, PoolMemory
+from services.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one sequence contributes to a step: tokens whose KV is to be computed and stored.
+
+    The chunk's tokens are at positions [start, start + len(token_ids)); the KV of [0, start) is in
+    the pages already. Page i of `pages` holds positions [i * page_size, (i + 1) * page_size).
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[PageId]
+    sample: bool  # choose the token that follows the chunk
+    sampling: SamplingParams
+    # Only read when `sample` is set. `history` is every id up to and with the chunk's last one;
+    # its last `num_output_ids` ids are generated ones (penalties, min_tokens).
+    history: Sequence[int] = ()
+    num_output_ids: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class ModelRunner(Protocol):
+    """Called from the engine's thread only."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def memory(self) -> PoolMemory: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_tokens(self) -> int: ...
+
+    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        """Compute one step: store every chunk's KV into its pages, choose the tokens asked for.
+
+        Returns one entry per chunk, None where `sample` is not set. When it returns, the KV is in
+        memory and may be read by a transport. Chunks of any lengths may be mixed. No two chunks
+        write the same page; they may read the same ones.
+        """
+
+    def close(self) -> None:
+        """Free the pool."""

@@ -1,0 +1,84 @@
+"""One request inside the engine core.
+
+    NEW --submitted--> WAITING
+    WAITING --admitted, plan local or prefill role--> COMPUTING --last chunk--> DECODING --> ENDED
+       |                                                  ^                        |
+       |--admitted, plan remote--> RECEIVING --landed-----|--------> DECODING      |
+       ^                                                  |                        |
+       +------------------------retracted (pages were short)-----------------------+
+
+ENDED can follow any phase (cancelled, failed). In the prefill role a sequence ends after its first
+token; its pages stay until the room has let go of them (`room_open`).
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.kv.prefix_cache import SequencePages
+from services.kv.types import Room
+from services.request import FinishReason, GenerationRequest
+
+
+class Phase(Enum):
+    NEW = auto()  # not submitted, or refused
+    WAITING = auto()  # queued, holds nothing
+    RECEIVING = auto()  # pages reserved; prefill writes them
+    COMPUTING = auto()  # prompt chunks are computed here
+    DECODING = auto()  # one token a step
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one request, touched by the engine's thread only.
+
+    Invariants: `computed <= len(ids)`; while COMPUTING the KV of ids[:computed] is in the pages;
+    while DECODING computed == len(ids) - 1: the newest token's KV is stored by the next step.
+    """
+
+    request: GenerationRequest
+    arrival: int  # order of submission; a retracted sequence keeps it
+    receives: bool = False  # admitted into RECEIVING instead of COMPUTING, the first time
+    room: Room | None = None  # prefill role: pages are offered to this room as they are computed
+    single_token: bool = False  # prefill role: end after the first token
+    ids: list[int] = field(default_factory=list)
+    phase: Phase = Phase.NEW
+    pages: SequencePages | None = None
+    computed: int = 0  # tokens
+    offered: int = 0  # prefill role: tokens whose pages the room has been given
+    room_open: bool = False
+    submitted_s: float = 0.0
+    admitted_s: float | None = None
+    uncached_tokens: int = 0  # estimated at submission, for the load report
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.request.all_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated for the client so far, here or elsewhere."""
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Prompt tokens still to be computed here."""
+        return len(self.ids) - self.computed if self.phase is Phase.COMPUTING else 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.request.request_id} {self.phase.name} ids={len(self.ids)} "
+            f"computed={self.computed} pages={self.pages!r}>"
+        )
+
+
+def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:
+    """Whether the newest token of `seq` ends it."""
+    sampling, token = seq.request.sampling, seq.ids[-1]
+    if seq.num_output >= sampling.min_tokens:
+        if token in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token in seq.request.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+    if sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens:
+        return FinishReason.LENGTH
+    return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens else None

@@ -1,0 +1,202 @@
+"""The thread that owns a rank's state.
+
+asyncio posts frozen commands on one queue; the thread applies them between steps and hands what
+happened back to the loop, one `call_soon_threadsafe` a step. Nothing else touches the core.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from services.engine.paged.core import EngineCore, Event
+from services.engine.paged.runner import Sampled
+from services.engine.paged.sequence import Sequence
+from services.errors import IsthmusError, Unavailable
+from services.kv.types import CacheEvents, PageBooks, RankLoad
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    seq: Sequence
+    first_token: Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    seq: Sequence
+    quarantine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndQuarantine:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEnded:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CheckBooks:
+    answer: Callable[[PageBooks | AssertionError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command = Submit | Landed | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence is over and holds nothing."""
+
+    error: IsthmusError
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one turn of the thread did."""
+
+    events: list[tuple[Sequence, Event | Failed]]
+    cache_events: CacheEvents
+    load: RankLoad
+
+
+class EngineThread:
+    """Runs a core built by `build` (on the thread itself: it loads the model)."""
+
+    def __init__(
+        self,
+        build: Callable[[], EngineCore],
+        deliver: Callable[[StepReport], None],
+        on_crash: Callable[[BaseException], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._build = build
+        self._deliver = deliver
+        self._on_crash = on_crash
+        self._loop = loop
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._failures: list[tuple[Sequence, Failed]] = []
+        self._started: asyncio.Future[EngineCore] = loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> EngineCore:
+        """Start the thread and wait until its core stands; what building it raised is raised here."""
+        self._thread.start()
+        return await self._started
+
+    def post(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    async def stop(self) -> None:
+        self.post(Stop())
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            core = self._build()
+        except BaseException as error:
+            self._call(self._start_failed, error)
+            return
+        self._call(self._started.set_result, core)
+        try:
+            while self._turn(core):
+                pass
+        except BaseException as error:
+            # Our own mistake: the rank's books cannot be trusted any more.
+            log.critical("engine_crashed", exc_info=True)
+            self._call(self._on_crash, error)
+            return
+        core.runner.close()
+
+    def _start_failed(self, error: BaseException) -> None:
+        if not self._started.cancelled():
+            self._started.set_exception(error)
+
+    def _turn(self, core: EngineCore) -> bool:
+        """Apply what was asked, make one step, report. False when told to stop."""
+        running = self._apply_commands(core)
+        if running:
+            self._step(core)
+        self._report(core)
+        return running
+
+    def _apply_commands(self, core: EngineCore) -> bool:
+        # With nothing to compute, sleep until something is asked.
+        wait = not core.has_work and not self._failures
+        try:
+            while True:
+                command = self._inbox.get(block=wait)
+                wait = False
+                if isinstance(command, Stop):
+                    return False
+                self._apply(core, command)
+        except Empty:
+            return True
+
+    def _apply(self, core: EngineCore, command: Command) -> None:
+        match command:
+            case Submit(seq):
+                try:
+                    core.submit(seq)
+                except IsthmusError as error:
+                    self._failures.append((seq, Failed(error)))
+            case Landed(seq, first_token):
+                core.landed(seq, first_token)
+            case Cancel(seq, quarantine):
+                core.cancel(seq, quarantine=quarantine)
+            case EndQuarantine(seq):
+                core.end_quarantine(seq)
+            case RoomEnded(seq):
+                core.room_ended(seq)
+            case CheckBooks(answer):
+                self._call(answer, _checked(core))
+
+    def _step(self, core: EngineCore) -> None:
+        if not core.has_work:
+            return
+        try:
+            core.step()
+        except Exception as error:
+            # A failed forward pass leaves the KV of its batch undefined; the rank itself can go on.
+            log.exception("engine_step_failed")
+            failure = Failed(Unavailable(f"the engine failed: {type(error).__name__}"))
+            self._failures += [(seq, failure) for seq in core.fail_active()]
+
+    def _report(self, core: EngineCore) -> None:
+        events: list[tuple[Sequence, Event | Failed]] = [*core.take_outputs(), *self._failures]
+        self._failures = []
+        report = StepReport(events, core.cache.take_events(), core.load())
+        self._call(self._deliver, report)
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:
+            # The loop has been closed: nobody is left to tell.
+            log.debug("engine_loop_closed")
+
+
+def _checked(core: EngineCore) -> PageBooks | AssertionError:
+    try:
+        return core.check()
+    except AssertionError as error:
+        return error

@@ -1,0 +1,1 @@
+"""The torch runner: Hugging Face model definitions over our page pool."""

@@ -1,0 +1,203 @@
+"""A checkpoint directory on the local disk: what is in it, its fingerprint, and the model made from it."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from services.engine.torch.attention import IMPLEMENTATION
+from services.errors import ConfigError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Their angles depend on the longest position of the call, so they would depend on who else is in the batch.
+_UNSUPPORTED_ROPE = ("dynamic", "longrope")
+# Say nothing about what the model computes, or are said by the weights' headers.
+_IRRELEVANT_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that we can run."""
+
+    directory: Path
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    fingerprint: int  # see model_fingerprint
+
+    @property
+    def head_dim(self) -> int:
+        own: int | None = getattr(self.config, "head_dim", None)
+        return own or self.config.hidden_size // self.config.num_attention_heads
+
+
+def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
+    """Read the configuration and headers; weights are left where they are.
+
+    `dtype` is float32, bfloat16 or float16; None takes the checkpoint's.
+
+    Raises:
+        ConfigError: something is missing, damaged, or not supported; the message says what.
+    """
+    raw = _read_config(directory)
+    _require_supported(directory, raw)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory}/config.json cannot be read as a model: {error}") from error
+    _require_full_attention(directory, config)
+    name = dtype or _own_dtype(directory, raw)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} of {directory} is not supported; use one of {', '.join(DTYPES)}")
+    return Checkpoint(directory, config, DTYPES[name], model_fingerprint(directory))
+
+
+def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
+    """The model with our attention, in evaluation mode on `device`.
+
+    Raises:
+        ConfigError: a weight is missing, has the wrong shape, or does not fit in memory.
+    """
+    disable_progress_bar()  # a rank's standard error is a log
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            checkpoint.directory,
+            config=checkpoint.config,
+            dtype=checkpoint.dtype,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        # transformers fills what is missing with random numbers; such a model must not serve.
+        missing = [*report["missing_keys"], *report["mismatched_keys"]]
+        if missing:
+            raise ConfigError(f"weights of {checkpoint.directory} are missing or misshapen: {missing[:4]}")
+        loaded: PreTrainedModel = model.to(device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"weights of {checkpoint.directory} cannot be loaded: {error}") from error
+    return loaded
+
+
+def model_fingerprint(directory: Path) -> int:
+    """64-bit XXH3 of the model's identity; equal for equal copies of a checkpoint, wherever they lie.
+
+    Covers config.json but for keys that compute nothing, and of every weight file its name, size,
+    header, and the first and middle 4 KiB of each tensor. Cheap for any size; tensors that differ
+    only elsewhere are not told apart.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    config = {key: value for key, value in _read_config(directory).items() if key not in _IRRELEVANT_KEYS}
+    digest = xxhash.xxh3_64(json.dumps(config, sort_keys=True).encode())
+    for path in _weight_files(directory):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        for part in _sampled_content(path):
+            digest.update(part)
+    return digest.intdigest()
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise ConfigError(f"no checkpoint directory at {directory}")
+    return _read_json(directory / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"the checkpoint lacks a readable {path}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content
+
+
+def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
+    architectures = raw.get("architectures") or []
+    if not set(architectures) & set(ARCHITECTURES):
+        raise ConfigError(
+            f"{directory} is of architecture {architectures}; supported are {', '.join(ARCHITECTURES)}"
+        )
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            f"{directory} is quantized; only float32, bfloat16 and float16 weights are supported"
+        )
+
+
+def _require_full_attention(directory: Path, config: PreTrainedConfig) -> None:
+    # Qwen names a window that use_sliding_window turns off; its layer_types tell. Mistral has no such switch.
+    layer_types = getattr(config, "layer_types", None)
+    windowed = "sliding_attention" in layer_types if layer_types else getattr(config, "sliding_window", None)
+    if windowed:
+        raise ConfigError(f"{directory} uses a sliding window, which is not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _UNSUPPORTED_ROPE:
+        raise ConfigError(f"{directory} uses rotary embedding {rope['rope_type']!r}, which is not supported")
+
+
+def _own_dtype(directory: Path, raw: dict[str, Any]) -> str:
+    named = raw.get("dtype") or raw.get("torch_dtype")
+    if named:
+        return str(named)
+    with _weight_files(directory)[0].open("rb") as file:
+        first = next(iter(_tensors(_read_header(file))))
+    name = str(first["dtype"])
+    return _HEADER_DTYPES.get(name, name)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that transformers loads, by name."""
+    index = directory / "model.safetensors.index.json"
+    whole = directory / "model.safetensors"
+    if whole.exists() or not index.exists():
+        names = {whole.name}
+    else:
+        names = set(_read_json(index).get("weight_map", {}).values())
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing or not names:
+        raise ConfigError(f"{directory} has no safetensors weights: missing {missing}")
+    return [directory / name for name in sorted(names)]
+
+
+def _sampled_content(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        header = _read_header(file)
+        data_start = file.tell()
+        yield header
+        for tensor in _tensors(header):
+            begin, end = tensor["data_offsets"]
+            for offset in sorted({begin, (begin + end) // 2}):
+                file.seek(data_start + offset)
+                yield file.read(min(_SAMPLE_BYTES, end - offset))
+
+
+def _read_header(file: BinaryIO) -> bytes:
+    """The JSON header; the file then stands at the tensors. Format: github.com/huggingface/safetensors."""
+    prefix = file.read(8)
+    size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    header = file.read(size) if 0 <= size <= 100_000_000 else b""  # the format's own limit
+    if len(header) != size:
+        raise ConfigError(f"{file.name} is not a safetensors file")
+    return header
+
+
+def _tensors(header: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        tensors = json.loads(header)
+    except ValueError as error:
+        raise ConfigError(f"a safetensors header is not JSON: {error}") from error
+    return (tensor for name, tensor in sorted(tensors.items()) if name != "__metadata__")

@@ -1,0 +1,49 @@
+"""The KV pool: one allocation, page-major, so that a page is one run of bytes over all layers."""
+
+import torch
+
+from services.errors import ConfigError
+from services.kv.types import GroupKind, KvGroup, KvLayout, PoolMemory
+
+_ALIGNMENT_BYTES = 4096  # an OS page: registered memory is pinned in whole ones
+
+
+class KvPool:
+    """Owns the pool's memory; `kv` is [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+
+    def __init__(
+        self, group: KvGroup, *, num_pages: int, page_size: int, model_fingerprint: int, device: torch.device
+    ) -> None:
+        """Allocate and zero the pool. Raises ConfigError when it is empty or does not fit in memory."""
+        if num_pages < 1 or page_size < 1:
+            raise ConfigError(f"a KV pool needs pages: num_pages={num_pages}, page_size={page_size}")
+        page_shape = (len(group.layer_ids), 2, group.num_kv_heads, page_size, group.head_dim)
+        dtype: torch.dtype = getattr(torch, group.dtype)
+        page_bytes = torch.Size(page_shape).numel() * dtype.itemsize
+        self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=(group,))
+        self.kv = _allocate(num_pages * page_bytes, device).view(dtype).view(num_pages, *page_shape)
+
+    @property
+    def memory(self) -> PoolMemory:
+        on_cuda = self.kv.device.type == "cuda"
+        kind, device_id = ("VRAM", self.kv.device.index or 0) if on_cuda else ("DRAM", 0)
+        return PoolMemory(self.kv.data_ptr(), self.kv.shape[0], kind, device_id)
+
+    def close(self) -> None:
+        """Free the memory; `kv` has no pages afterwards."""
+        self.kv = self.kv.new_empty(0, *self.kv.shape[1:])
+
+
+def full_attention_group(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KvGroup:
+    name = str(dtype).removeprefix("torch.")
+    return KvGroup(GroupKind.FULL_ATTENTION, tuple(range(num_layers)), num_kv_heads, head_dim, name)
+
+
+def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+    # No slot is read before it is written; zeroed so that page faults come now and not in a step.
+    try:
+        memory = torch.zeros(size_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise ConfigError(f"a KV pool of {size_bytes} bytes does not fit on {device}: {error}") from error
+    start = -memory.data_ptr() % _ALIGNMENT_BYTES
+    return memory[start : start + size_bytes]

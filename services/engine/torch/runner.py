@@ -1,0 +1,141 @@
+"""The torch model runner: one packed forward pass per engine step over the paged KV pool."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from services.engine.paged.runner import Chunk, Sampled
+from services.engine.torch.attention import MIN_PAGE_SIZE_IN_PLACE, view_step
+from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.pool import KvPool, full_attention_group
+from services.engine.torch.sampling import sample
+from services.errors import ConfigError, ProtocolError
+from services.kv.types import KvLayout, PoolMemory
+
+
+class TorchRunner:
+    """A ModelRunner. Made, called and closed on one thread."""
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        *,
+        device: str = "cpu",
+        num_pages: int,
+        page_size: int,
+        dtype: str | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Load the checkpoint and allocate the pool.
+
+        `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
+        threads for the whole process.
+
+        Raises:
+            ConfigError: the device, the checkpoint or the pool cannot work; the message says why.
+        """
+        self._device = _open_device(device)
+        if num_threads is not None:
+            _set_num_threads(num_threads)
+        checkpoint = open_checkpoint(Path(model_path), dtype)
+        config = checkpoint.config
+        self._model = load_model(checkpoint, self._device)
+        self._pool = KvPool(
+            full_attention_group(
+                config.num_hidden_layers, config.num_key_value_heads, checkpoint.head_dim, checkpoint.dtype
+            ),
+            num_pages=num_pages,
+            page_size=page_size,
+            model_fingerprint=checkpoint.fingerprint,
+            device=self._device,
+        )
+        self._in_place = self._device.type == "cpu" and page_size >= MIN_PAGE_SIZE_IN_PLACE
+        self._vocab_size: int = config.vocab_size
+        self._max_context_tokens: int = config.max_position_embeddings
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._pool.layout
+
+    @property
+    def memory(self) -> PoolMemory:
+        return self._pool.memory
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._max_context_tokens
+
+    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        """See ModelRunner.run. Raises ProtocolError for a chunk that is empty or lacks pages."""
+        if not chunks:
+            return []
+        for chunk in chunks:
+            _require_pages(chunk, self.layout.page_size)
+        with torch.inference_mode():
+            sampled = iter(sample(self._forward(chunks), [chunk for chunk in chunks if chunk.sample]))
+        results = [next(sampled) if chunk.sample else None for chunk in chunks]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a transport reads the pages as soon as we return
+        return results
+
+    def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
+        outputs = self._model(
+            input_ids=self._tensor(token_ids)[None],
+            position_ids=self._tensor(positions)[None],
+            use_cache=False,
+            logits_to_keep=self._tensor(_sampled_offsets(chunks)),
+            paged=view_step(self._pool.kv, chunks, in_place=self._in_place),
+        )
+        logits: torch.Tensor = outputs.logits[0]
+        return logits
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def close(self) -> None:
+        """Free the pool; the runner cannot run any more."""
+        self._pool.close()
+
+
+def _open_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _set_num_threads(num_threads: int) -> None:
+    if num_threads < 1:
+        raise ConfigError(f"num_threads must be 1 or more, got {num_threads}")
+    torch.set_num_threads(num_threads)
+
+
+def _require_pages(chunk: Chunk, page_size: int) -> None:
+    if not chunk.token_ids or len(chunk.pages) * page_size < chunk.end:
+        tokens = f"{len(chunk.token_ids)} tokens at {chunk.start}"
+        raise ProtocolError(f"a chunk of {tokens} with {len(chunk.pages)} pages of {page_size}")
+
+
+def _sampled_offsets(chunks: Sequence[Chunk]) -> list[int]:
+    """Where in the step the last token of each chunk that samples is."""
+    offsets, end = [], 0
+    for chunk in chunks:
+        end += len(chunk.token_ids)
+        if chunk.sample:
+            offsets.append(end - 1)
+    return offsets

@@ -1,0 +1,149 @@
+import json
+import shutil
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint
+from safetensors.torch import load_file, save_file
+
+from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
+from services.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(directory, edit):
+    weights = load_file(directory / "model.safetensors")
+    edit(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_checkpoint_opens_in_its_own_dtype_or_another(checkpoint):
+    assert open_checkpoint(checkpoint).dtype == torch.float32
+    opened = open_checkpoint(checkpoint, "bfloat16")
+    assert (opened.dtype, opened.head_dim) == (torch.bfloat16, 16)
+    assert load_model(opened, CPU).dtype == torch.bfloat16
+
+
+def test_without_a_named_dtype_the_weights_tell(checkpoint):
+    edit_config(checkpoint, dtype=None)
+    edit_weights(checkpoint, lambda w: w.update({name: t.half() for name, t in w.items()}))
+    assert open_checkpoint(checkpoint).dtype == torch.float16
+
+
+def test_the_loaded_model_has_the_weights_of_the_files(checkpoint):
+    model = load_model(open_checkpoint(checkpoint), CPU)
+    assert model.config._attn_implementation == "isthmus_paged"
+    saved = load_file(checkpoint / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_missing_directory_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no checkpoint directory"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(checkpoint, name):
+    (checkpoint / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        open_checkpoint(checkpoint)
+
+
+def test_a_missing_shard_is_named(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"missing \['b.safetensors'\]"):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_is_refused(checkpoint, name):
+    (checkpoint / name).write_bytes(b"no such thing")
+    with pytest.raises(ConfigError):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture"),
+        ({"architectures": None}, "architecture"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"dtype": "float64"}, "float64"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_what_we_cannot_run_is_refused_with_the_reason(checkpoint, changes, reason):
+    edit_config(checkpoint, **changes)
+    with pytest.raises(ConfigError, match=reason):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "refused"),
+    [
+        ("mistral", {"sliding_window": 1024}, True),
+        ("mistral", {"sliding_window": None}, False),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": False}, False),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)
+def test_a_sliding_window_is_refused_where_it_is_used(tmp_path, architecture, changes, refused):
+    directory = shutil.copytree(tiny_checkpoint(architecture), tmp_path / "model")
+    edit_config(directory, **changes)
+    if refused:
+        with pytest.raises(ConfigError, match="sliding window"):
+            open_checkpoint(directory)
+    else:
+        open_checkpoint(directory)
+
+
+def test_a_missing_or_misshapen_weight_is_refused_and_never_invented(checkpoint):
+    edit_weights(checkpoint, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match="up_proj"):
+        load_model(open_checkpoint(checkpoint), CPU)
+
+
+def test_a_misshapen_weight_is_refused(checkpoint):
+    edit_weights(checkpoint, lambda w: w.update({"lm_head.weight": torch.zeros(7, 64)}))
+    with pytest.raises(ConfigError, match=r"cannot be loaded|misshapen"):
+        load_model(open_checkpoint(checkpoint), CPU)
+
+
+def test_copies_have_one_fingerprint_of_64_bits(checkpoint):
+    assert model_fingerprint(checkpoint) == model_fingerprint(tiny_checkpoint())
+    assert 0 <= model_fingerprint(checkpoint) < 2**64
+
+
+def test_what_computes_nothing_leaves_the_fingerprint(checkpoint):
+    before = model_fingerprint(checkpoint)
+    edit_config(checkpoint, transformers_version="0.0.1", use_cache=False)
+    (checkpoint / "README.md").write_text("words")
+    assert model_fingerprint(checkpoint) == before
+
+
+def test_another_seed_architecture_or_setting_has_another_fingerprint(checkpoint):
+    fingerprints = {model_fingerprint(tiny_checkpoint(seed=seed)) for seed in range(4)}
+    fingerprints.add(model_fingerprint(tiny_checkpoint("qwen2")))
+    edit_config(checkpoint, rms_norm_eps=1e-5)
+    fingerprints.add(model_fingerprint(checkpoint))
+    assert len(fingerprints) == 6
+
+
+def test_one_tensor_among_many_changes_the_fingerprint(checkpoint):
+    before = model_fingerprint(checkpoint)
+    edit_weights(checkpoint, lambda w: w["model.layers.1.self_attn.k_proj.weight"].add_(1e-3))
+    assert model_fingerprint(checkpoint) != before

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from services.engine.torch.pool import KvPool, full_attention_group
+from services.errors import ConfigError
+
+
+def make_pool(num_pages=5, page_size=8, dtype=torch.bfloat16):
+    group = full_attention_group(num_layers=3, num_kv_heads=2, head_dim=4, dtype=dtype)
+    return KvPool(
+        group, num_pages=num_pages, page_size=page_size, model_fingerprint=7, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_page_is_one_run_of_bytes_at_the_address_that_the_layout_says(dtype):
+    pool = make_pool(dtype=dtype)
+    assert pool.kv.shape == (5, 3, 2, 2, 8, 4)
+    assert pool.kv.is_contiguous()
+    assert pool.layout.page_bytes == 3 * 2 * 2 * 8 * 4 * dtype.itemsize
+    for page in range(5):
+        assert pool.kv[page].data_ptr() == pool.memory.base_address + page * pool.layout.page_bytes
+
+
+def test_the_pool_says_what_a_peer_must_know():
+    pool = make_pool()
+    [group] = pool.layout.groups
+    assert (group.layer_ids, group.num_kv_heads, group.head_dim, group.dtype) == ((0, 1, 2), 2, 4, "bfloat16")
+    assert (pool.layout.page_size, pool.layout.model_fingerprint) == (8, 7)
+    assert (pool.memory.num_pages, pool.memory.kind, pool.memory.device_id) == (5, "DRAM", 0)
+
+
+def test_the_pool_starts_at_a_memory_page_and_is_zero():
+    pool = make_pool()
+    assert pool.memory.base_address % 4096 == 0
+    assert not pool.kv.any()
+
+
+def test_a_closed_pool_holds_no_memory():
+    pool = make_pool()
+    pool.close()
+    assert pool.kv.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 8), (4, 0), (2**50, 8)])
+def test_an_impossible_pool_is_refused(num_pages, page_size):
+    with pytest.raises(ConfigError, match="KV pool"):
+        make_pool(num_pages, page_size)

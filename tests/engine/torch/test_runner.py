@@ -1,0 +1,214 @@
+import random
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint
+from reference import count_near_ties, random_prompt, reference_generation
+
+from services.cli.make_model import ARCHITECTURES
+from services.engine.paged.runner import Chunk, ModelRunner
+from services.engine.torch.runner import TorchRunner
+from services.errors import ConfigError, ProtocolError
+from services.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+NUM_PAGE_TOKENS = 2048
+
+
+def make_runner(architecture="llama", page_size=16, **settings):
+    num_pages = NUM_PAGE_TOKENS // page_size
+    return TorchRunner(tiny_checkpoint(architecture), num_pages=num_pages, page_size=page_size, **settings)
+
+
+class Sequence:
+    """A prompt that is prefilled in chunks, then decoded, as an engine would."""
+
+    def __init__(self, prompt_ids, pages, chunk_size, *, start=0, sampling=GREEDY):
+        self.ids = list(prompt_ids)
+        self.prompt_len = len(prompt_ids)
+        self.pages = pages
+        self.chunk_size = chunk_size
+        self.start = start  # KV before it is there
+        self.sampling = sampling
+
+    @property
+    def output_ids(self):
+        return self.ids[self.prompt_len :]
+
+    def next_chunk(self):
+        token_ids = self.ids[self.start : self.start + self.chunk_size]
+        sample = self.start + len(token_ids) == len(self.ids)
+        num_output_ids = len(self.output_ids)
+        return Chunk(token_ids, self.start, self.pages, sample, self.sampling, self.ids[:], num_output_ids)
+
+    def take(self, chunk, sampled):
+        assert (sampled is not None) == chunk.sample
+        self.start = chunk.end
+        if sampled is not None:
+            self.ids.append(sampled.token_id)
+
+
+def step(runner, sequences):
+    chunks = [sequence.next_chunk() for sequence in sequences]
+    for sequence, chunk, sampled in zip(sequences, chunks, runner.run(chunks), strict=True):
+        sequence.take(chunk, sampled)
+
+
+def generate(runner, sequences, max_tokens):
+    """Sequences join one step after another, so that prefill chunks and single tokens mix."""
+    joined = 0
+    while any(len(sequence.output_ids) < max_tokens for sequence in sequences):
+        joined += 1
+        step(runner, [s for s in sequences[:joined] if len(s.output_ids) < max_tokens])
+
+
+class PageTables:
+    """Hands out pages in shuffled order."""
+
+    def __init__(self, runner, seed=0):
+        self.page_size = runner.layout.page_size
+        self.free = list(range(runner.memory.num_pages))
+        random.Random(seed).shuffle(self.free)
+
+    def take(self, num_tokens):
+        num_pages = -(-num_tokens // self.page_size)
+        taken, self.free = self.free[:num_pages], self.free[num_pages:]
+        return taken
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_output_is_that_of_transformers(architecture, page_size):
+    runner = make_runner(architecture, page_size)
+    tables = PageTables(runner)
+    prompts = [random_prompt(length, seed=length) for length in (1, 33, 100, 150)]
+    # Smaller than a page, no divisor of it, the whole prompt, and more.
+    sequences = [
+        Sequence(p, tables.take(len(p) + 24), size) for p, size in zip(prompts, (7, 5, 64, 500), strict=True)
+    ]
+    generate(runner, sequences, 24)
+    num_near_ties = sum(
+        count_near_ties(reference_generation(tiny_checkpoint(architecture), prompt, 24), sequence.output_ids)
+        for prompt, sequence in zip(prompts, sequences, strict=True)
+    )
+    assert num_near_ties <= 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_sequences_share_the_pages_of_their_prefix(page_size):
+    runner = make_runner(page_size=page_size)
+    tables = PageTables(runner)
+    prefix = random_prompt(128, seed=1)
+    prompts = [prefix + random_prompt(n, seed=n) for n in (40, 2, 17)]
+    first = Sequence(prompts[0], tables.take(200), 64)
+    generate(runner, [first], 1)
+    shared = first.pages[: 128 // page_size]
+    others = [Sequence(p, shared + tables.take(72), 16, start=128) for p in prompts[1:]]
+    generate(runner, [first, *others], 16)
+    for prompt, sequence in zip(prompts, [first, *others], strict=True):
+        assert count_near_ties(reference_generation(tiny_checkpoint(), prompt, 16), sequence.output_ids) == 0
+
+
+def test_a_page_that_is_lost_or_misplaced_changes_the_output():
+    """The comparison above can fail: each of these is a fault that an engine might have."""
+    prompt = random_prompt(150, seed=150)
+    expected = reference_generation(tiny_checkpoint(), prompt, 24).token_ids
+
+    def output_after(damage):
+        runner = make_runner()
+        sequence = Sequence(prompt, PageTables(runner).take(180), 150)
+        generate(runner, [sequence], 1)
+        damage(runner._pool.kv, sequence.pages)
+        generate(runner, [sequence], 24)
+        return tuple(sequence.output_ids)
+
+    def swap(kv, pages):
+        kv[[pages[2], pages[3]]] = kv[[pages[3], pages[2]]].clone()
+
+    assert output_after(lambda kv, pages: None) == expected
+    for page in range(10):
+        assert output_after(lambda kv, pages, page=page: kv[pages[page]].zero_()) != expected
+    assert output_after(lambda kv, pages: kv[pages[4], 0].zero_()) != expected
+    # Keys carry their positions, so pages that are swapped whole are no loss, and only then.
+    assert output_after(swap) == expected
+
+
+def test_what_is_sampled_does_not_depend_on_the_batch():
+    prompt = random_prompt(60, seed=3)
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=11)
+    alone = make_runner()
+    expected = Sequence(prompt, PageTables(alone).take(100), 60, sampling=params)
+    generate(alone, [expected], 20)
+    runner = make_runner()
+    tables = PageTables(runner, seed=1)
+    others = [Sequence(random_prompt(n, seed=n), tables.take(n + 20), 16) for n in (5, 40)]
+    sequence = Sequence(prompt, tables.take(100), 13, sampling=params)
+    generate(runner, [*others, sequence], 20)
+    assert sequence.output_ids == expected.output_ids
+    assert len(set(sequence.output_ids)) > 5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_its_layout_says_so(dtype):
+    runner = make_runner(dtype=dtype)
+    sequence = Sequence(random_prompt(40, seed=1), PageTables(runner).take(60), 16)
+    generate(runner, [sequence], 8)
+    assert len(sequence.output_ids) == 8
+    assert runner.layout.groups[0].dtype == dtype
+    assert runner.layout.page_bytes == make_runner().layout.page_bytes // 2
+
+
+def test_only_the_chunks_that_ask_are_sampled():
+    runner = make_runner()
+    chunks = [Sequence(random_prompt(9, seed=n), [n], 9 - n).next_chunk() for n in range(3)]
+    assert [s is not None for s in runner.run(chunks)] == [True, False, False]
+    assert runner.run(chunks[1:]) == [None, None]
+    assert runner.run([]) == []
+
+
+def test_a_step_writes_its_own_slots_only():
+    runner = make_runner()
+    runner._pool.kv.fill_(7)
+    runner.run([Chunk([5, 6, 7], 15, [9, 2], False, GREEDY)])
+    touched = (runner._pool.kv != 7).any(dim=(1, 2, 3, 5)).nonzero().tolist()
+    assert touched == [[2, 0], [2, 1], [9, 15]]
+
+
+def test_a_runner_says_what_it_is():
+    runner: ModelRunner = make_runner(page_size=32)
+    assert (runner.vocab_size, runner.max_context_tokens) == (512, 4096)
+    assert (runner.memory.num_pages, runner.layout.page_size) == (64, 32)
+
+
+@pytest.mark.parametrize(("token_ids", "start"), [([], 3), ([1, 2], 15)])
+def test_a_chunk_without_tokens_or_room_is_refused(token_ids, start):
+    with pytest.raises(ProtocolError, match="chunk"):
+        make_runner().run([Chunk(token_ids, start, [0], False, GREEDY)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"device": "tpu"}, "device"),
+        ({"device": "meta"}, "device"),
+        ({"device": "cuda:99"}, "CUDA"),
+        ({"num_pages": 0}, "pages"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"dtype": "int8"}, "int8"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_reason(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        TorchRunner(tiny_checkpoint(), **{"num_pages": 4, "page_size": 16} | settings)
+
+
+def test_the_number_of_threads_is_set():
+    make_runner(num_threads=2)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+
+
+def test_close_frees_the_pool():
+    runner = make_runner()
+    runner.close()
+    assert runner._pool.kv.untyped_storage().nbytes() == 0

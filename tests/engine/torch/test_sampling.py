@@ -1,0 +1,184 @@
+"""Each rule against an oracle that sorts and loops, then chance itself."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.engine.paged.runner import Chunk
+from services.engine.torch.sampling import sample, uniform
+from services.request import SamplingParams
+
+VOCAB_SIZE = 24
+GREEDY = SamplingParams(temperature=0)
+
+
+def chunk(sampling, history=(1,), num_output_ids=0, eos_token_ids=()):
+    return Chunk([0], 0, [0], True, sampling, history, num_output_ids, eos_token_ids)
+
+
+def choose(logits, *args, **kwargs):
+    [sampled] = sample(torch.tensor([logits]), [chunk(*args, **kwargs)])
+    return sampled
+
+
+def expected_logits(logits, chunk):
+    params = chunk.sampling
+    adjusted = [float(x) for x in logits]
+    for token_id in set(chunk.history):
+        penalty = params.repetition_penalty
+        adjusted[token_id] *= penalty if adjusted[token_id] <= 0 else 1 / penalty
+    output_ids = chunk.history[len(chunk.history) - chunk.num_output_ids :]
+    for token_id, count in Counter(output_ids).items():
+        adjusted[token_id] -= count * params.frequency_penalty + params.presence_penalty
+    if chunk.num_output_ids < params.min_tokens:
+        for token_id in params.stop_token_ids + (() if params.ignore_eos else chunk.eos_token_ids):
+            adjusted[token_id] = -math.inf
+    return adjusted
+
+
+def expected_probabilities(logits, chunk):
+    """What may be chosen and with which probability, by token id."""
+    params = chunk.sampling
+    adjusted = expected_logits(logits, chunk)
+    ranked = sorted(range(len(adjusted)), key=lambda i: (-adjusted[i], i))
+    weight = {i: math.exp((adjusted[i] - adjusted[ranked[0]]) / params.temperature) for i in ranked}
+    ranked = ranked[: params.top_k or None]
+    total, held, nucleus = sum(weight[i] for i in ranked), 0.0, []
+    for i in ranked:
+        if params.top_p == 1 or held < params.top_p * total:
+            nucleus.append(i)
+        held += weight[i]
+    left = [i for i in nucleus if weight[i] >= params.min_p]
+    total = sum(weight[i] for i in left)
+    return {i: weight[i] / total for i in sorted(left)}
+
+
+def expected_token(logits, chunk):
+    if chunk.sampling.greedy:
+        adjusted = expected_logits(logits, chunk)
+        return adjusted.index(max(adjusted))
+    point, held = uniform(chunk.sampling.seed, len(chunk.history)), 0.0
+    probabilities = expected_probabilities(logits, chunk)
+    for token_id, probability in probabilities.items():
+        held += probability
+        if point < held:
+            return token_id
+    return max(i for i, p in probabilities.items() if p > 0)
+
+
+# Quarters: sums and products are exact enough that oracle and code break ties alike, and ties are common.
+LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 4), min_size=VOCAB_SIZE, max_size=VOCAB_SIZE)
+TOKEN_ID = st.integers(0, VOCAB_SIZE - 1)
+
+
+@st.composite
+def chunks(draw):
+    history = draw(st.lists(TOKEN_ID, min_size=1, max_size=30))
+    sampling = SamplingParams(
+        temperature=draw(st.sampled_from([0, 0.3, 1, 2.5])),
+        top_p=draw(st.sampled_from([1, 0.9, 0.437, 0.01])),
+        top_k=draw(st.sampled_from([0, 1, 3, 100])),
+        min_p=draw(st.sampled_from([0, 0.013, 0.51, 1])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        min_tokens=draw(st.sampled_from([0, 3])),
+        stop_token_ids=tuple(draw(st.lists(TOKEN_ID, max_size=3))),
+        ignore_eos=draw(st.booleans()),
+        frequency_penalty=draw(st.sampled_from([0, 0.5, -1])),
+        presence_penalty=draw(st.sampled_from([0, 1.5])),
+        repetition_penalty=draw(st.sampled_from([1, 2, 0.5])),
+        logprobs=draw(st.sampled_from([None, 0, 4])),
+    )
+    eos_token_ids = tuple(draw(st.lists(TOKEN_ID, max_size=2)))
+    return chunk(sampling, history, draw(st.integers(0, len(history))), eos_token_ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(LOGITS, chunks()), min_size=1, max_size=4))
+def test_every_choice_is_the_oracles_whoever_shares_the_batch(rows):
+    logits = torch.tensor([row for row, _ in rows])
+    got = sample(logits, [c for _, c in rows])
+    assert [s.token_id for s in got] == [expected_token(row, c) for row, c in rows]
+    assert got == [sample(logits[i : i + 1], [c])[0] for i, (_, c) in enumerate(rows)]
+
+
+def test_greedy_takes_the_lowest_of_equal_ids_in_one_batch_and_alone():
+    row = [0.0, 3.0, 1.0, 3.0]
+    assert choose(row, GREEDY).token_id == 1
+    assert choose(row, dataclasses.replace(GREEDY, presence_penalty=1), [0]).token_id == 1
+    assert [s.token_id for s in sample(torch.tensor([row, row[::-1]]), [chunk(GREEDY)] * 2)] == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_are_of_the_raw_logits(dtype):
+    logits = torch.tensor([[0.5, 2.0, -1.0, 2.0]], dtype=dtype)
+    params = SamplingParams(temperature=0, logprobs=3, repetition_penalty=100)
+    [got] = sample(logits, [chunk(params, history=[1, 3])])
+    expected = logits[0].double().log_softmax(0).tolist()
+    assert got.token_id == 0  # 2.0 has been penalized to 0.02
+    assert got.logprobs.token_id == 0
+    assert got.logprobs.logprob == pytest.approx(expected[0])
+    assert [token_id for token_id, _ in got.logprobs.top] == [1, 3, 0]
+    assert [logprob for _, logprob in got.logprobs.top] == pytest.approx([expected[i] for i in (1, 3, 0)])
+
+
+def test_logprobs_zero_is_the_chosen_token_only():
+    assert choose([0.0, 1.0], dataclasses.replace(GREEDY, logprobs=0)).logprobs.top == ()
+    assert choose([0.0, 1.0], GREEDY).logprobs is None
+
+
+def test_min_tokens_holds_off_eos_and_stop_ids_until_they_are_there():
+    params = dataclasses.replace(GREEDY, min_tokens=2, stop_token_ids=(0, 10**6))
+    row = [3.0, 2.0, 1.0]
+    assert choose(row, params, [1, 1], 1, eos_token_ids=(1,)).token_id == 2
+    assert choose(row, params, [1, 1], 2, eos_token_ids=(1,)).token_id == 0
+    assert choose(row, dataclasses.replace(params, ignore_eos=True), [1, 1], 1, (1,)).token_id == 1
+
+
+def test_the_uniform_number_is_pinned():
+    # A replayed request must go on with the same tokens on a newer release too.
+    assert uniform(0, 0) == pytest.approx(0.8833108082136426, abs=1e-16)
+    assert 0 <= uniform(2**64 - 1, 10**6) < 1
+
+
+def test_uniform_numbers_are_uniform_over_positions_and_over_seeds():
+    for numbers in ([uniform(7, n) for n in range(20_000)], [uniform(n, 7) for n in range(20_000)]):
+        counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+        chi_square = ((counts - 1000) ** 2 / 1000).sum()
+        assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+
+
+def test_choices_follow_the_probabilities():
+    logits = torch.linspace(-2, 2, VOCAB_SIZE)
+    params = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05)
+    num_draws = 4000
+    draws = [chunk(dataclasses.replace(params, seed=seed)) for seed in range(num_draws)]
+    counts = Counter(s.token_id for s in sample(logits.expand(num_draws, -1), draws))
+    expected = expected_probabilities(logits.tolist(), draws[0])
+    assert counts.keys() <= expected.keys()
+    chi_square = sum((counts[i] - p * num_draws) ** 2 / (p * num_draws) for i, p in expected.items())
+    degrees = len(expected) - 1
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
+
+
+def test_the_same_seed_and_position_choose_the_same_and_others_do_not():
+    flat = torch.zeros(1, 1000)
+    params = SamplingParams(seed=5)
+
+    def token_at(seed, position):
+        [sampled] = sample(flat, [chunk(dataclasses.replace(params, seed=seed), range(position))])
+        return sampled.token_id
+
+    assert token_at(5, 9) == token_at(5, 9)
+    assert len({token_at(5, position) for position in range(50)}) > 40
+    assert len({token_at(seed, 9) for seed in range(50)}) > 40
+
+
+def test_tiny_temperature_neither_overflows_nor_strays():
+    assert choose([-1e4, 1e4, 0.0], SamplingParams(temperature=1e-6)).token_id == 1

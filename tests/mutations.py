@@ -1,0 +1,95 @@
+"""Deliberate mistakes, to see whether the tests notice: `pytest --mutate=NAME` must fail.
+
+A plugin that is always loaded; without the option it does nothing.
+"""
+
+import pytest
+
+
+def wrong_page(patch: pytest.MonkeyPatch) -> None:
+    """The first page of every write is another one than it should be.
+
+    (Two pages in each other's place would not do: attention does not care for the order of what it reads.)
+    """
+    from services.transfer import delta_write
+
+    merge_moves = delta_write.merge_moves
+
+    def mutated(sources, targets):
+        return merge_moves([sources[0] ^ 1, *sources[1:]], targets)
+
+    patch.setattr(delta_write, "merge_moves", mutated)
+
+
+def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
+    """Decode claims one page more than it holds, and asks for one less."""
+    from services.engine.paged import decode
+
+    make_ticket = decode.make_ticket
+
+    def mutated(room, generation, prompt_len, prefix_len, pages, write_until_s):
+        page_size = next(s for s in (1, 4, 16, 64) if -(-(prompt_len - prefix_len) // s) == len(pages))
+        if len(pages) > 1:
+            prefix_len, pages = prefix_len + page_size, pages[1:]
+        return make_ticket(room, generation, prompt_len, prefix_len, pages, write_until_s)
+
+    patch.setattr(decode, "make_ticket", mutated)
+    patch.setattr(decode, "_check_bytes", lambda moved, expected: None)
+
+
+def stale_generation(patch: pytest.MonkeyPatch) -> None:
+    """A prefill rank takes what was meant for an earlier life of it, and decode does not look either."""
+    from dataclasses import replace
+
+    from services.engine.paged.prefill import PagedPrefillEngine
+    from services.transfer import links, rooms
+
+    check_ticket, prefill = rooms.check_ticket, PagedPrefillEngine.prefill
+
+    def any_ticket(ticket, prompt_len, layout, memory, own_generation):
+        check_ticket(
+            replace(ticket, prefill_generation=own_generation), prompt_len, layout, memory, own_generation
+        )
+
+    async def any_rendezvous(self, request, rendezvous):
+        return await prefill(self, request, replace(rendezvous, prefill=self._own_id))
+
+    def any_life(message):
+        peer, stamp_s = read_hello(message)
+        return replace(peer, rank=AnyRank(peer.rank)), stamp_s
+
+    class AnyRank:
+        def __init__(self, rank):
+            self._rank = rank
+
+        def __eq__(self, other):
+            return True
+
+        def __hash__(self):
+            return 0
+
+        def __getattr__(self, name):
+            return getattr(self._rank, name)
+
+    read_hello = links.read_hello
+    patch.setattr(rooms, "check_ticket", any_ticket)
+    patch.setattr(PagedPrefillEngine, "prefill", any_rendezvous)
+    patch.setattr(links, "read_hello", any_life)
+
+
+MUTATIONS = {f.__name__: f for f in (wrong_page, prefix_off_by_one_page, stale_generation)}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mutate", choices=sorted(MUTATIONS), help="make a deliberate mistake")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mutation(request):
+    name = request.config.getoption("--mutate")
+    if name is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name](patch)
+        yield
