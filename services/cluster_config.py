@@ -1,0 +1,50 @@
+"""Settings that every service of a cluster has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from services import rpc
+from services.config import setting
+from services.errors import ConfigError
+from services.index.etcd_settings import EtcdSettings, EtcdTls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What a router and a rank have in common; each has a config of its own that extends it."""
+
+    model_name: str = setting("", "name the model is served under; default: the checkpoint's directory name")
+    cluster: str = setting("default", "name of the cluster in etcd")
+    etcd: tuple[str, ...] = setting((), "etcd endpoints, HOST:PORT,...")
+    etcd_ca: Path | None = setting(None, "PEM of etcd's authority; turns TLS to etcd on")
+    etcd_cert: Path | None = setting(None, "PEM of our certificate for etcd")
+    etcd_key: Path | None = setting(None, "PEM of its key")
+    etcd_user: str = setting("", "etcd user")
+    etcd_password_file: Path | None = setting(None, "file that holds the etcd user's password")
+    tls_ca: Path | None = setting(None, "PEM of the authority of the services' certificates")
+    tls_cert: Path | None = setting(None, "PEM of this service's certificate; turns TLS on")
+    tls_key: Path | None = setting(None, "PEM of its key")
+    tls_mutual: bool = setting(False, "clients must show a certificate too")
+    host: str = setting("127.0.0.1", "address to listen on")
+    metrics_port: int = setting(0, "port of /metrics; 0: a free one")
+    index_block: int = setting(64, "tokens per block of the cluster's prefix index")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least level that is logged")
+    otlp_endpoint: str | None = setting(None, "send OpenTelemetry spans to http://HOST:PORT")
+    grace_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+
+    def etcd_settings(self) -> EtcdSettings:
+        """Raises ConfigError when the etcd flags cannot work."""
+        tls = EtcdTls(self.etcd_ca, self.etcd_cert, self.etcd_key) if self.etcd_ca else None
+        password = ""
+        if self.etcd_password_file is not None:
+            try:
+                password = self.etcd_password_file.read_text().strip()
+            except OSError as error:
+                raise ConfigError(f"--etcd-password-file: {error}") from error
+        return EtcdSettings(self.etcd, tls, self.etcd_user, password)
+
+    def tls(self) -> rpc.TlsConfig | None:
+        if self.tls_ca is None and self.tls_cert is None:
+            return None
+        return rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual)

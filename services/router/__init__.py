@@ -1,0 +1,1 @@
+"""The service that clients meet: tokenizes, places, streams."""

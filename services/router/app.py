@@ -1,0 +1,184 @@
+"""A router put together: mirror, pins, streams to the ranks, gRPC and HTTP fronts."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from services import rpc, telemetry
+from services.errors import ConfigError, Unavailable, root_cause
+from services.index.etcd import Etcd
+from services.index.keys import ClusterKeys
+from services.index.mirror import Mirror
+from services.index.pins import PinWriter
+from services.index.registry import Schema, check_schema
+from services.kv.block_hash import SCHEME
+from services.router.balance import Balance
+from services.router.cluster import Cluster, ClusterSettings
+from services.router.config import RouterConfig
+from services.router.generation import Generator
+from services.router.metrics import RouterMetrics
+from services.router.openai import openai_app
+from services.router.placement import Weights
+from services.router.server import GenerationService
+from services.router.tokenizer import Tokenizer
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+_READY_TIMEOUT_S = 10.0
+_SCHEMA_RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRouter:
+    """A router that serves. `failed` is set when it can never work again."""
+
+    name: str
+    server: rpc.RpcServer
+    http_port: int
+    metrics_port: int
+    generator: Generator
+    cluster: Cluster
+    mirror: Mirror
+    failed: asyncio.Event
+
+
+@contextlib.asynccontextmanager
+async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRouter]:
+    """A router from its first look at etcd to its last answer. Raises ConfigError."""
+    failed = asyncio.Event()
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    tokenizer = Tokenizer(config.model)
+    tls = config.tls()
+    async with AsyncExitStack() as stack:
+        stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint))
+        keys = ClusterKeys(config.cluster)
+        etcd = await stack.enter_async_context(Etcd(config.etcd_settings(), rng=random.Random()))
+        mirror = Mirror(etcd, keys, name)
+        pins = PinWriter(etcd, keys)
+        for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config)):
+            await stack.enter_async_context(_background(work, failed))
+        cluster = Cluster(
+            _cluster_settings(config),
+            mirror,
+            pins,
+            Balance(time.monotonic, chunk_tokens=config.chunk_size),
+            tls,
+        )
+        await cluster.start()
+        stack.push_async_callback(cluster.close)
+        generator = Generator(
+            config.served_name, tokenizer, cluster, metrics, max_attempts=config.max_attempts
+        )
+        service = GenerationService(config.served_name, tokenizer, generator, cluster)
+        metrics.running.set_function(lambda: generator.num_running)
+        metrics.degraded.set_function(lambda: mirror.degraded is not None)
+        metrics.staleness.set_function(lambda: mirror.staleness_s)
+        server = await _serve_grpc(config, service)
+        stack.push_async_callback(server.stop)
+        http_port = await stack.enter_async_context(_serve_http(config, service))
+        metrics_port, stop_metrics = telemetry.serve_metrics(config.host, config.metrics_port, registry)
+        stack.push_async_callback(asyncio.to_thread, stop_metrics)
+        await _wait_for_index(mirror, failed)
+        await server.set_serving(True)
+        yield OpenRouter(name, server, http_port, metrics_port, generator, cluster, mirror, failed)
+
+
+async def _serve_grpc(config: RouterConfig, service: GenerationService) -> rpc.RpcServer:
+    return await rpc.open_server(
+        f"{config.host}:{config.port}",
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name],
+        config.tls(),
+        serving=False,
+    )
+
+
+def _cluster_settings(config: RouterConfig) -> ClusterSettings:
+    return ClusterSettings(
+        model_name=config.served_name,
+        index_block=config.index_block,
+        plans=config.plan_set,
+        chunk_tokens=config.chunk_size,
+        weights=Weights(itl_weight=config.itl_weight),
+    )
+
+
+async def _check_schema(etcd: Etcd, keys: ClusterKeys, config: RouterConfig) -> None:
+    """Refuse a cluster whose blocks are hashed otherwise; wait for etcd as long as it takes."""
+    while True:
+        try:
+            return await check_schema(etcd, keys, Schema(config.index_block, SCHEME))
+        except Unavailable as error:
+            log.warning("schema_unchecked error=%s", error)
+            await asyncio.sleep(_SCHEMA_RETRY_S)
+
+
+async def _wait_for_index(mirror: Mirror, failed: asyncio.Event) -> None:
+    """Give the first listing a moment; without it requests are placed by load alone."""
+    waits = {asyncio.create_task(mirror.ready.wait()), asyncio.create_task(failed.wait())}
+    await asyncio.wait(waits, timeout=_READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if not mirror.ready.is_set():
+        telemetry.event(log, "router_degraded", level=logging.WARNING, reason=mirror.degraded)
+
+
+@contextlib.asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) -> AsyncIterator[None]:
+    """Run beside the service. Should it fail, the service stops with its error."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda t: failed.set() if not t.cancelled() and t.exception() else None)
+    try:
+        yield
+    finally:
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            raise root_cause(error) from error
+
+
+@contextlib.asynccontextmanager
+async def _serve_http(config: RouterConfig, service: GenerationService) -> AsyncIterator[int]:
+    """The OpenAI-compatible API on its own port; yields the port."""
+    try:
+        listener = socket.create_server((config.host, config.http_port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.http_port}: {error}") from error
+    settings = uvicorn.Config(
+        openai_app(service),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(config.grace_s),
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+    )
+    server = _HttpServer(settings)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the service."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()

@@ -1,0 +1,135 @@
+"""Chats to prompt ids, with past turns as the ids that were generated; and what each conversation last held.
+
+Where a past assistant turn comes with its ids, a sentinel stands for its content while the template renders:
+
+    <|user|>Hi<|end|><|assistant|>SENTINEL0<|end|><|user|>More<|end|><|assistant|>
+    |------- encode -------------| ids     |------------- encode ----------------|
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.errors import InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import ChatMessage
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class ChatTokenizer(Protocol):
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
+
+    def render_template(self, messages: Sequence[dict[str, str]]) -> str: ...
+
+
+def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage]) -> list[int]:
+    """The prompt's ids, up to where the assistant's next turn begins.
+
+    An end-of-sequence id at the end of a turn's `token_ids` is dropped where the template writes an end
+    marker of its own right after.
+
+    Raises:
+        InvalidRequest: names the message and its field, or says why the template refuses the chat.
+    """
+    _check_messages(messages)
+    sentinels = _make_sentinels(messages)
+    rendered = tokenizer.render_template(
+        [
+            {"role": message.role, "content": sentinels.get(index, message.content)}
+            for index, message in enumerate(messages)
+        ]
+    )
+    pieces = _split_at_sentinels(rendered, sentinels)
+    # The template writes the special tokens itself.
+    encoded = [tokenizer.encode(piece, special_tokens=False) if piece else [] for piece in pieces]
+    ids = encoded[0]
+    for index, piece_ids in zip(sentinels, encoded[1:], strict=True):
+        ids += _without_end_marker(messages[index].token_ids, piece_ids, tokenizer.eos_token_ids)
+        ids += piece_ids
+    return ids
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
+        raise InvalidRequest("chat.messages must hold at least one message")
+    for index, message in enumerate(messages):
+        name = f"chat.messages[{index}]"
+        if message.role not in ROLES:
+            raise InvalidRequest(f"{name}.role must be one of {', '.join(ROLES)}; got {message.role!r}")
+        if message.token_ids and message.role != "assistant":
+            raise InvalidRequest(f"{name}.token_ids may only be set for an assistant's turn")
+
+
+def _make_sentinels(messages: Sequence[ChatMessage]) -> dict[int, str]:
+    """Message index -> a text that occurs in no message, for each message that comes with ids."""
+    stem = "ISTHMUSx"
+    while any(stem in message.content for message in messages):
+        stem += "x"
+    return {index: f"{stem}{index}y" for index, message in enumerate(messages) if message.token_ids}
+
+
+def _split_at_sentinels(rendered: str, sentinels: dict[int, str]) -> list[str]:
+    pieces = []
+    for index, sentinel in sentinels.items():
+        before, found, rendered = rendered.partition(sentinel)
+        if not found or sentinel in rendered:
+            raise InvalidRequest(
+                f"chat.messages[{index}].token_ids cannot be used: the model's chat template "
+                "does not write this turn exactly once and in order"
+            )
+        pieces.append(before)
+    return [*pieces, rendered]
+
+
+def _without_end_marker(ids: Sequence[int], next_ids: Sequence[int], eos: tuple[int, ...]) -> Sequence[int]:
+    ends_twice = ids[-1] in eos and bool(next_ids) and next_ids[0] in eos
+    return ids[:-1] if ends_twice else ids
+
+
+def drift_tokens(remembered: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many of the remembered ids the new prompt does not begin with."""
+    return len(remembered) - _common_prefix_len(array("I", remembered), array("I", prompt))
+
+
+def _common_prefix_len(first: "array[int]", second: "array[int]") -> int:
+    """By halves, so that the comparing is done in C."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # first[:low] == second[:low], and they differ somewhere in [low, high] or end
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class ConversationMemory:
+    """Conversation id -> the ids of its last turn, prompt and output; the least recently used go first.
+
+    Tenants choose their ids independently: a caller that serves several puts the tenant into the id.
+    """
+
+    def __init__(self, max_conversations: int) -> None:
+        if max_conversations < 1:
+            raise ValueError(f"max_conversations must be 1 or more, got {max_conversations}")
+        self._max_conversations = max_conversations
+        self._last_turns: OrderedDict[str, array[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last_turns)
+
+    def remember(self, conversation_id: str, token_ids: Sequence[int]) -> None:
+        self._last_turns[conversation_id] = array("I", token_ids)  # 4 bytes an id
+        self._last_turns.move_to_end(conversation_id)
+        if len(self._last_turns) > self._max_conversations:
+            self._last_turns.popitem(last=False)
+
+    def recall(self, conversation_id: str) -> Sequence[int] | None:
+        """None for a conversation that is not remembered."""
+        if conversation_id in self._last_turns:
+            self._last_turns.move_to_end(conversation_id)
+        return self._last_turns.get(conversation_id)

@@ -1,0 +1,40 @@
+"""Settings of the router."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from services.cluster_config import ClusterConfig
+from services.config import setting
+from services.errors import ConfigError
+from services.kv.types import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(ClusterConfig):
+    """Settings of a router."""
+
+    model: str = setting(help="directory with the model's tokenizer and config")
+    name: str = setting("", "name of this router, unique in the cluster; default: a random one")
+    port: int = setting(0, "gRPC port; 0: a free one")
+    http_port: int = setting(0, "port of the OpenAI-compatible API; 0: a free one")
+    plans: tuple[Literal["remote", "local"], ...] = setting(("remote", "local"), "plans that may be chosen")
+    chunk_size: int = setting(512, "the prefill ranks' --chunk-size, for the price of the last chunk")
+    itl_weight: float = setting(
+        0.25, "how much slowing running sequences counts against the time to first token"
+    )
+    max_attempts: int = setting(3, "ranks that a request is tried on at most")
+
+    def __post_init__(self) -> None:
+        if not self.plans:
+            raise ConfigError("--plans must name at least one of remote and local")
+        if self.max_attempts < 1:
+            raise ConfigError(f"--max-attempts must be 1 or more, got {self.max_attempts}")
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or Path(self.model).name
+
+    @property
+    def plan_set(self) -> frozenset[Plan]:
+        return frozenset(Plan(name) for name in self.plans)

@@ -1,0 +1,175 @@
+"""The router's end of one decode rank's Attach stream, shared by all its requests.
+
+    run:  connect -> read StepOutputs -> (stream lost: every request fails with DecodeRankLost) -> connect ...
+
+A rank reports at least every half second, so silence is a sign: a stopped process is found out as
+surely as a dead one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc
+
+from services import rpc
+from services.errors import IsthmusError, PeerFailed
+from services.kv.types import RankAddress, RankLoad
+from services.request import Output, StartCommand
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 5.0  # ten missed reports
+_RETRY_S = 0.2
+
+
+class DecodeRankLost(PeerFailed):
+    """The decode rank itself is gone, not its peer."""
+
+
+class OutputStream:
+    """What a decode rank says of one request, in order."""
+
+    def __init__(self, client: "DecodeClient", request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._queue: asyncio.Queue[Output | IsthmusError] = asyncio.Queue()
+        self._ended = False
+
+    def put(self, item: Output | IsthmusError) -> None:
+        self._ended = isinstance(item, IsthmusError) or item.finished is not None
+        self._queue.put_nowait(item)
+
+    async def next(self) -> Output:
+        """The next output. Raises what the request ended with."""
+        item = await self._queue.get()
+        if isinstance(item, IsthmusError):
+            raise item
+        return item
+
+    def abort(self) -> None:
+        """Ask for an early end; the last output is then finished with ABORTED."""
+        self._client.send_abort(self._request_id)
+
+    def close(self) -> None:
+        """Forget the request; if it is still running, stop it."""
+        if not self._ended:
+            self.abort()
+        self._client.forget(self._request_id)
+
+
+class DecodeClient:
+    """One Attach stream to one life of a decode rank."""
+
+    def __init__(
+        self,
+        address: RankAddress,
+        tls: rpc.TlsConfig | None,
+        on_load: Callable[[RankLoad], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self._channel = rpc.open_channel(address.endpoint, tls)
+        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._commands: asyncio.Queue[decode_pb2.Command] = asyncio.Queue()
+        self._streams: dict[str, OutputStream] = {}
+        self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
+        self.connected = asyncio.Event()
+
+    def start(self, command: StartCommand) -> OutputStream:
+        """Send a request to the rank.
+
+        Raises:
+            DecodeRankLost: the rank is not connected.
+        """
+        if not self.connected.is_set():
+            raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
+        request_id = command.request.request_id
+        stream = self._streams[request_id] = OutputStream(self, request_id)
+        start = convert_request.start_to_proto(command, self.address.id.generation)
+        self._commands.put_nowait(decode_pb2.Command(start=start))
+        return stream
+
+    def send_abort(self, request_id: str) -> None:
+        abort = decode_pb2.AbortCommand(request_id=request_id)
+        self._commands.put_nowait(decode_pb2.Command(abort=abort))
+
+    def forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._fail_all("the router is stopping")
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._attach()
+                reason = "it ended its stream"
+            except TimeoutError:
+                reason = f"it was silent for {SILENCE_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            if self.connected.is_set():
+                log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
+                self.connected.clear()
+                self._fail_all(reason)
+                self._on_lost()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _attach(self) -> None:
+        self._commands = asyncio.Queue()  # what was meant for the old stream is void
+        call = self._stub.Attach()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    await _raise_status(call)
+                    return
+                self.connected.set()
+                self._receive(message)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        # A broken stream shows itself to the reader, which ends both.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._commands.get())
+
+    def _receive(self, message: decode_pb2.StepOutputs) -> None:
+        self._on_load(convert.load_from_proto(message.load))
+        for output in message.outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(_item(output))
+
+    def _fail_all(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(DecodeRankLost(f"decode rank {self.address.id} was lost: {reason}"))
+
+
+async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
+    """Raise the status that ended a stream, unless it is OK."""
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
+
+
+def _item(output: decode_pb2.RequestOutput) -> Output | IsthmusError:
+    if output.WhichOneof("end") == "error":
+        return rpc.error_from_request(output.error)
+    return convert_request.output_from_proto(output)

@@ -1,0 +1,89 @@
+"""Ids to text while they come, never half a character. Pure, given a decoder.
+
+The latest ids are kept in a window and decoded together:
+
+    window   | context ........ | pending ........ |     context: gives the decoder its left side
+    text     | released ........... | held ....... |     held: U+FFFD that may yet become a character
+
+The window is *clean* when its text does not end in U+FFFD: all of it is released, and in time the window is
+cut at the clean point before. While the text ends in U+FFFD that tail is held; once more ids are pending than
+an incomplete character can have, only as much of it as an incomplete character can look like.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_INCOMPLETE = "\ufffd"
+# An incomplete character has at most 3 bytes, hence at most 3 ids, and decodes to one U+FFFD or (byte
+# fallback) to one for each byte.
+_MAX_INCOMPLETE = 3
+# Ids that say the same of the text's end as all ids would: 3 held U+FFFD of up to 3 bytes each, and the
+# 3 bytes before them after which a UTF-8 stream that was cut anywhere is in step again.
+_MIN_WINDOW = 12
+# A clean window is cut when it is longer than that: cutting costs a second decode.
+_CUT_ABOVE = 16
+# Any window is cut when it is longer than that.
+_MAX_WINDOW = 32
+
+
+class TokenDecoder(Protocol):
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become U+FFFD."""
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the id has no text wherever it stands (special, unknown)."""
+
+
+class Detokenizer:
+    """The text of one stream of ids.
+
+    All pushes and finish put together are `decode(all ids)`, for decoders whose text never changes once
+    it is complete (byte-level, sentencepiece without byte fallback, per character). Each id costs one or
+    two decodes of at most _MAX_WINDOW + 1 ids, however long the stream is.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._clean_point = 0  # the ids before it are context, those from it on are pending
+        self._released = 0  # characters of the decoded window
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text that is final; "" while a character is incomplete."""
+        return "".join(self._push_one(token_id) for token_id in token_ids)
+
+    def _push_one(self, token_id: int) -> str:
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        held = self._held_chars(text)
+        new_text = text[self._released : len(text) - held]
+        self._released = max(self._released, len(text) - held)
+        if held == 0:
+            self._cut_at_clean_point()
+        if len(self._window) > _MAX_WINDOW:
+            self._cut_anywhere(held)
+        return new_text
+
+    def _held_chars(self, text: str) -> int:
+        held = len(text) - len(text.rstrip(_INCOMPLETE))
+        num_pending = len(self._window) - self._clean_point
+        return held if num_pending <= _MAX_INCOMPLETE else min(held, _MAX_INCOMPLETE)
+
+    def finish(self) -> str:
+        """What was held back. Nothing can be pushed after."""
+        rest = self._tokenizer.decode(self._window)[self._released :]
+        self._window, self._clean_point, self._released = [], 0, 0
+        return rest
+
+    def _cut_at_clean_point(self) -> None:
+        if len(self._window) > _CUT_ABOVE:
+            context = self._window[self._clean_point :]
+            self._window, self._released = context, len(self._tokenizer.decode(context))
+        self._clean_point = len(self._window)
+
+    def _cut_anywhere(self, held: int) -> None:
+        self._window = self._window[-_MIN_WINDOW:]
+        self._released = max(0, len(self._tokenizer.decode(self._window)) - held)
+        self._clean_point = 0

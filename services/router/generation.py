@@ -1,0 +1,434 @@
+"""One client request on the router, from prompt to last response.
+
+    checked -> encoded -> placed -> started on a decode rank -> outputs -> text -> client
+                            ^                                      |
+                            +------- a rank failed: place again, --+
+                                     with the output so far
+
+A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new
+rank gets every token generated so far.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from services import telemetry
+from services.errors import (
+    Aborted,
+    AlreadyRunning,
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    NotFound,
+    PeerFailed,
+    StaleGeneration,
+    Unavailable,
+)
+from services.kv.types import Plan, RankKey
+from services.request import Admitted, FinishReason, GenerationRequest, Output, SamplingParams, StartCommand
+from services.router.chat import ConversationMemory, drift_tokens
+from services.router.cluster import Cluster, Placed
+from services.router.decode_client import DecodeRankLost, OutputStream
+from services.router.detokenizer import Detokenizer
+from services.router.metrics import RouterMetrics
+from services.router.prompt import PromptEncoder
+from services.router.stop_strings import StopStrings
+from services.router.tokenizer import Tokenizer
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import generation_pb2
+
+log = logging.getLogger(__name__)
+
+_MAX_ID_CHARS = 128
+_REMEMBERED_CONVERSATIONS = 10_000
+# After these another rank may do; the class says which rank to leave out.
+_DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has become of one request so far."""
+
+    request_id: str
+    began_s: float
+    tokenize_s: float = 0.0
+    route_s: float = 0.0
+    first_token_s: float | None = None
+    output_ids: list[int] = field(default_factory=list)
+    admitted: Admitted | None = None  # of the first placement: what the usage speaks of
+    placed: Placed | None = None
+    excluded: set[RankKey] = field(default_factory=set)
+    attempts: int = 0
+    stream: OutputStream | None = None
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A client's request after the door."""
+
+    request_id: str
+    sampling: SamplingParams
+    conversation_id: str
+    tenant: str
+    priority: int
+
+    @property
+    def memory_key(self) -> str:
+        """Tenants may choose the same conversation ids."""
+        return f"{self.tenant}\0{self.conversation_id}"
+
+
+class Generator:
+    """Runs requests; shared by the gRPC and the HTTP front."""
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        *,
+        max_attempts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._cluster = cluster
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._clock = clock
+        self._running: dict[str, Progress] = {}
+        self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a running request; False when there is none of that id."""
+        progress = self._running.get(request_id)
+        if progress is None:
+            return False
+        progress.aborted = True
+        if progress.stream is not None:
+            progress.stream.abort()
+        return True
+
+    async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Placed]:
+        """Prompt length and where the request would go now; nothing is sent or remembered."""
+        checked = self._check(request)
+        prompt = await self._encoder().encode(request)
+        placed = self._cluster.place(prompt.ids, checked.tenant, checked.conversation_id, frozenset())
+        return len(prompt.ids), placed
+
+    async def generate(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Responses as they come; the last one has `finish`.
+
+        Raises:
+            InvalidRequest, NotFound, AlreadyRunning: at the door.
+            Unavailable, NoCapacity: no rank can take it.
+            DeadlineExceeded: `timeout_s` has passed.
+        """
+        checked = self._check(request)
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        with self._track(checked) as progress:
+            prompt = await self._encoder().encode(request)
+            progress.tokenize_s = self._clock() - progress.began_s
+            run = _Run(self, checked, prompt.ids, progress, deadline)
+            first = True
+            while True:
+                response = await run.next_response()
+                if first:
+                    response.prompt_token_ids.extend(prompt.ids)
+                    first = False
+                yield response
+                if response.HasField("finish"):
+                    return
+
+    # -- the door ---------------------------------------------------------------------------------
+
+    def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
+        if request.model and request.model != self._model_name:
+            raise NotFound(f"model {request.model!r} is not served here; {self._model_name!r} is")
+        for name in ("request_id", "conversation_id", "tenant"):
+            value = getattr(request, name)
+            if len(value) > _MAX_ID_CHARS or not (value.isprintable() or not value):
+                raise InvalidRequest(f"{name} must be at most {_MAX_ID_CHARS} printable characters")
+        sampling = request.sampling
+        if not sampling.HasField("seed"):
+            sampling = type(sampling).FromString(sampling.SerializeToString())
+            sampling.seed = secrets.randbits(64)
+        return Checked(
+            request_id=request.request_id or secrets.token_hex(8),
+            sampling=convert_request.sampling_from_proto(sampling),
+            conversation_id=request.conversation_id,
+            tenant=request.tenant,
+            priority=request.priority,
+        )
+
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._tokenizer, self._cluster.max_context_tokens(), self._tokenizer.vocab_size)
+
+    @contextmanager
+    def _track(self, checked: Checked) -> Iterator[Progress]:
+        if checked.request_id in self._running:
+            raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
+        progress = self._running[checked.request_id] = Progress(checked.request_id, self._clock())
+        outcome = "cancelled"
+        try:
+            yield progress
+            outcome = "finished"
+        except IsthmusError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            del self._running[checked.request_id]
+            if progress.stream is not None:
+                progress.stream.close()
+            self._cluster.ended(checked.request_id)
+            self._tell_story(progress, outcome)
+
+    def _tell_story(self, progress: Progress, outcome: str) -> None:
+        admitted, placed = progress.admitted, progress.placed
+        self._metrics.observe(progress, outcome, self._clock() - progress.began_s)
+        telemetry.event(
+            log,
+            "request_finished",
+            request_id=progress.request_id,
+            outcome=outcome,
+            decode=placed.decision.chosen.decode.id if placed else "-",
+            prefill=placed.prefill_name if placed else "-",
+            plan=placed.plan.value if placed else "-",
+            reason=placed.decision.reason if placed else "-",
+            prompt_tokens=admitted.prompt_tokens if admitted else 0,
+            decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
+            prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
+            completion_tokens=len(progress.output_ids),
+            kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
+            ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
+            transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",
+            attempts=progress.attempts,
+        )
+
+
+class _Run:
+    """The tokens of one request, over as many ranks as it takes, turned into responses."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        checked: Checked,
+        prompt: tuple[int, ...],
+        progress: Progress,
+        deadline: float | None,
+    ) -> None:
+        self._generator = generator
+        self._cluster = generator._cluster
+        self._tokenizer = generator._tokenizer
+        self._clock = generator._clock
+        self._checked = checked
+        self._prompt = prompt
+        self._progress = progress
+        self._deadline = deadline
+        self._detokenizer = Detokenizer(self._tokenizer)
+        self._stop = StopStrings(checked.sampling.stop)
+        remembered = generator._memory.recall(checked.memory_key) if checked.conversation_id else None
+        self._drift = None if remembered is None else drift_tokens(remembered, prompt)
+
+    async def next_response(self) -> generation_pb2.GenerateResponse:
+        while True:
+            output = await self._next_output()
+            if output.admitted is not None:
+                self._note_admitted(output.admitted)
+            if output.token_ids or output.finished is not None:
+                return self._respond(output)
+
+    # -- tokens -----------------------------------------------------------------------------------
+
+    async def _next_output(self) -> Output:
+        """From the current rank; when it fails, from the next one."""
+        while True:
+            try:
+                if self._progress.stream is None:
+                    self._place()
+                assert self._progress.stream is not None
+                return await self._read(self._progress.stream)
+            except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
+                self._leave(error)
+
+    async def _read(self, stream: OutputStream) -> Output:
+        try:
+            async with asyncio.timeout(self._remaining_s()):
+                return await stream.next()
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline has passed") from None
+
+    def _place(self) -> None:
+        """Choose ranks and send the request there. Raises Unavailable or NoCapacity when there are none."""
+        progress, checked = self._progress, self._checked
+        if progress.aborted:
+            raise Aborted("the request was aborted before it was placed")
+        began = self._clock()
+        ids = self._prompt + tuple(progress.output_ids)
+        progress.attempts += 1
+        placed = self._cluster.place(
+            ids, checked.tenant, checked.conversation_id, frozenset(progress.excluded)
+        )
+        progress.placed = placed
+        progress.stream = placed.client.start(self._command(placed))
+        self._cluster.sent(checked.request_id, checked.conversation_id, placed)
+        progress.route_s += self._clock() - began
+
+    def _command(self, placed: Placed) -> StartCommand:
+        checked = self._checked
+        request = GenerationRequest(
+            request_id=checked.request_id,
+            prompt_ids=self._prompt,
+            sampling=checked.sampling,
+            output_ids_so_far=tuple(self._progress.output_ids),
+            cache_salt=checked.tenant,
+            priority=checked.priority,
+            plan=placed.plan,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+        )
+        return StartCommand(request, placed.prefill, self._remaining_s(), telemetry.traceparent())
+
+    def _leave(self, error: IsthmusError) -> None:
+        """Give up the ranks that failed; raise when nothing is left to try."""
+        progress = self._progress
+        placed, stream = progress.placed, progress.stream
+        progress.stream = progress.placed = None
+        if placed is None or progress.attempts >= self._generator._max_attempts:
+            raise error
+        if stream is not None:
+            stream.close()
+        self._cluster.ended(self._checked.request_id)
+        chosen = placed.decision.chosen
+        if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
+            failed = chosen.decode.id.key
+        elif isinstance(error, NoCapacity):
+            raise error
+        else:
+            failed = chosen.prefill.id.key
+        progress.excluded.add(failed)
+        self._cluster.failed(failed)
+        self._generator._metrics.retries.inc()
+        telemetry.event(
+            log,
+            "request_moved",
+            level=logging.WARNING,
+            request_id=progress.request_id,
+            left=failed,
+            error=repr(str(error)),
+        )
+
+    def _remaining_s(self) -> float | None:
+        if self._deadline is None:
+            return None
+        remaining = self._deadline - self._clock()
+        if remaining <= 0:
+            raise DeadlineExceeded("the deadline has passed")
+        return remaining
+
+    # -- responses --------------------------------------------------------------------------------
+
+    def _note_admitted(self, admitted: Admitted) -> None:
+        progress = self._progress
+        assert progress.placed is not None
+        if progress.admitted is None:
+            progress.admitted = admitted
+        self._cluster.admitted(self._checked.request_id, progress.placed, admitted)
+
+    def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
+        progress = self._progress
+        if progress.first_token_s is None and output.token_ids:
+            progress.first_token_s = self._clock() - progress.began_s
+        progress.output_ids.extend(output.token_ids)
+        response = generation_pb2.GenerateResponse(
+            request_id=self._checked.request_id,
+            token_ids=output.token_ids,
+            logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs],
+        )
+        response.text, matched = self._text_of(output)
+        if matched is not None and output.finished is None:
+            assert progress.stream is not None
+            progress.stream.close()  # the rank would go on
+        reason = FinishReason.STOP if matched is not None else output.finished
+        if reason is not None:
+            self._finish(response, reason, matched or "")
+        return response
+
+    def _text_of(self, output: Output) -> tuple[str, str | None]:
+        """The new text to release, and the stop string or stop token that ended it."""
+        ids, terminator = output.token_ids, None
+        if output.finished is FinishReason.STOP and ids:
+            terminator = self._tokenizer.token_text(ids[-1])
+            ids = ids[:-1]  # its text is not part of the answer
+        text = self._detokenizer.push(ids)
+        if output.finished is not None:
+            text += self._detokenizer.finish()
+        text, matched = self._stop.push(text)
+        if matched is None and output.finished is not None:
+            text += self._stop.finish()
+        return text, matched if matched is not None else terminator
+
+    def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
+        progress, placed = self._progress, self._progress.placed
+        assert placed is not None
+        finish = response.finish
+        finish.reason = convert_request.finish_reason_to_proto(reason)
+        finish.matched_stop = matched
+        self._fill_usage(finish.usage)
+        self._fill_placement(finish.placement, placed)
+        self._fill_stages(finish.stages)
+        all_ids = self._prompt + tuple(progress.output_ids)
+        if self._checked.conversation_id:
+            self._generator._memory.remember(self._checked.memory_key, all_ids)
+        self._cluster.finished(placed, all_ids, self._checked.tenant)
+
+    def _fill_usage(self, usage: generation_pb2.Usage) -> None:
+        usage.completion_tokens = len(self._progress.output_ids)
+        usage.prompt_tokens = len(self._prompt)
+        if self._drift is not None:
+            usage.drift_tokens = self._drift
+        admitted = self._progress.admitted
+        if admitted is None:
+            return
+        remote = admitted.plan is Plan.REMOTE
+        usage.prompt_tokens = admitted.prompt_tokens
+        usage.reused_tokens = admitted.prefill_prefix_len if remote else admitted.decode_prefix_len
+        usage.computed_tokens = admitted.computed_tokens
+        usage.decode_prefix_len = admitted.decode_prefix_len
+        usage.prefill_prefix_len = admitted.prefill_prefix_len
+        usage.delta_tokens = admitted.prompt_tokens - admitted.decode_prefix_len if remote else 0
+        usage.kv_bytes_moved = admitted.kv_bytes_moved
+        usage.kv_bytes_saved = admitted.kv_bytes_prompt - admitted.kv_bytes_moved
+
+    def _fill_placement(self, placement: generation_pb2.Placement, placed: Placed) -> None:
+        chosen = placed.decision.chosen
+        placement.decode.CopyFrom(convert.rank_id_to_proto(chosen.decode.id))
+        if chosen.prefill is not None:
+            placement.prefill.CopyFrom(convert.rank_id_to_proto(chosen.prefill.id))
+        placement.plan = convert.plan_to_proto(placed.plan)
+        placement.predicted_prefix_len = chosen.decode.hit_tokens
+        placement.reason = placed.decision.reason
+
+    def _fill_stages(self, stages: generation_pb2.StageTimes) -> None:
+        progress, admitted = self._progress, self._progress.admitted
+        stages.tokenize_s = progress.tokenize_s
+        stages.route_s = progress.route_s
+        stages.first_token_s = progress.first_token_s or 0.0
+        if admitted is not None:
+            stages.decode_queue_s = admitted.decode_queue_s
+            stages.prefill_queue_s = admitted.prefill_queue_s
+            stages.prefill_compute_s = admitted.prefill_compute_s
+            stages.transfer_s = admitted.transfer_s

@@ -1,0 +1,360 @@
+"""The OpenAI-compatible HTTP API over the same generation as the gRPC one.
+
+One call, whichever way it ends:
+
+    body -> GenerationCall -> backend.generate() ---> JSON, or server-sent events
+                                    |
+                                    +-- closed at the end, on an error, and when the client leaves
+
+The status of a stream is decided by its first response; an error after that is an event of its own, and no
+[DONE] follows it.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from services.errors import (
+    Aborted,
+    AlreadyRunning,
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    NotFound,
+    PeerFailed,
+    ProtocolError,
+    StaleGeneration,
+    Unavailable,
+)
+from services.router.openai_answer import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    Json,
+    Piece,
+    TokenText,
+    finish_reason,
+    isthmus_json,
+    usage_json,
+)
+from services.router.openai_request import (
+    GenerationCall,
+    InvalidParameter,
+    read_chat_call,
+    read_completion_call,
+)
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse
+
+_T = TypeVar("_T")
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; no RFC has one
+_STATUSES: Mapping[type[Exception], tuple[int, str]] = {
+    InvalidRequest: (400, "invalid_request_error"),
+    NotFound: (404, "invalid_request_error"),
+    AlreadyRunning: (409, "invalid_request_error"),
+    NoCapacity: (429, "rate_limit_error"),
+    Aborted: (_CLIENT_CLOSED_REQUEST, "aborted_error"),
+    Unavailable: (503, "unavailable_error"),
+    PeerFailed: (503, "unavailable_error"),
+    StaleGeneration: (503, "unavailable_error"),
+    DeadlineExceeded: (504, "timeout_error"),
+}
+# How the gRPC API's field names begin where the HTTP parameter's do not.
+_FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prompt|text|token_ids\.ids)\b")
+
+
+class GenerationBackend(Protocol):
+    """What this API needs of the router; the gRPC API serves the same three."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
+        """Responses as in generation.proto; the last one carries `finish`. Closing it aborts the request.
+
+        Raises:
+            IsthmusError: any of services/errors.py, at the first response or at a later one.
+        """
+
+    async def list_models(self) -> ListModelsResponse: ...
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, for log-probabilities."""
+
+
+def openai_app(
+    generation: GenerationBackend, max_body_bytes: int = 8 << 20, clock: Callable[[], float] = time.time
+) -> Starlette:
+    """The ASGI app. `clock` gives seconds since the epoch, for the `created` fields."""
+    api = _OpenAiApi(generation, max_body_bytes, clock)
+    routes = [
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/health", api.health, methods=["GET"]),
+    ]
+    handlers = {IsthmusError: _answer_error, HTTPException: _answer_http_error, Exception: _answer_error}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class _OpenAiApi:
+    def __init__(
+        self, generation: GenerationBackend, max_body_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._generation = generation
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+        self._created = int(clock())  # of the models: when this router came up
+
+    async def health(self, request: Request) -> Response:
+        """200 while some model is served."""
+        if (await self._generation.list_models()).models:
+            return JSONResponse({"status": "ok"})
+        raise Unavailable("no model is served at present")
+
+    async def models(self, request: Request) -> Response:
+        models = [
+            {
+                "id": model.id,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "isthmus",
+                "max_model_len": model.max_context_tokens,
+            }
+            for model in (await self._generation.list_models()).models
+        ]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._complete(request, read_chat_call, ChatFormat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._complete(request, read_completion_call, CompletionFormat)
+
+    async def _complete(
+        self,
+        request: Request,
+        read_call: Callable[[Mapping[str, object], Mapping[str, str]], GenerationCall],
+        answer_format: Callable[[TokenText], AnswerFormat],
+    ) -> Response:
+        call = read_call(await _read_body(request, self._max_body_bytes), request.headers)
+        answer = _Answer(
+            call,
+            answer_format(self._generation.token_text),
+            model=call.request.model or await self._only_model(),
+            created=int(self._clock()),
+        )
+        responses = self._generation.generate(call.request)
+        if call.stream:
+            return _EventStream(answer.events(responses))
+        return JSONResponse(await _until_disconnect(request.receive, answer.whole(responses)))
+
+    async def _only_model(self) -> str:
+        models = (await self._generation.list_models()).models
+        return models[0].id if models else ""
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(self, call: GenerationCall, answer_format: AnswerFormat, model: str, created: int) -> None:
+        self._call = call
+        self._format = answer_format
+        self._model = model
+        self._created = created
+
+    async def whole(self, responses: AsyncGenerator[GenerateResponse, None]) -> Json:
+        """Closes `responses`."""
+        joined = GenerateResponse()
+        texts = []
+        async with aclosing(responses):
+            async for response in responses:
+                texts.append(response.text)
+                joined.MergeFrom(response)  # the lists grow; text and finish are replaced
+        _check_finished(joined)
+        joined.text = "".join(texts)
+        return {
+            **self._envelope(self._format.object_name, joined, [self._format.whole(self._piece(joined))]),
+            "usage": usage_json(joined.finish.usage),
+            "isthmus": isthmus_json(joined.finish),
+        }
+
+    async def events(self, responses: AsyncGenerator[GenerateResponse, None]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; an error before the first of them is raised. Closes `responses`."""
+        started = False
+        response = GenerateResponse()
+        try:
+            async with aclosing(responses):
+                async for response in responses:
+                    for chunk in self._chunks(response, is_first=not started):
+                        started = True
+                        yield _event(chunk)
+            _check_finished(response)
+        except Exception as error:
+            if not started:
+                raise
+            yield _event(_error_json(error))
+            if not isinstance(error, IsthmusError):
+                raise
+        else:
+            yield b"data: [DONE]\n\n"
+
+    def _chunks(self, response: GenerateResponse, is_first: bool) -> list[Json]:
+        piece = self._piece(response)
+        choices = [self._format.opening()] if is_first else []
+        if piece.text or piece.logprobs or piece.token_ids or piece.finish_reason:
+            choices.append(self._format.delta(piece))
+        chunks = [self._chunk(response, [choice]) for choice in choices if choice is not None]
+        if response.HasField("finish"):
+            chunks[-1]["isthmus"] = isthmus_json(response.finish)
+            if self._call.include_usage:
+                chunks.append({**self._chunk(response, []), "usage": usage_json(response.finish.usage)})
+        return chunks
+
+    def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
+        chunk = self._envelope(self._format.chunk_object_name, response, choices)
+        return {**chunk, "usage": None} if self._call.include_usage else chunk
+
+    def _envelope(self, object_name: str, response: GenerateResponse, choices: list[Json]) -> Json:
+        return {
+            "id": self._format.id_prefix + response.request_id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _piece(self, response: GenerateResponse) -> Piece:
+        return Piece(
+            response.text,
+            token_ids=response.token_ids if self._call.return_token_ids else None,
+            logprobs=response.logprobs if self._call.wants_logprobs else None,
+            finish_reason=finish_reason(response.finish) if response.HasField("finish") else None,
+        )
+
+
+class _EventStream(Response):
+    """Sends server-sent events as they come, until the client leaves. Closes `events`."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _until_disconnect(receive, self._send_events(send))
+        except _ClientLeft:
+            return  # nobody to answer, and a stream that has begun cannot change its status
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            event = await anext(events)  # what it raises can still have a status of its own
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _ClientLeft(Aborted):
+    """Nobody is there to be answered."""
+
+
+def _check_finished(last: GenerateResponse) -> None:
+    if not last.HasField("finish"):
+        raise ProtocolError("the generation ended without a finish")
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns; when the client leaves first, `work` is cancelled and has ended.
+
+    Raises:
+        _ClientLeft: nothing can be sent any more.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise _ClientLeft("the client closed the connection")
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> Mapping[str, object]:
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_body_bytes:
+                raise HTTPException(413, f"the body must be at most {max_body_bytes} bytes")
+    except ClientDisconnect as error:
+        raise _ClientLeft("the client closed the connection") from error
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return fields
+
+
+def _event(value: Json) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return JSONResponse(_error_json(error), status_code=_status(error)[0])
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = _error_object(error.detail, "invalid_request_error", None, error.status_code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _error_json(error: Exception) -> Json:
+    status, error_type = _status(error)
+    # What we did not raise on purpose is for the log, not for the client.
+    message = str(error) if isinstance(error, IsthmusError) else "internal error"
+    return _error_object(message, error_type, _param(error), status)
+
+
+def _error_object(message: str, error_type: str, param: str | None, code: int) -> Json:
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def _status(error: Exception) -> tuple[int, str]:
+    for error_class in type(error).__mro__:
+        if error_class in _STATUSES:
+            return _STATUSES[error_class]
+    return 500, "internal_error"
+
+
+def _param(error: Exception) -> str | None:
+    """The parameter that an InvalidRequest's message begins with, in this API's words."""
+    if isinstance(error, InvalidParameter):
+        return error.param
+    field = _FIELD.match(str(error)) if isinstance(error, InvalidRequest) else None
+    return field and (field["param"] or "prompt")

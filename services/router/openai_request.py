@@ -1,0 +1,272 @@
+"""Bodies of OpenAI's chat/completions and completions, read into GenerateRequest.
+
+What is read here is checked for its type and for fitting the message; ranges are SamplingParams' business.
+Parameters that we do not know are ignored, but for those that would change what the answer means.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.errors import InvalidRequest
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
+
+_INT32_MAX = 2**31 - 1
+_UINT32_MAX = 2**32 - 1
+# OpenAI's own default for completions; chats run until they end.
+_COMPLETION_MAX_TOKENS = 16
+# Not supported, with the values that ask for nothing.
+_REFUSED: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+
+
+class InvalidParameter(InvalidRequest):
+    """`param` is the parameter's name in the body; the message begins with it."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param} {problem}")
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """What the client asks for, and how it wants the answer."""
+
+    request: GenerateRequest
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.request.sampling.HasField("logprobs"))
+
+
+def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerationCall:
+    """Raises InvalidParameter."""
+    body = _Body(fields)
+    max_tokens = body.max_tokens("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.max_tokens("max_tokens")
+    sampling = _read_sampling(body, max_tokens, _read_chat_logprobs(body))
+    request = GenerateRequest(chat=Chat(messages=_read_messages(fields.get("messages"))), sampling=sampling)
+    return _make_call(body, headers, request)
+
+
+def read_completion_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerationCall:
+    """Raises InvalidParameter."""
+    body = _Body(fields)
+    max_tokens = body.max_tokens("max_tokens")
+    if max_tokens is None:
+        max_tokens = _COMPLETION_MAX_TOKENS
+    sampling = _read_sampling(body, max_tokens, body.integer("logprobs", 0, _UINT32_MAX))
+    request = GenerateRequest(sampling=sampling)
+    _read_prompt(fields.get("prompt"), request)
+    return _make_call(body, headers, request)
+
+
+class _Body:
+    """Typed reads of a JSON object's members. A null counts as absent, as it does with OpenAI."""
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        self._fields = fields
+        for name, harmless in _REFUSED.items():
+            value = fields.get(name)
+            # 1 == True in Python, but not in JSON.
+            if value is not None and not any(type(value) is type(ok) and value == ok for ok in harmless):
+                raise InvalidParameter(name, "is not supported by this server; leave it out")
+
+    def get(self, name: str) -> object:
+        return self._fields.get(name)
+
+    def text(self, name: str) -> str:
+        value = self._fields.get(name)
+        return "" if value is None else _check_text(value, name)
+
+    def flag(self, name: str) -> bool:
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidParameter(name, "must be true or false")
+        return bool(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self._fields.get(name)
+        return None if value is None else _check_integer(value, name, low, high)
+
+    def max_tokens(self, name: str) -> int | None:
+        return self.integer(name, -_INT32_MAX, _INT32_MAX)
+
+    def number(self, name: str) -> float | None:
+        value = self._fields.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidParameter(name, "must be a number")
+        # Far beyond any range below, and still a float32.
+        if abs(value) > 1e30 or math.isnan(value):
+            raise InvalidParameter(name, "is out of range")
+        return float(value)
+
+    def integers(self, name: str) -> list[int]:
+        value = self._fields.get(name)
+        return [] if value is None else _check_ids(value, name)
+
+
+def _check_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidParameter(name, "must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(name, "holds half of a surrogate pair, which is no text") from error
+    return value
+
+
+def _check_integer(value: object, name: str, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameter(name, "must be an integer")
+    if not low <= value <= high:
+        raise InvalidParameter(name, f"must be between {low} and {high}")
+    return value
+
+
+def _check_ids(value: object, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise InvalidParameter(name, "must be a list of token ids")
+    return [_check_integer(item, f"{name}[{index}]", 0, _UINT32_MAX) for index, item in enumerate(value)]
+
+
+def _read_sampling(body: _Body, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    temperature = body.number("temperature")
+    top_k = body.integer("top_k", -1, _UINT32_MAX)
+    seed = body.integer("seed", -(2**63), 2**64 - 1)
+    return SamplingParams(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=body.number("top_p"),
+        top_k=0 if top_k == -1 else top_k,  # other servers' way to say "all"
+        min_p=body.number("min_p"),
+        seed=None if seed is None else seed % 2**64,
+        max_tokens=max_tokens,
+        min_tokens=body.integer("min_tokens", -_INT32_MAX, _INT32_MAX),
+        stop=_read_stop(body.get("stop")),
+        stop_token_ids=body.integers("stop_token_ids"),
+        ignore_eos=body.flag("ignore_eos"),
+        frequency_penalty=body.number("frequency_penalty"),
+        presence_penalty=body.number("presence_penalty"),
+        repetition_penalty=body.number("repetition_penalty"),
+        logprobs=logprobs,
+    )
+
+
+def _read_stop(value: object) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [_check_text(item, f"stop[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, str):
+        return [_check_text(value, "stop")]
+    raise InvalidParameter("stop", "must be a string or a list of strings")
+
+
+def _read_chat_logprobs(body: _Body) -> int | None:
+    top_logprobs = body.integer("top_logprobs", 0, _UINT32_MAX)
+    if body.flag("logprobs"):
+        return top_logprobs or 0
+    if top_logprobs is not None:
+        raise InvalidParameter("top_logprobs", "needs logprobs to be true")
+    return None
+
+
+def _read_messages(value: object) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("messages", "must be a list of at least one message")
+    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _read_message(value: object, name: str) -> ChatMessage:
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, "must be an object")
+    if value.get("tool_calls") or value.get("function_call"):
+        raise InvalidParameter(f"{name}.tool_calls", "is not supported by this server; leave it out")
+    token_ids = value.get("token_ids")
+    return ChatMessage(
+        role=_check_text(value.get("role"), f"{name}.role"),
+        content=_read_content(value.get("content"), f"{name}.content"),
+        token_ids=[] if token_ids is None else _check_ids(token_ids, f"{name}.token_ids"),
+    )
+
+
+def _read_content(value: object, name: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "".join(_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(value))
+    if isinstance(value, str):
+        return _check_text(value, name)
+    raise InvalidParameter(name, "must be a string or a list of text parts")
+
+
+def _read_text_part(part: object, name: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidParameter(name, 'must be a part of type "text"; this server reads no other')
+    return _check_text(part.get("text"), f"{name}.text")
+
+
+def _read_prompt(value: object, request: GenerateRequest) -> None:
+    if isinstance(value, str):
+        request.text = _check_text(value, "prompt")
+        return
+    if not isinstance(value, list) or any(isinstance(item, str | list) for item in value):
+        raise InvalidParameter(
+            "prompt", "must be one string or one list of token ids; send a request for each"
+        )
+    request.token_ids.CopyFrom(TokenIds(ids=_check_ids(value, "prompt")))
+
+
+def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest) -> GenerationCall:
+    request.model = body.text("model")
+    request.request_id = headers.get("x-request-id", "")
+    request.tenant = headers.get("x-isthmus-tenant", "")
+    request.conversation_id = headers.get("x-isthmus-conversation") or body.text("conversation_id")
+    stream = body.flag("stream")
+    return GenerationCall(
+        request,
+        stream,
+        _read_include_usage(body.get("stream_options"), stream),
+        body.flag("return_token_ids"),
+    )
+
+
+def _read_include_usage(stream_options: object, stream: bool) -> bool:
+    if stream_options is None:
+        return False
+    if not stream:
+        raise InvalidParameter("stream_options", "needs stream to be true")
+    if not isinstance(stream_options, dict):
+        raise InvalidParameter("stream_options", "must be an object")
+    return _Body(stream_options).flag("include_usage")

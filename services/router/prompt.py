@@ -1,0 +1,109 @@
+"""The ids of a request's prompt, whichever way the client gave it."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from services.errors import InvalidRequest
+from services.router.chat import ChatTokenizer, render_chat
+from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
+
+# Bytes of a serialized request; encoding a longer one would be felt by every stream on the loop.
+_LONG_REQUEST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """At least one id, every one in the vocabulary, with room for one more token in the context."""
+
+    ids: tuple[int, ...]
+
+
+class PromptEncoder:
+    """Text, chat or ids in; ids out.
+
+    `max_context_tokens` bounds prompt and output together. `max_text_bytes` (UTF-8) refuses a text before
+    the work of tokenizing it; unset, it is far above what any context holds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        max_context_tokens: int,
+        vocab_size: int,
+        max_text_bytes: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_context_tokens = max_context_tokens
+        self._vocab_size = vocab_size
+        self._max_text_bytes = max_text_bytes or max(1 << 20, 16 * max_context_tokens)
+
+    async def encode(self, request: GenerateRequest) -> EncodedPrompt:
+        """As `encode_now`, with a long request in a thread."""
+        if request.ByteSize() < _LONG_REQUEST:
+            return self.encode_now(request)
+        return await asyncio.to_thread(self.encode_now, request)
+
+    def encode_now(self, request: GenerateRequest) -> EncodedPrompt:
+        """
+        Raises:
+            InvalidRequest: no prompt, an empty one, one that the context cannot hold, an id that is not in
+                the vocabulary, or a chat that the template refuses; the message begins with the field.
+        """
+        match request.WhichOneof("prompt"):
+            case "text":
+                ids = self._encode_text(request.text)
+            case "chat":
+                ids = self._encode_chat(request.chat)
+            case "token_ids":
+                ids = list(request.token_ids.ids)
+            case _:
+                raise InvalidRequest("prompt must be set: one of text, chat and token_ids")
+        name = "token_ids.ids" if request.HasField("token_ids") else "prompt"
+        self._check_len(len(ids), name)
+        self._check_ids(ids, name)
+        return EncodedPrompt(tuple(ids))
+
+    def _encode_text(self, text: str) -> list[int]:
+        if not text:
+            raise InvalidRequest("text must not be empty")
+        self._check_bytes([text], "text")
+        return self._tokenizer.encode(text)
+
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        # A message is at least one token; a request's worth of empty ones would keep the template busy.
+        if len(chat.messages) > self._max_context_tokens:
+            self._refuse_len(f"{len(chat.messages)} messages")
+        self._check_bytes((message.content for message in chat.messages), "chat.messages")
+        for index, message in enumerate(chat.messages):
+            self._check_ids(message.token_ids, f"chat.messages[{index}].token_ids")
+        return render_chat(self._tokenizer, chat.messages)
+
+    def _check_bytes(self, texts: Iterable[str], name: str) -> None:
+        size_bytes = sum(len(text.encode()) for text in texts)
+        if size_bytes > self._max_text_bytes:
+            raise InvalidRequest(
+                f"{name} must be at most {self._max_text_bytes} bytes of text, got {size_bytes} bytes"
+            )
+
+    def _check_len(self, num_tokens: int, name: str) -> None:
+        if num_tokens == 0:
+            raise InvalidRequest(f"{name} must hold at least one token")
+        if num_tokens >= self._max_context_tokens:
+            self._refuse_len(f"{num_tokens} tokens")
+
+    def _refuse_len(self, length: str) -> NoReturn:
+        raise InvalidRequest(
+            f"prompt is too long: it has {length}, and the model's context holds {self._max_context_tokens} "
+            "tokens, prompt and output together"
+        )
+
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+        if max(ids, default=0) < self._vocab_size:
+            return
+        for index, token_id in enumerate(ids):
+            if token_id >= self._vocab_size:
+                raise InvalidRequest(
+                    f"{name}[{index}] must be below the vocabulary's size {self._vocab_size}, got {token_id}"
+                )

@@ -1,0 +1,139 @@
+"""The door to transformers' tokenizers: text to ids and back, the chat template, end-of-sequence ids."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from services.errors import ConfigError, InvalidRequest
+
+
+class Tokenizer:
+    """The tokenizer that lies in a model's directory. Nothing is ever downloaded.
+
+    An id is *silent* when it has no text: a special token, or an id that the tokenizer lacks.
+
+    Raises:
+        ConfigError: the directory, its tokenizer or one of its config files cannot be read.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        directory = Path(model_path)
+        self._backend = _load_backend(directory)
+        configs = [_read_json(directory / name) for name in ("generation_config.json", "config.json")]
+        self._eos_token_ids = _find_eos_token_ids(configs, self._backend.eos_token_id)
+        self._vocab_size = _stated_vocab_size(configs[1]) or len(self._backend)
+        self._is_audible = _audible_ids(self._backend)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a generation, by generation_config.json, config.json or the tokenizer."""
+        return self._eos_token_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it have an embedding: config.json's word, else the tokenizer's own size."""
+        return self._vocab_size
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """`special_tokens` lets the tokenizer add its own (a BOS) as it does to a plain prompt."""
+        ids: list[int] = self._backend(text, add_special_tokens=special_tokens, verbose=False).input_ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Silent ids leave no trace: the bytes on both of their sides join."""
+        audible = [token_id for token_id in token_ids if not self.is_silent(token_id)]
+        return self._decode_raw(audible)
+
+    def is_silent(self, token_id: int) -> bool:
+        return not (token_id < len(self._is_audible) and self._is_audible[token_id])
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands inside a text, special tokens included."""
+        alone = self._decode_raw([token_id])
+        # Sentencepiece-like decoders strip the space of the first token only.
+        inside = self._decode_raw([token_id, token_id])[len(alone) :]
+        return inside if inside.endswith(alone) else alone
+
+    def render_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The chat as text, up to where the assistant's next turn begins.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or its template refuses these messages.
+        """
+        if self._backend.chat_template is None:
+            raise InvalidRequest(
+                "chat cannot be used: this model has no chat template; send text or token_ids"
+            )
+        try:
+            text: str = self._backend.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise InvalidRequest(
+                f"chat.messages are refused by the model's chat template: {error}"
+            ) from error
+        return text
+
+    def _decode_raw(self, token_ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _load_backend(directory: Path) -> Any:
+    if not directory.is_dir():
+        raise ConfigError(f"there is no model directory at {directory}")
+    try:
+        backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and bare ones
+        raise ConfigError(f"the model in {directory} has no tokenizer that can be loaded: {error}") from error
+    if backend.is_fast:
+        # A tokenizer saved with truncation would cut prompts; and changing it later races with threads.
+        backend.backend_tokenizer.no_truncation()
+        backend.backend_tokenizer.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return config
+
+
+def _find_eos_token_ids(configs: Sequence[dict[str, Any]], tokenizer_eos: int | None) -> tuple[int, ...]:
+    stated = [config.get("eos_token_id") for config in configs] + [tokenizer_eos]
+    ids: dict[int, None] = {}  # keeps the order
+    for value in stated:
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None:
+                ids[int(token_id)] = None
+    return tuple(ids)
+
+
+def _stated_vocab_size(config: dict[str, Any]) -> int | None:
+    text_config = config.get("text_config") or {}  # where multimodal checkpoints keep it
+    size = config.get("vocab_size", text_config.get("vocab_size"))
+    return None if size is None else int(size)
+
+
+def _audible_ids(backend: Any) -> bytearray:
+    """One byte per id: 1 where the tokenizer has the id and it is not special."""
+    ids = list(backend.get_vocab().values())
+    audible = bytearray(max(ids, default=-1) + 1)
+    for token_id in ids:
+        audible[token_id] = 1
+    for token_id, token in backend.added_tokens_decoder.items():
+        if token.special:
+            audible[token_id] = 0
+    return audible

@@ -1,0 +1,170 @@
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.errors import InvalidRequest
+from services.router.chat import ConversationMemory, drift_tokens, render_chat
+from services.router.tokenizer import Tokenizer
+from services.wire.isthmus.v1.generation_pb2 import ChatMessage
+
+texts = st.text(alphabet="ab IS<|>\n語x0y", max_size=8)
+turns = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), texts), min_size=1, max_size=6
+)
+
+
+def plain_encoding(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> list[int]:
+    rendered = tokenizer.render_template([{"role": m.role, "content": m.content} for m in messages])
+    return tokenizer.encode(rendered, special_tokens=False)
+
+
+@given(turns=turns)
+def test_a_chat_is_the_encoded_template(character_tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> None:
+    messages = [ChatMessage(role=role, content=content) for role, content in turns]
+    assert render_chat(character_tokenizer, messages) == plain_encoding(character_tokenizer, messages)
+
+
+@given(turns=turns)
+def test_ids_that_encode_the_content_change_nothing(
+    character_tokenizer: Tokenizer, turns: list[tuple[str, str]]
+) -> None:
+    messages = [ChatMessage(role=role, content=content) for role, content in turns]
+    with_ids = [ChatMessage(role=m.role, content=m.content) for m in messages]
+    for message in with_ids:
+        if message.role == "assistant":
+            message.token_ids.extend(character_tokenizer.encode(message.content))
+            message.content = "what stands here is not read" if message.token_ids else ""
+    assert render_chat(character_tokenizer, with_ids) == plain_encoding(character_tokenizer, messages)
+
+
+def test_ids_stand_as_they_are_though_their_text_encodes_otherwise(character_tokenizer: Tokenizer) -> None:
+    ids = [0, 5, 0, 0]  # no text encodes to these: 0 is <unk>
+    messages = [
+        ChatMessage(role="user", content="ISTHMUSx1y"),
+        ChatMessage(role="assistant", content="??", token_ids=ids),
+        ChatMessage(role="assistant", content="!!", token_ids=ids),
+    ]
+    before, between, after = (
+        "<|user|>ISTHMUSx1y<|end|>\n<|assistant|>",
+        "<|end|>\n<|assistant|>",
+        "<|end|>\n<|assistant|>",
+    )
+    encoded = [character_tokenizer.encode(text) for text in (before, between, after)]
+    assert render_chat(character_tokenizer, messages) == encoded[0] + ids + encoded[1] + ids + encoded[2]
+
+
+def test_the_next_turn_begins_with_the_ids_of_the_last_one(character_tokenizer: Tokenizer) -> None:
+    first = [ChatMessage(role="user", content="Hi")]
+    prompt = render_chat(character_tokenizer, first)
+    output = [9, 9, 0, *character_tokenizer.eos_token_ids[-1:]]
+    second = [
+        *first,
+        ChatMessage(role="assistant", content="who knows", token_ids=output),
+        ChatMessage(role="user", content="And?"),
+    ]
+    next_prompt = render_chat(character_tokenizer, second)
+    assert next_prompt[: len(prompt) + len(output)] == prompt + output
+    assert drift_tokens(prompt + output, next_prompt) == 0
+    # The end marker that was generated is not followed by the template's own.
+    [newline] = character_tokenizer.encode("\n")
+    assert next_prompt[len(prompt) + len(output)] == newline
+
+
+def test_another_end_of_sequence_gives_way_to_the_templates_own(character_tokenizer: Tokenizer) -> None:
+    other_eos = 101  # stated by config.json; the template writes <|end|>
+    assert other_eos in character_tokenizer.eos_token_ids
+    message = ChatMessage(role="assistant", token_ids=[9, other_eos])
+    without = ChatMessage(role="assistant", token_ids=[9])
+    assert render_chat(character_tokenizer, [message]) == render_chat(character_tokenizer, [without])
+
+
+def test_an_end_of_sequence_stays_where_the_template_writes_none() -> None:
+    class OpenEnded:
+        eos_token_ids = (9,)
+
+        def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+            return [1] * len(text)
+
+        def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+            return "".join(message["content"] + "\n" for message in messages)
+
+    assert render_chat(OpenEnded(), [ChatMessage(role="assistant", token_ids=[5, 9])]) == [5, 9, 1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], r"^chat\.messages must hold"),
+        ([("user", ""), ("user", ""), ("robot", "")], r"^chat\.messages\[2\]\.role must be one of .*'robot'"),
+        ([("", "Hi")], r"^chat\.messages\[0\]\.role"),
+        ([("user", "forbidden")], r"^chat\.messages are refused .*no such talk"),
+    ],
+)
+def test_a_bad_chat_is_refused_by_name(
+    character_tokenizer: Tokenizer, messages: list[tuple[str, str]], problem: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        render_chat(character_tokenizer, [ChatMessage(role=role, content=text) for role, text in messages])
+
+
+def test_ids_are_for_assistants_only(character_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids may only"):
+        render_chat(character_tokenizer, [ChatMessage(role="user", token_ids=[1])])
+
+
+@pytest.mark.parametrize("written", [0, 2])
+def test_a_template_that_leaves_out_or_doubles_a_turn_takes_no_ids(
+    character_tokenizer: Tokenizer, written: int
+) -> None:
+    class Odd:
+        eos_token_ids = ()
+        encode = character_tokenizer.encode
+
+        def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+            return "|".join([messages[0]["content"]] * written)
+
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
+        render_chat(Odd(), [ChatMessage(role="assistant", token_ids=[1])])
+
+
+ids = st.lists(st.integers(0, 3), max_size=20)
+
+
+@given(ids, ids, ids)
+def test_drift_is_what_the_prompt_does_not_begin_with(
+    shared: list[int], last: list[int], new: list[int]
+) -> None:
+    remembered, prompt = shared + last, shared + new
+    matching = 0
+    while matching < min(len(remembered), len(prompt)) and remembered[matching] == prompt[matching]:
+        matching += 1
+    assert drift_tokens(tuple(remembered), prompt) == len(remembered) - matching
+
+
+def test_the_least_recently_used_conversation_is_forgotten() -> None:
+    memory = ConversationMemory(2)
+    memory.remember("a", [1, 2])
+    memory.remember("b", [3])
+    assert list(memory.recall("a") or ()) == [1, 2]
+    memory.remember("c", [4])
+    assert memory.recall("b") is None
+    memory.remember("a", [1, 2, 5])
+    memory.remember("d", [6])
+    assert memory.recall("c") is None
+    assert list(memory.recall("a") or ()) == [1, 2, 5]
+    assert len(memory) == 2
+
+
+def test_what_is_remembered_can_be_compared() -> None:
+    memory = ConversationMemory(1)
+    memory.remember("a", [1, 2, 3])
+    remembered = memory.recall("a")
+    assert remembered is not None
+    assert drift_tokens(remembered, [1, 2, 4, 5]) == 1
+
+
+def test_a_memory_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_conversations"):
+        ConversationMemory(0)

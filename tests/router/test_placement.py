@@ -1,0 +1,370 @@
+"""The price of a placement, and the search, against every pair priced by the book."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.errors import NoCapacity, Unavailable
+from services.kv.types import Generation, Plan, RankId, RankKey
+from services.router.placement import (
+    FULL,
+    Decision,
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+    Weights,
+    place,
+)
+
+BANDWIDTH = 1e9
+WEIGHTS = Weights()
+NO_SLACK = replace(WEIGHTS, home_slack_ratio=0.0, home_slack_s=0.0)
+REMOTE, LOCAL = frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})
+
+
+def decode(index: int, **changes) -> DecodeCandidate:
+    idle = DecodeCandidate(
+        id=RankId("decode", index, Generation(index)),
+        hit_tokens=0,
+        pending_tokens=0,
+        prefill_tokens_per_s=5_000.0,
+        running=0,
+        step_s=0.02,
+        free_tokens=1_000_000,
+        evictable_tokens=0,
+    )
+    return replace(idle, **changes)
+
+
+def prefill(index: int, **changes) -> PrefillCandidate:
+    return replace(PrefillCandidate(RankId("prefill", index, Generation(index)), 0, 0, 10_000.0), **changes)
+
+
+def request(prompt_tokens: int = 4_000, **changes) -> PlacementRequest:
+    return replace(PlacementRequest(prompt_tokens, kv_bytes_per_token=1e5, chunk_tokens=1_000), **changes)
+
+
+def uniform(sender: RankKey, receiver: RankKey) -> float:
+    assert (sender.worker, receiver.worker) == ("prefill", "decode")
+    return BANDWIDTH
+
+
+def choose(asked, decodes, prefills=(), *, weights=WEIGHTS, tie=0.0, bandwidth=uniform) -> Decision:
+    return place(asked, decodes, prefills, bandwidth, weights, tie)
+
+
+def terms_of(decision: Decision) -> dict[str, float]:
+    return pytest.approx(dict(decision.chosen.terms))
+
+
+# -- the oracle: the formulas again, one pair at a time -------------------------------------------
+
+
+def book_price(asked, weights, d, p, recompute_rate) -> float:
+    delta = max(0, asked.prompt_tokens - d.hit_tokens)
+    lacking = max(0, delta - d.free_tokens)
+    price = d.pending_tokens / d.prefill_tokens_per_s
+    price += weights.displace_weight * min(lacking, d.evictable_tokens) / recompute_rate
+    price += max(0, lacking - d.evictable_tokens) * d.step_s / max(1, d.running)
+    if p is None:
+        uncached = asked.prompt_tokens - min(d.hit_tokens, asked.prompt_tokens - 1)
+        return price + uncached / d.prefill_tokens_per_s * (1 + weights.itl_weight * d.running)
+    uncached = asked.prompt_tokens - min(p.hit_tokens, asked.prompt_tokens - 1)
+    per_token = asked.kv_bytes_per_token / BANDWIDTH
+    price += p.pending_tokens / p.prefill_tokens_per_s
+    price += max(uncached / p.prefill_tokens_per_s, delta * per_token)
+    price += min(asked.chunk_tokens, delta) * per_token
+    price += weights.itl_weight * d.step_s if d.running > 0 else 0
+    return price + weights.remote_overhead_s
+
+
+def every_price(asked, weights, decodes, prefills) -> dict:
+    if not decodes:
+        return {}
+    peers = prefills or decodes
+    recompute_rate = sum(peer.prefill_tokens_per_s for peer in peers) / len(peers)
+    pairs = [(d, p) for d in decodes for p in prefills if Plan.REMOTE in asked.plans]
+    pairs += [(d, None) for d in decodes if Plan.LOCAL in asked.plans]
+    return {(d.id, p and p.id): book_price(asked, weights, d, p, recompute_rate) for d, p in pairs}
+
+
+def book_home(asked, decodes) -> RankId | None:
+    for d in decodes:
+        if d.id.key == asked.pinned:
+            return d.id
+    longest = sorted(decodes, key=lambda d: d.hit_tokens)[-2:]
+    if longest[-1].hit_tokens == 0 or (len(longest) == 2 and longest[0].hit_tokens == longest[1].hit_tokens):
+        return None
+    return longest[-1].id
+
+
+def expected_price(prices, home, weights) -> float:
+    best = min(prices.values())
+    if home is None:
+        return best
+    at_home = min(price for (decode_id, _), price in prices.items() if decode_id == home)
+    limit = best * (1 + weights.home_slack_ratio) + weights.home_slack_s
+    if at_home - best < 1e-9:
+        return best
+    assume(abs(at_home - limit) > 1e-9)  # else the last bit of a sum decides
+    return at_home if at_home <= limit else best
+
+
+tokens = st.sampled_from([0, 0, 64, 640, 2_000, 4_000]) | st.integers(0, 10_000)
+rates = st.sampled_from([5_000.0, 10_000.0]) | st.floats(500.0, 50_000.0)
+EXCLUDED = st.sampled_from(["", "", "", "draining", FULL])
+
+
+@st.composite
+def decode_ranks(draw) -> list[DecodeCandidate]:
+    states = st.tuples(
+        tokens, tokens, rates, st.integers(0, 8), st.sampled_from([0.0, 0.01, 0.05]), tokens, tokens, EXCLUDED
+    )
+    drawn = draw(st.lists(states, min_size=1, max_size=25))
+    return [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
+
+
+@st.composite
+def prefill_ranks(draw) -> list[PrefillCandidate]:
+    drawn = draw(st.lists(st.tuples(tokens, tokens, rates, EXCLUDED), max_size=25))
+    return [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
+
+
+@st.composite
+def requests(draw) -> PlacementRequest:
+    return PlacementRequest(
+        prompt_tokens=draw(st.integers(1, 12_000)),
+        kv_bytes_per_token=draw(st.sampled_from([1e3, 1e5, 1e6])),
+        chunk_tokens=draw(st.sampled_from([256, 2_048])),
+        pinned=draw(st.none() | st.builds(RankKey, st.just("decode"), st.integers(0, 30))),
+        plans=draw(st.sampled_from([REMOTE, LOCAL, REMOTE | LOCAL])),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests(),
+    decode_ranks(),
+    prefill_ranks(),
+    st.sampled_from([WEIGHTS, NO_SLACK]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weights, tie):
+    able = [d for d in decodes if not d.excluded], [p for p in prefills if not p.excluded]
+    prices = every_price(asked, weights, *able)
+    if not prices:
+        with pytest.raises((NoCapacity, Unavailable)):
+            choose(asked, decodes, prefills, weights=weights, tie=tie)
+        return
+    decision = choose(asked, decodes, prefills, weights=weights, tie=tie)
+
+    chosen, home = decision.chosen, book_home(asked, able[0])
+    assert chosen.total_s == pytest.approx(expected_price(prices, home, weights))
+    for priced in decision.ranked:
+        price = prices[priced.decode.id, priced.prefill and priced.prefill.id]
+        assert priced.total_s == pytest.approx(price)
+        assert (priced.prefill is None) == (priced.plan is Plan.LOCAL)
+    totals = [priced.total_s for priced in decision.ranked]
+    assert totals == sorted(totals)
+    assert totals[0] == pytest.approx(min(prices.values()))
+    assert chosen in decision.ranked
+    assert set(decision.excluded) == {c for c in (*decodes, *prefills) if c.excluded}
+    at_home = {"pinned": asked.pinned, "longest_prefix": home and home.key}
+    assert chosen.decode.id.key == at_home.get(decision.reason, chosen.decode.id.key)
+
+
+# -- the terms ------------------------------------------------------------------------------------
+
+
+def test_terms_of_a_remote_placement():
+    busy = decode(
+        0, hit_tokens=1_000, pending_tokens=500, running=4, free_tokens=1_000, evictable_tokens=9_999
+    )
+    peer = prefill(0, hit_tokens=2_000, pending_tokens=3_000)
+    decision = choose(request(plans=REMOTE), [busy], [peer])
+    assert terms_of(decision) == {
+        "wait_prefill": 0.3,
+        "compute": 0.3,  # moving 3000 tokens takes longer than computing 2000
+        "last_chunk": 0.1,
+        "wait_decode": 0.1,
+        "wait_room": 0.0,
+        "displace": 0.25 * 2_000 / 10_000,
+        "itl": 0.25 * 0.02,
+        "overhead": 0.005,
+    }
+
+
+def test_terms_of_a_local_placement():
+    busy = decode(0, hit_tokens=3_000, pending_tokens=500, running=4)
+    decision = choose(request(plans=LOCAL), [busy])
+    assert terms_of(decision) == {
+        "wait_decode": 0.1,
+        "compute": 0.2,
+        "wait_room": 0.0,
+        "displace": 0.0,
+        "itl": 0.25 * 4 * 0.2,
+    }
+    assert decision.chosen.prefill is None
+
+
+def test_a_rank_whose_pages_are_all_in_use_is_priced_by_the_wait_for_them():
+    crowded = decode(0, running=10, free_tokens=1_000, evictable_tokens=1_000)
+    terms = dict(choose(request(plans=REMOTE), [crowded], [prefill(0)]).chosen.terms)
+    assert terms["wait_room"] == pytest.approx(2_000 * 0.02 / 10)
+    assert terms["displace"] == pytest.approx(0.25 * 1_000 / 10_000)
+
+
+def test_the_last_token_is_computed_even_if_all_is_cached():
+    everywhere = request(plans=LOCAL)
+    terms = dict(choose(everywhere, [decode(0, hit_tokens=4_096)]).chosen.terms)
+    assert terms["compute"] == pytest.approx(1 / 5_000)
+    terms = dict(choose(request(plans=REMOTE), [decode(0)], [prefill(0, hit_tokens=4_096)]).chosen.terms)
+    assert terms["compute"] == pytest.approx(0.4)  # the transfer
+
+
+def test_a_prefill_rank_that_is_free_wins_when_the_transfer_hides_its_computation():
+    # Each of the others looks cheaper as long as nobody asks what the transfer takes.
+    waiting = [prefill(i, hit_tokens=3_900, pending_tokens=3_000) for i in range(1, 20)]
+    decision = choose(request(plans=REMOTE), [decode(0)], [prefill(0), *waiting])
+    assert decision.chosen.prefill == prefill(0)
+
+
+def test_pairs_are_priced_with_their_own_link():
+    def links(sender: RankKey, receiver: RankKey) -> float:
+        return 1e10 if (sender.rank, receiver.rank) == (2, 3) else 1e9
+
+    ranks = [decode(i) for i in range(5)], [prefill(i) for i in range(5)]
+    chosen = choose(request(plans=REMOTE), *ranks, bandwidth=links).chosen
+    assert (chosen.prefill.id.rank, chosen.decode.id.rank) == (2, 3)
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_short_tail_is_computed_where_its_prefix_is():
+    home = decode(0, hit_tokens=3_968)
+    assert choose(request(), [home, decode(1)], [prefill(0)]).chosen.plan is Plan.LOCAL
+
+
+def test_a_long_tail_would_stall_the_running_sequences():
+    assert choose(request(), [decode(0, running=16)], [prefill(0)]).chosen.plan is Plan.REMOTE
+
+
+# -- home -----------------------------------------------------------------------------------------
+
+
+def test_the_pin_decides_between_near_equals():
+    ranks = [decode(0, pending_tokens=100), decode(1), decode(2, hit_tokens=64)]
+    decision = choose(request(pinned=RankKey("decode", 0), plans=REMOTE), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[0], "pinned")
+
+
+def test_the_longest_prefix_is_the_home_without_a_pin():
+    ranks = [decode(0, hit_tokens=640, pending_tokens=500), decode(1)]
+    decision = choose(request(plans=REMOTE), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[0], "longest_prefix")
+
+
+def test_a_pin_to_a_crowded_rank_does_not_hold():
+    ranks = [decode(0, hit_tokens=3_968, pending_tokens=50_000), decode(1)]
+    decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[1], "cheapest")
+
+
+def test_a_pin_without_its_prefix_loses_to_a_long_one():
+    ranks = [decode(0), decode(1, hit_tokens=3_968)]
+    decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[1], "cheapest")
+
+
+@pytest.mark.parametrize("plans", [REMOTE, LOCAL])
+def test_a_home_behind_many_cheaper_ranks_is_still_compared(plans):
+    ranks = [decode(i, pending_tokens=i) for i in range(50)]
+    decision = choose(request(pinned=RankKey("decode", 49), plans=plans), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[49], "pinned")
+    assert decision.ranked[0].decode == ranks[0]
+    assert decision.ranked[-1] == decision.chosen
+
+
+@pytest.mark.parametrize("why", ["failed", "suspect", FULL])
+def test_a_pin_never_overrules_an_excluded_rank(why):
+    ranks = [decode(0, hit_tokens=3_968, excluded=why), decode(1)]
+    decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
+    assert decision.chosen.decode == ranks[1]
+    assert decision.excluded == (ranks[0],)
+
+
+def test_a_pin_to_a_rank_that_has_gone_is_no_pin():
+    decision = choose(request(pinned=RankKey("decode", 9)), [decode(0)], [prefill(0)])
+    assert decision.reason == "cheapest"
+
+
+# -- ties -----------------------------------------------------------------------------------------
+
+
+def test_equal_ranks_are_split_by_the_tie():
+    ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(4)]
+    decisions = [choose(request(plans=REMOTE), *ranks, tie=i / 1_600) for i in range(1_600)]
+    assert {decision.reason for decision in decisions} == {"tie"}
+    pairs = [(decision.chosen.decode.id.rank, decision.chosen.prefill.id.rank) for decision in decisions]
+    assert {pair[1] for pair in pairs if pair[0] == 7} == {0, 1, 2, 3}
+    counts = [sum(pair[0] == rank for pair in pairs) for rank in range(40)]
+    assert min(counts) > 20
+    assert max(counts) < 80
+
+
+def test_the_tie_does_not_couple_decode_and_prefill_ranks():
+    ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(40)]
+    chosen = [choose(request(plans=REMOTE), *ranks, tie=i / 1_600).chosen for i in range(1_600)]
+    assert len({priced.prefill.id.rank for priced in chosen if priced.decode.id.rank == 7}) > 15
+
+
+def test_the_same_tie_gives_the_same_choice():
+    ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(40)]
+    assert choose(request(), *ranks, tie=0.618) == choose(request(), *ranks, tie=0.618)
+
+
+def test_a_rank_that_is_worse_gets_no_share_of_the_tie():
+    ranks = [decode(0, pending_tokens=1), *(decode(i) for i in range(1, 4))]
+    chosen = {choose(request(), ranks, [prefill(0)], tie=i / 50).chosen.decode.id.rank for i in range(50)}
+    assert chosen == {1, 2, 3}
+
+
+# -- nowhere --------------------------------------------------------------------------------------
+
+
+def test_no_rank():
+    with pytest.raises(Unavailable, match="there is no decode rank"):
+        choose(request(), [], [prefill(0)])
+    with pytest.raises(Unavailable, match="there is no prefill rank"):
+        choose(request(plans=REMOTE), [decode(0)])
+
+
+def test_all_excluded_says_why():
+    ranks = [decode(0, excluded="draining"), decode(1, excluded="failed"), decode(2, excluded="failed")]
+    with pytest.raises(Unavailable, match="no decode rank can take the request: 1 draining, 2 failed"):
+        choose(request(), ranks, [prefill(0)])
+    with pytest.raises(Unavailable, match="no prefill rank can take the request: 1 suspect"):
+        choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded="suspect")])
+
+
+def test_all_full_is_a_lack_of_room():
+    with pytest.raises(Unavailable, match="1 draining, 1 full"):
+        choose(request(), [decode(0, excluded=FULL), decode(1, excluded="draining")], [prefill(0)])
+    with pytest.raises(NoCapacity):
+        choose(request(), [decode(0, excluded=FULL), decode(1, excluded=FULL)], [prefill(0)])
+    with pytest.raises(NoCapacity):
+        choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded=FULL)])
+
+
+def test_without_a_prefill_rank_the_decode_rank_computes():
+    decision = choose(request(), [decode(0)], [prefill(0, excluded="failed")])
+    assert decision.chosen.plan is Plan.LOCAL
+
+
+@pytest.mark.parametrize("changes", [{"prompt_tokens": 0}, {"chunk_tokens": 0}, {"plans": frozenset()}])
+def test_a_request_that_cannot_be_priced_is_refused(changes):
+    with pytest.raises(ValueError, match="needed to place"):
+        replace(request(), **changes)

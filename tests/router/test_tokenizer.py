@@ -1,0 +1,94 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from services.errors import ConfigError, InvalidRequest
+from services.router.tokenizer import Tokenizer
+
+
+def test_text_comes_back_from_ids(character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer) -> None:
+    text = "Hello, 語 👋\n"
+    for tokenizer in (character_tokenizer, byte_tokenizer):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert byte_tokenizer.encode("é👋") == list("é👋".encode())
+
+
+def test_special_tokens_and_unknown_ids_are_silent(byte_tokenizer: Tokenizer) -> None:
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.is_silent(end)
+    assert byte_tokenizer.is_silent(1_000_000)
+    assert not byte_tokenizer.is_silent(65)
+    first, second = "é".encode()
+    assert byte_tokenizer.decode([first, end, 1_000_000, second]) == "é"
+
+
+def test_token_text_shows_special_tokens_and_inner_spaces(
+    byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.token_text(end) == "<|end|>"
+    assert byte_tokenizer.token_text(0xE2) == "\ufffd"
+    [word] = sentencepiece_tokenizer.encode("a")
+    assert sentencepiece_tokenizer.decode([word]) == "a"
+    assert sentencepiece_tokenizer.token_text(word) == " a"
+
+
+def test_eos_ids_are_gathered_from_every_source(character_model: Path, tmp_path: Path) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    [end] = Tokenizer(str(tmp_path)).encode("<|end|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, end]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 8, "vocab_size": 500}))
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.eos_token_ids == (7, end, 8)
+    assert tokenizer.vocab_size == 500
+
+
+def test_vocab_size_is_the_tokenizers_own_where_no_config_states_it(byte_tokenizer: Tokenizer) -> None:
+    assert byte_tokenizer.vocab_size == 256 + 5
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.eos_token_ids == (end,)
+
+
+def test_a_stored_truncation_does_not_cut_prompts(character_model: Path, tmp_path: Path) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    tokenizer = Tokenizer(str(tmp_path))
+    # Taken out at once: transformers would do it at the first call, and race with other threads.
+    assert tokenizer._backend.backend_tokenizer.truncation is None
+    assert len(tokenizer.encode("abcdefgh")) == 8
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no model directory"):
+        Tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        Tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", b"\xff"])
+def test_a_broken_config_is_refused(character_model: Path, tmp_path: Path, content: str | bytes) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    broken = tmp_path / "generation_config.json"
+    broken.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        Tokenizer(str(tmp_path))
+
+
+def test_the_chat_template_renders_up_to_the_next_turn(character_tokenizer: Tokenizer) -> None:
+    rendered = character_tokenizer.render_template([{"role": "user", "content": "Hi"}])
+    assert rendered == "<|user|>Hi<|end|>\n<|assistant|>"
+
+
+def test_a_refusing_or_missing_template_is_an_invalid_request(
+    character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(InvalidRequest, match="no such talk"):
+        character_tokenizer.render_template([{"role": "user", "content": "forbidden"}])
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        sentencepiece_tokenizer.render_template([{"role": "user", "content": "Hi"}])
