@@ -1,0 +1,58 @@
+"""The command `isthmus`."""
+
+import argparse
+import importlib
+import sys
+
+from services import telemetry
+from services.errors import ConfigError, IsthmusError
+
+_COMMANDS = {
+    "up": "start a whole cluster on this machine",
+    "demo": "watch a conversation go through a cluster on this machine",
+    "generate": "send a prompt to a router and stream the answer",
+    "explain": "show where a prompt would go and why",
+    "index": "show what every rank holds",
+    "make-model": "write a small random checkpoint",
+}
+
+
+def main() -> None:
+    name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if name not in _COMMANDS:
+        wanted_help = name in ("", "-h", "--help", "help")
+        print(_usage(), file=sys.stdout if wanted_help else sys.stderr)
+        sys.exit(0 if wanted_help else 2)
+    telemetry.setup_logging("isthmus", "warning")
+    try:
+        sys.exit(_run(name, arguments))
+    except ConfigError as error:
+        print(f"isthmus {name}: {error}", file=sys.stderr)
+        sys.exit(78)
+    except IsthmusError as error:
+        print(f"isthmus {name}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    # A command's libraries (torch, for one) are loaded only when it is used: help answers at once.
+    command = importlib.import_module(f"services.cli.{name.replace('-', '_')}")
+    if name == "make-model":
+        parser = argparse.ArgumentParser(prog="isthmus make-model", description=command.__doc__)
+        command.add_arguments(parser)
+        code: int = command.run(parser.parse_args(arguments))
+        return code
+    code = command.run(arguments)
+    return code
+
+
+def _usage() -> str:
+    lines = ["usage: isthmus COMMAND [--help]", ""]
+    lines += [f"  {name:<12}{meaning}" for name, meaning in _COMMANDS.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`isthmus generate`: one prompt, streamed."""
+
+import asyncio
+import sys
+from dataclasses import dataclass
+
+from services import rpc
+from services.cli.client import responses
+from services.cli.table import format_bytes
+from services.config import load, setting
+from services.errors import InvalidRequest
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig:
+    """Send a prompt (--prompt, or standard input) to a router and stream the answer."""
+
+    prompt: str = setting("", "the prompt; default: standard input")
+    router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
+    conversation: str = setting("", "conversation id: its turns stay on one decode rank")
+    chat: bool = setting(False, "send the prompt as a user's message through the chat template")
+    max_tokens: int = setting(128, "tokens to generate at most")
+    temperature: float = setting(1.0, "0 is greedy")
+    seed: int | None = setting(None, "makes sampling repeatable")
+    usage: bool = setting(False, "say at the end what was reused, computed and moved")
+    timeout_s: float = setting(120.0, "give up after so many seconds")
+
+
+def run(argv: list[str]) -> int:
+    config = load(GenerateConfig, argv, prog="isthmus generate")
+    return asyncio.run(_generate(config, config.prompt or sys.stdin.read()))
+
+
+async def _generate(config: GenerateConfig, prompt: str) -> int:
+    if not prompt:
+        raise InvalidRequest("--prompt is empty, and so is standard input")
+    async with rpc.open_channel(config.router) as channel:
+        async for response in responses(channel, _request(config, prompt), config.timeout_s):
+            print(response.text, end="", flush=True)
+            if response.HasField("finish"):
+                print()
+                if config.usage:
+                    _print_usage(response.finish)
+    return 0
+
+
+def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequest:
+    sampling = common_pb2.SamplingParams(
+        temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
+    )
+    request = generation_pb2.GenerateRequest(sampling=sampling, conversation_id=config.conversation)
+    if config.chat:
+        request.chat.messages.add(role="user", content=prompt)
+    else:
+        request.text = prompt
+    return request
+
+
+def _print_usage(finish: generation_pb2.Finish) -> None:
+    usage, decode = finish.usage, finish.placement.decode
+    print(
+        f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}: "
+        f"{usage.reused_tokens} reused, "
+        f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
+        f"KV moved {format_bytes(usage.kv_bytes_moved)}, saved {format_bytes(usage.kv_bytes_saved)}; "
+        f"{usage.completion_tokens} generated; first token after {1e3 * finish.stages.first_token_s:.1f} ms",
+        file=sys.stderr,
+    )

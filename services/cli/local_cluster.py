@@ -1,0 +1,232 @@
+"""A whole cluster on this machine: etcd, routers, prefill and decode workers as processes.
+
+    start: etcd -> workers and routers at once -> every rank is connected -> READY
+    stop:  routers -> workers -> etcd, each with SIGTERM first; nothing is left behind
+
+Should this process be killed, the kernel kills the children (PR_SET_PDEATHSIG).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from services import rpc, supervisor
+from services.errors import ConfigError, Unavailable
+from services.index.etcd_server import EmbeddedEtcd
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What to start, and with which flags on top of what the cluster itself sets."""
+
+    model: Path
+    data_dir: Path
+    routers: int = 1
+    prefill_workers: int = 1
+    prefill_dp_size: int = 1
+    decode_workers: int = 1
+    decode_dp_size: int = 2
+    etcd: tuple[str, ...] = ()  # empty: an embedded one
+    host: str = "127.0.0.1"
+    port: int = 0  # of the first router; the others follow
+    http_port: int = 0
+    common_flags: tuple[str, ...] = ()
+    rank_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+
+    @property
+    def decode_ranks(self) -> int:
+        return self.decode_workers * self.decode_dp_size
+
+    @property
+    def prefill_ranks(self) -> int:
+        return self.prefill_workers * self.prefill_dp_size
+
+
+@dataclass(slots=True)
+class Child:
+    """One process and the task that passes on its log lines."""
+
+    name: str
+    command: list[str]
+    process: asyncio.subprocess.Process
+    log_task: "asyncio.Task[None]"
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and wait; SIGKILL when it takes too long. Returns the exit code."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                code = await self.process.wait()
+        except TimeoutError:
+            log.warning("child_killed name=%s", self.name)
+            self.process.kill()
+            code = await self.process.wait()
+        await self.log_task
+        return code
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """`async with LocalCluster(shape, show_line)`. `show_line(name, line)` gets every log line."""
+
+    shape: Shape
+    show_line: Callable[[str, str], None]
+    children: dict[str, Child] = field(default_factory=dict)
+    router_ports: tuple[int, ...] = ()
+    http_ports: tuple[int, ...] = ()
+    etcd_endpoints: tuple[str, ...] = ()
+    etcd: EmbeddedEtcd | None = None
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def router_endpoint(self, index: int = 0) -> str:
+        return f"{self.shape.host}:{self.router_ports[index]}"
+
+    async def wait_for_exit(self) -> Child:
+        """Returns a child that ended although nobody asked it to."""
+        waits = {asyncio.create_task(c.process.wait()): c for c in self.children.values()}
+        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        return waits[done.pop()]
+
+    async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
+        """Start a service; also used to start one again under its old name."""
+        command = [sys.executable, "-m", module, *flags]
+        parent = os.getpid()
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C is for us: we stop the children in order.
+            start_new_session=True,
+            preexec_fn=lambda: supervisor.die_with(parent),
+        )
+        child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)))
+        self.children[name] = child
+        return child
+
+    async def _start(self) -> None:
+        shape = self.shape
+        shape.data_dir.mkdir(parents=True, exist_ok=True)
+        if shape.etcd:
+            self.etcd_endpoints = shape.etcd
+        else:
+            self.etcd = await self._stack.enter_async_context(EmbeddedEtcd(shape.data_dir))
+            self.etcd_endpoints = (self.etcd.endpoint,)
+        self._stack.push_async_callback(self._stop_children)
+        self.router_ports = supervisor.choose_ports(shape.host, shape.port, shape.routers)
+        self.http_ports = supervisor.choose_ports(shape.host, shape.http_port, shape.routers)
+        for name, module, flags in self._plan():
+            await self.start_child(name, module, flags)
+        await self._until_ready()
+
+    def _plan(self) -> list[tuple[str, str, list[str]]]:
+        shape = self.shape
+        common = [f"--model={shape.model}", f"--host={shape.host}", *shape.common_flags]
+        common.append(f"--etcd={','.join(self.etcd_endpoints)}")
+        plan = []
+        for role, workers, dp_size in (
+            ("prefill", shape.prefill_workers, shape.prefill_dp_size),
+            ("decode", shape.decode_workers, shape.decode_dp_size),
+        ):
+            for number in range(workers):
+                name = role if workers == 1 else f"{role}-{number}"
+                flags = [*common, f"--worker={name}", f"--dp-size={dp_size}", *shape.rank_flags]
+                plan.append((name, f"services.{role}", flags))
+        for number, (port, http_port) in enumerate(zip(self.router_ports, self.http_ports, strict=True)):
+            name = "router" if shape.routers == 1 else f"router-{number}"
+            flags = [*common, f"--name={name}", f"--port={port}", f"--http-port={http_port}"]
+            plan.append((name, "services.router", [*flags, *shape.router_flags]))
+        return plan
+
+    async def _pass_lines(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            self.show_line(name, line.decode(errors="replace").rstrip())
+
+    async def _until_ready(self) -> None:
+        """Every router sees every rank and can place a request.
+
+        Raises:
+            ConfigError: a process ended, or they do not find each other in time.
+        """
+        died = asyncio.create_task(self.wait_for_exit())
+        ready = asyncio.create_task(self._routers_ready())
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                await asyncio.wait({died, ready}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise ConfigError(f"the cluster was not ready within {_READY_TIMEOUT_S:g} s") from None
+        finally:
+            died.cancel()
+            ready.cancel()
+            with suppress(asyncio.CancelledError):
+                await ready
+        if died.done() and not died.cancelled():
+            child = died.result()
+            raise ConfigError(f"{child.name} ended with exit code {child.process.returncode}")
+
+    async def _routers_ready(self) -> None:
+        for index in range(self.shape.routers):
+            await self._router_ready(index)
+
+    async def _router_ready(self, index: int) -> None:
+        async with rpc.open_channel(self.router_endpoint(index)) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            while not await self._serves(stub):
+                await asyncio.sleep(0.1)
+
+    async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:
+        prompt = generation_pb2.TokenIds(ids=[0])
+        probe = generation_pb2.ExplainRequest(request=generation_pb2.GenerateRequest(token_ids=prompt))
+        try:
+            (model,) = (await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)).models
+            explanation = await stub.Explain(probe, timeout=2)
+        except grpc.aio.AioRpcError as error:
+            if isinstance(rpc.error_from(error), Unavailable) or error.code() in _NOT_YET:
+                return False
+            raise
+        complete = model.decode_ranks == self.shape.decode_ranks
+        complete = complete and model.prefill_ranks == self.shape.prefill_ranks
+        return complete and not any(c.excluded for c in explanation.candidates)
+
+    async def _stop_children(self) -> None:
+        """Routers first, so that nobody asks the ranks for more."""
+        for role in ("router", "decode", "prefill"):
+            children = [c for name, c in self.children.items() if name.startswith(role)]
+            await asyncio.gather(*(child.stop() for child in children))
+
+
+_NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

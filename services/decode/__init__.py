@@ -1,0 +1,1 @@
+"""The service that holds KV and generates."""

@@ -1,0 +1,183 @@
+"""One router's Attach stream: commands in, one StepOutputs per engine step out.
+
+    Start ----> a task that iterates the engine ----> outbox ---+
+    Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs (step n)
+    Abort ----> cancels its task
+
+All tasks that one engine step woke put their output into the outbox within one turn of the loop, and
+the writer runs in the next one: so a step is a message. When the stream ends, every task is cancelled.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from services import rpc, telemetry
+from services.decode.prefill_leg import PrefillChannels, PrefillLeg
+from services.engine.base import DecodeEngine
+from services.errors import (
+    AlreadyRunning,
+    DeadlineExceeded,
+    IsthmusError,
+    PeerFailed,
+    ProtocolError,
+    StaleGeneration,
+    Unavailable,
+)
+from services.kv.types import Plan, RankId
+from services.request import Admitted, FinishReason, Output, StartCommand
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import decode_pb2
+
+log = logging.getLogger(__name__)
+
+
+class RunningRequests:
+    """The requests of all routers on this rank."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    def add(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks[request_id] = task
+        self._idle.clear()
+        task.add_done_callback(lambda _: self._remove(request_id))
+
+    def _remove(self, request_id: str) -> None:
+        del self._tasks[request_id]
+        if not self._tasks:
+            self._idle.set()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+    async def drained(self) -> None:
+        """Refuse newcomers from now on; returns when nothing is running."""
+        self.draining = True
+        await self._idle.wait()
+
+
+class AttachSession:
+    """One stream. `read` consumes commands, `messages` yields what goes out."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        own_id: RankId,
+        channels: PrefillChannels,
+        running: RunningRequests,
+        on_admitted: Callable[[Admitted], None],
+    ) -> None:
+        self._engine = engine
+        self._own_id = own_id
+        self._channels = channels
+        self._running = running
+        self._on_admitted = on_admitted
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outbox: list[decode_pb2.RequestOutput] = []
+        self._wake = asyncio.Event()
+        self._step = 0
+
+    async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
+        """Obey until the router ends the stream."""
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "start":
+                    self._start(command.start)
+                case "abort":
+                    self._abort(command.abort.request_id)
+                case _:
+                    raise ProtocolError("an Attach command that is neither start nor abort")
+
+    async def messages(self, idle_report_s: float) -> AsyncGenerator[decode_pb2.StepOutputs, None]:
+        """StepOutputs as they come; one with the load alone after `idle_report_s` of silence."""
+        while True:
+            yield self._message()
+            try:
+                async with asyncio.timeout(idle_report_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def close(self) -> None:
+        """Cancel everything this router started; returns when all of it has ended."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _message(self) -> decode_pb2.StepOutputs:
+        self._wake.clear()
+        outputs, self._outbox = self._outbox, []
+        self._step += 1
+        load = convert.load_to_proto(self._engine.load())
+        load.draining = self._running.draining
+        return decode_pb2.StepOutputs(step=self._step, outputs=outputs, load=load)
+
+    def _put(self, output: decode_pb2.RequestOutput) -> None:
+        self._outbox.append(output)
+        self._wake.set()
+
+    def _start(self, message: decode_pb2.Start) -> None:
+        request_id = message.request_id
+        try:
+            self._check(message)
+            command = convert_request.start_from_proto(message)
+        except IsthmusError as error:
+            self._put(_failure(request_id, error))
+            return
+        task = asyncio.create_task(self._run(command), name=f"request-{request_id}")
+        self._tasks[request_id] = task
+        self._running.add(request_id, task)
+        task.add_done_callback(lambda _: self._tasks.pop(request_id))
+
+    def _check(self, message: decode_pb2.Start) -> None:
+        if message.decode_generation != self._own_id.generation:
+            raise StaleGeneration(f"decode rank {self._own_id} has been restarted since it was chosen")
+        if message.request_id in self._running:
+            raise AlreadyRunning(f"request_id {message.request_id!r} is running on {self._own_id}")
+        if self._running.draining:
+            raise Unavailable(f"decode rank {self._own_id} is draining")
+
+    def _abort(self, request_id: str) -> None:
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    async def _run(self, command: StartCommand) -> None:
+        request_id = command.request.request_id
+        with telemetry.request_context(request_id):
+            try:
+                async with asyncio.timeout(command.timeout_s):
+                    await self._generate(command)
+            except TimeoutError:
+                self._put(_failure(request_id, DeadlineExceeded("the deadline has passed")))
+            except asyncio.CancelledError:
+                self._put(convert_request.output_to_proto(request_id, Output(finished=FinishReason.ABORTED)))
+                raise
+            except IsthmusError as error:
+                self._put(_failure(request_id, error))
+            except Exception:
+                log.exception("request_failed")
+                self._put(_failure(request_id, Unavailable("the decode rank failed; its log says why")))
+
+    async def _generate(self, command: StartCommand) -> None:
+        request_id = command.request.request_id
+        leg = None
+        if command.request.plan is Plan.REMOTE:
+            assert command.prefill is not None, "convert_request refuses such a Start"
+            leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, command.traceparent)
+        async with aclosing(self._engine.generate(command.request, leg)) as outputs:
+            async for output in outputs:
+                self._put(convert_request.output_to_proto(request_id, output))
+                if output.admitted is not None:
+                    self._on_admitted(output.admitted)
+
+
+def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:
+    failure = decode_pb2.RequestError(
+        code=rpc.status_of(error).value[0], message=str(error), peer_failed=isinstance(error, PeerFailed)
+    )
+    return decode_pb2.RequestOutput(request_id=request_id, error=failure)

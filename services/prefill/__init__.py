@@ -1,0 +1,1 @@
+"""The service that computes prompts."""

@@ -1,0 +1,267 @@
+"""What every rank process does around its engine, in either role.
+
+    engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
+    SIGTERM -> NOT_SERVING, deregistered -> running requests finish or the grace ends -> engine stopped
+
+`python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with
+`--rank-index`. A rank's generation is drawn at each start.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from services import rpc, supervisor, telemetry
+from services.cluster_config import ClusterConfig
+from services.config import load, refusing, setting, to_flags
+from services.engine.base import Engine
+from services.engine.choose import EngineSettings
+from services.engine.paged.core import Limits
+from services.engine.paged.decode import Lease
+from services.errors import ConfigError, root_cause
+from services.index.etcd import Etcd
+from services.index.keys import ClusterKeys
+from services.index.membership import Membership
+from services.index.registry import Registration, Schema
+from services.kv.block_hash import SCHEME
+from services.kv.types import Generation, RankAddress, RankId, Role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig(ClusterConfig):
+    """Settings of a prefill or decode worker and of its ranks."""
+
+    model: str = setting("", "directory of the checkpoint")
+    worker: str = setting(help="name of this worker, unique in the cluster")
+    dp_size: int = setting(1, "number of DP ranks, one process each")
+    rank_index: int | None = setting(None, "be this one rank instead of the supervisor of all")
+    port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
+    advertise_host: str = setting("", "address that others reach us at; default: --host")
+    engine: Literal["torch", "fake"] = setting("torch", "what computes")
+    device: str = setting("cpu", "cpu, cuda or cuda:N")
+    dtype: str | None = setting(None, "float32, bfloat16 or float16; default: the checkpoint's")
+    num_threads: int | None = setting(None, "CPU threads of a rank; default: cores / dp-size")
+    kv_pages: int = setting(2048, "pages in a rank's KV pool")
+    page_size: int = setting(64, "tokens per page")
+    cache: Literal["on", "off"] = setting("on", "keep a radix cache of finished prefixes")
+    transport: Literal["nixl", "local"] = setting("nixl", "how KV crosses; local: same host only")
+    chunk_size: int = setting(512, "prompt tokens computed per step")
+    max_running_requests: int = setting(64, "sequences in a batch")
+    write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
+    fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
+    lease_ttl_s: int = setting(10, "seconds without etcd after which the rank counts as suspect")
+    fake_step_s: float = setting(0.0, "engine fake: seconds per step")
+    fake_prompt_token_s: float = setting(0.0, "engine fake: seconds per prompt token")
+
+    def __post_init__(self) -> None:
+        positive = ("dp_size", "kv_pages", "page_size", "chunk_size", "max_running_requests", "index_block")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
+        if self.engine == "torch" and not self.model:
+            raise ConfigError("--model is required with --engine=torch")
+        if self.write_lease_s <= 0 or self.fence_margin_s < 0:
+            raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or Path(self.model).name or "fake"
+
+    def engine_settings(self) -> EngineSettings:
+        """Raises ConfigError when the values do not go together."""
+        cores = os.cpu_count() or 1
+        return EngineSettings(
+            engine=self.engine,
+            model_path=self.model,
+            model_name=self.served_name,
+            device=self.device,
+            dtype=self.dtype,
+            num_threads=self.num_threads or max(1, cores // self.dp_size),
+            num_pages=self.kv_pages,
+            page_size=self.page_size,
+            index_block=self.index_block,
+            cache_enabled=self.cache == "on",
+            transport=self.transport,
+            limits=Limits(self.max_running_requests, self.chunk_size),
+            lease=Lease(self.write_lease_s, self.fence_margin_s),
+            fake_step_s=self.fake_step_s,
+            fake_prompt_token_s=self.fake_prompt_token_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """A role's servicers, once the engine stands."""
+
+    register: Callable[[grpc.aio.Server], None]
+    names: Sequence[str]
+    drain: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRole:
+    """What makes a rank a prefill or a decode rank."""
+
+    role: Role
+    engine: Engine
+    make_services: Callable[[CollectorRegistry], Services]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRank:
+    """A rank that serves and is registered. `failed` is set when it can never work again."""
+
+    address: RankAddress
+    engine: Engine
+    server: rpc.RpcServer
+    drain: Callable[[], Awaitable[None]]  # leave the cluster; returns when nothing is running
+    metrics_port: int
+    failed: asyncio.Event
+
+
+def main(module: str, make_role: Callable[[RankConfig, RankId], RankRole]) -> None:
+    """The command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
+    prog = module.replace("services.", "isthmus-")
+    config = load(RankConfig, prog=prog)
+    with refusing(prog):
+        if config.rank_index is None:
+            sys.exit(supervise(config, module))
+        telemetry.setup_logging(f"{config.worker}/{config.rank_index}", config.log_level)
+        own_id = own_rank_id(config)
+        asyncio.run(run_rank(config, own_id, make_role(config, own_id)))
+
+
+def supervise(config: RankConfig, module: str) -> int:
+    """Run every rank of a worker as a process of its own; returns the exit code."""
+    telemetry.setup_logging(config.worker, config.log_level)
+    flags_by_rank: dict[str, Sequence[int]] = {
+        "port": supervisor.choose_ports(config.host, config.port, config.dp_size),
+        "metrics-port": supervisor.choose_ports(config.host, config.metrics_port, config.dp_size),
+    }
+    commands = supervisor.rank_commands(module, to_flags(config), flags_by_rank)
+    return supervisor.run(commands, config.grace_s)
+
+
+def own_rank_id(config: RankConfig) -> RankId:
+    """A new life of the rank."""
+    return RankId(config.worker, config.rank_index or 0, Generation(secrets.randbits(64)))
+
+
+async def run_rank(config: RankConfig, own_id: RankId, role: RankRole) -> None:
+    """Serve until SIGTERM. Raises ConfigError when the settings cannot work."""
+    stopping = rpc.stop_on_signals()
+    async with open_rank(config, own_id, role) as rank:
+        telemetry.event(
+            log,
+            "rank_ready",
+            rank=own_id,
+            role=role.role.value,
+            endpoint=rank.address.endpoint,
+            metrics_port=rank.metrics_port,
+        )
+        watchdog = asyncio.create_task(_forward(rank.failed, stopping))
+        await rpc.serve_until_stopped(rank.server, stopping, config.grace_s, rank.drain)
+        watchdog.cancel()
+        failed = rank.failed.is_set()
+    telemetry.event(log, "rank_stopped", rank=own_id, failed=failed)
+    if failed:
+        raise RankFailed(f"rank {own_id} cannot go on; its log says why")
+
+
+@asynccontextmanager
+async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> AsyncIterator[OpenRank]:
+    """A rank from its engine's start to its engine's stop. Raises ConfigError."""
+    registry, failed, engine = CollectorRegistry(), asyncio.Event(), role.engine
+    async with AsyncExitStack() as stack:
+        stack.callback(telemetry.setup_tracing(f"{role.role.value}-{own_id}", config.otlp_endpoint))
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        services = role.make_services(registry)
+        stack.push_async_callback(services.close)
+        listen = f"{config.host}:{config.port}"
+        server = await rpc.open_server(listen, services.register, services.names, config.tls(), serving=False)
+        stack.push_async_callback(server.stop)
+        metrics_port, stop_metrics = telemetry.serve_metrics(config.host, config.metrics_port, registry)
+        stack.push_async_callback(asyncio.to_thread, stop_metrics)
+        address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
+        leave = await _join(stack, config, role, address, failed)
+        await server.set_serving(True)
+
+        async def drain() -> None:
+            await leave()
+            await services.drain()
+
+        watchdog = asyncio.create_task(_note_crash(engine, failed))
+        stack.callback(watchdog.cancel)
+        yield OpenRank(address, engine, server, drain, metrics_port, failed)
+
+
+class RankFailed(Exception):
+    """Ends the process with an error, so that the supervisor starts a new life."""
+
+
+async def _note_crash(engine: Engine, failed: asyncio.Event) -> None:
+    await engine.crashed()
+    failed.set()
+
+
+async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:
+    await source.wait()
+    target.set()
+
+
+async def _join(
+    stack: AsyncExitStack, config: RankConfig, role: RankRole, address: RankAddress, failed: asyncio.Event
+) -> Callable[[], Awaitable[None]]:
+    """Register and publish in the background; returns how to leave the cluster."""
+    etcd = await stack.enter_async_context(Etcd(config.etcd_settings(), rng=random.Random()))
+    membership = Membership(
+        etcd,
+        ClusterKeys(config.cluster),
+        Schema(config.index_block, SCHEME),
+        _registration(config, role, address),
+        ttl_s=config.lease_ttl_s,
+    )
+    task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
+    # A schema that differs, or a later life in our place: nothing that waiting would mend.
+    task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
+    registered = asyncio.create_task(membership.registered.wait())
+    await asyncio.wait({task, registered}, return_when=asyncio.FIRST_COMPLETED)
+    registered.cancel()
+    if task.done() and (error := task.exception()) is not None:
+        raise root_cause(error)
+
+    async def leave() -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    stack.push_async_callback(leave)
+    return leave
+
+
+def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> Registration:
+    return Registration(
+        role=role.role,
+        address=address,
+        layout=role.engine.layout,
+        model=config.served_name,
+        max_context_tokens=role.engine.max_context_tokens,
+        total_pages=config.kv_pages,
+        engine=config.engine,
+        model_path=config.model,
+    )

@@ -1,0 +1,213 @@
+"""The whole way on loopback, the fake engine computing: placement, pins, failures, bad input, leaks."""
+
+import asyncio
+import random
+
+import grpc
+import pytest
+from cluster.harness import BLOCK, FakeCluster, ids_request
+
+from services.engine.fake import continuation
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+PAGE_BYTES = BLOCK * 8
+
+
+def prompt_of(conversation, length=21):
+    return [(conversation * 37 + i * 5) % 500 for i in range(length)]
+
+
+async def test_five_turns_move_only_their_delta(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        ids, previous, home = prompt_of(1), 0, None
+        for turn in range(5):
+            tokens, finish = await cluster.generate(ids, conversation_id="c")
+            usage = finish.usage
+            assert tokens == continuation(ids, 8)
+            assert usage.prompt_tokens == len(ids) == usage.reused_tokens + usage.computed_tokens
+            assert usage.prompt_tokens == usage.decode_prefix_len + usage.delta_tokens
+            first_page, end_page = usage.decode_prefix_len // BLOCK, -(-len(ids) // BLOCK)
+            assert usage.kv_bytes_moved == (end_page - first_page) * PAGE_BYTES
+            assert usage.kv_bytes_moved + usage.kv_bytes_saved == end_page * PAGE_BYTES
+            if turn:
+                assert usage.decode_prefix_len >= previous - BLOCK
+                assert (finish.placement.decode, usage.drift_tokens) == (home, 0)
+            home = finish.placement.decode
+            ids = ids + tokens
+            previous = len(ids)
+            ids = [*ids, 400 + turn, 7]
+        await cluster.assert_nothing_held()
+
+
+async def test_pins_hold_over_routers_and_workers(etcd_endpoint, model_dir, cluster_name):
+    """20 interleaved conversations of 5 turns, each turn to a router at random: >= 99 % come home."""
+    rng = random.Random(7)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, routers=2, decode=(2, 2)) as cluster:
+        conversations = [prompt_of(i) for i in range(20)]
+        homes, at_home, turns = {}, 0, 0
+        for turn in range(5):
+            order = list(range(20))
+            rng.shuffle(order)
+            for number in order:
+                ids = conversations[number]
+                router = rng.randrange(2)
+                if turn:  # turns are spaced wider than the index is stale
+                    await cluster.until_indexed(homes[number], ids[: previous_len(ids)], router)
+                tokens, finish = await cluster.generate(ids, router=router, conversation_id=f"c{number}")
+                assert tokens == continuation(ids, 8)
+                if turn:
+                    turns += 1
+                    at_home += finish.placement.decode == homes[number]
+                homes[number] = finish.placement.decode
+                conversations[number] = [*ids, *tokens, 450 + turn]
+        assert len({(h.worker, h.rank) for h in homes.values()}) == 4  # they did spread
+        assert at_home / turns >= 0.99
+        await cluster.assert_nothing_held()
+
+
+def previous_len(ids):
+    """Tokens of the last turn whose KV was stored: all but its newest one, and the new question."""
+    return len(ids) - 2
+
+
+async def test_prefix_alone_brings_a_prompt_home(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(4,)) as cluster:
+        _, first = await cluster.generate(prompt_of(3, 40))
+        await cluster.until_indexed(first.placement.decode, prompt_of(3, 40))
+        _, second = await cluster.generate([*prompt_of(3, 40), 1, 2, 3])
+        assert second.placement.decode == first.placement.decode
+        assert second.placement.reason == "longest_prefix"
+        assert second.usage.decode_prefix_len == 40
+
+
+async def test_tenants_share_nothing(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        await cluster.generate(prompt_of(1, 40), tenant="a")
+        _, same = await cluster.generate(prompt_of(1, 40), tenant="a")
+        _, other = await cluster.generate(prompt_of(1, 40), tenant="b")
+        assert same.usage.decode_prefix_len == 40
+        assert other.usage.decode_prefix_len == other.usage.prefill_prefix_len == 0
+
+
+@pytest.mark.parametrize("plan", ["remote", "local"])
+async def test_many_at_once_are_exact(etcd_endpoint, model_dir, cluster_name, plan):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=(2,), plans=(plan,)) as cluster:
+        prompts = [prompt_of(0, 16) + prompt_of(i, 3 + i) for i in range(24)]
+        answers = await asyncio.gather(*(cluster.generate(p, 12) for p in prompts))
+        assert [tokens for tokens, _ in answers] == [continuation(p, 12) for p in prompts]
+        await cluster.assert_nothing_held()
+
+
+async def test_a_prefill_rank_that_dies_costs_a_retry_and_nothing_else(
+    etcd_endpoint, model_dir, cluster_name
+):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=(1, 1), fake_step_s=0.02)
+    async with cluster:
+        requests = [asyncio.create_task(cluster.generate(prompt_of(i, 200), 6)) for i in range(6)]
+        await asyncio.wait(requests, timeout=0.1)
+        await cluster.stop_rank("prefill-0/0")
+        for number, request in enumerate(requests):
+            tokens, _ = await request
+            assert tokens == continuation(prompt_of(number, 200), 6)
+        await cluster.assert_nothing_held()
+
+
+async def test_a_decode_rank_that_dies_hands_its_streams_over(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(
+        etcd_endpoint, model_dir, cluster_name, decode=(1, 1), fake_step_s=0.01
+    ) as cluster:
+        requests = [asyncio.create_task(cluster.generate(prompt_of(i), 60)) for i in range(6)]
+        await asyncio.wait(requests, timeout=0.3)
+        await cluster.stop_rank("decode-0/0")
+        for number, request in enumerate(requests):
+            tokens, _ = await request
+            assert tokens == continuation(prompt_of(number), 60)
+        await cluster.assert_nothing_held()
+        # A new life of the rank joins and is used again.
+        await cluster.start_rank("decode", "decode-0", 0)
+        await cluster.until_placeable()
+        await cluster.generate(prompt_of(9))
+        await cluster.assert_nothing_held()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.3])
+async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, cluster_name, after_s):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
+        calls = [cluster.stubs[0].Generate(ids_request(prompt_of(i, 120), 50)) for i in range(4)]
+        reads = [asyncio.create_task(call.read()) for call in calls]
+        await asyncio.wait(reads, timeout=after_s)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+        async with asyncio.timeout(5):
+            while cluster.routers[0].generator.num_running:
+                await asyncio.sleep(0.01)
+        await cluster.assert_nothing_held()
+
+
+async def test_deadlines_reach_the_ranks(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await cluster.generate(prompt_of(1, 120), 400, timeout=0.5)
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await cluster.assert_nothing_held()
+
+
+async def test_abort_ends_a_stream_with_its_reason(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
+        call = cluster.stubs[0].Generate(ids_request(prompt_of(1), 400, request_id="mine"))
+        await call.read()
+        answer = await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
+        assert answer.found
+        last = None
+        while (response := await call.read()) is not grpc.aio.EOF:
+            last = response
+        assert last.finish.reason == common_pb2.FINISH_REASON_ABORTED
+        assert not (await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))).found
+        await cluster.assert_nothing_held()
+
+
+BAD = {
+    "empty prompt": (ids_request([]), "INVALID_ARGUMENT", "token_ids"),
+    "no prompt": (generation_pb2.GenerateRequest(), "INVALID_ARGUMENT", "prompt"),
+    "too long": (ids_request([1] * 3000), "INVALID_ARGUMENT", "prompt"),
+    "unknown model": (ids_request([1], model="gpt-9"), "NOT_FOUND", "model"),
+    "id out of range": (ids_request([1, 512]), "INVALID_ARGUMENT", "token_ids.ids[1]"),
+    "negative max_tokens": (ids_request([1], -1), "INVALID_ARGUMENT", "max_tokens"),
+    "nan temperature": (
+        generation_pb2.GenerateRequest(
+            text="a", sampling=common_pb2.SamplingParams(temperature=float("nan"))
+        ),
+        "INVALID_ARGUMENT",
+        "temperature",
+    ),
+    "10 MB of text": (generation_pb2.GenerateRequest(text="a" * 10_000_000), "INVALID_ARGUMENT", "text"),
+    "unknown role": (
+        generation_pb2.GenerateRequest(
+            chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="wizard", content="x")])
+        ),
+        "INVALID_ARGUMENT",
+        "role",
+    ),
+    "long request id": (ids_request([1], request_id="x" * 200), "INVALID_ARGUMENT", "request_id"),
+}
+
+
+async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_step_s=0.005) as cluster:
+        for name, (request, code, field) in BAD.items():
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                async for _ in cluster.stubs[0].Generate(request):
+                    pass
+            assert failure.value.code().name == code, name
+            assert field in failure.value.details(), (name, failure.value.details())
+        call = cluster.stubs[0].Generate(ids_request(prompt_of(1), 100, request_id="twice"))
+        await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await cluster.generate(prompt_of(2), request_id="twice")
+        assert failure.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert "twice" in failure.value.details()
+        call.cancel()
+        tokens, _ = await cluster.generate(prompt_of(2))
+        assert tokens == continuation(prompt_of(2), 8)
+        await cluster.assert_nothing_held()
