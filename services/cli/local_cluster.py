@@ -55,6 +55,11 @@ class Shape:
         return self.decode_workers * self.decode_dp_size
 
     @property
+    def threads_per_rank(self) -> int:
+        """All ranks share this machine's cores; with more threads than cores torch crawls."""
+        return max(1, (os.cpu_count() or 1) // (self.decode_ranks + self.prefill_ranks))
+
+    @property
     def prefill_ranks(self) -> int:
         return self.prefill_workers * self.prefill_dp_size
 
@@ -163,7 +168,8 @@ class LocalCluster:
         ):
             for number in range(workers):
                 name = role if workers == 1 else f"{role}-{number}"
-                flags = [*common, f"--worker={name}", f"--dp-size={dp_size}", *shape.rank_flags]
+                flags = [*common, f"--worker={name}", f"--dp-size={dp_size}"]
+                flags += [f"--num-threads={shape.threads_per_rank}", *shape.rank_flags]
                 plan.append((name, f"services.{role}", flags))
         for number, (port, http_port) in enumerate(zip(self.router_ports, self.http_ports, strict=True)):
             name = "router" if shape.routers == 1 else f"router-{number}"
