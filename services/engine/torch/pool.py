@@ -4,8 +4,7 @@ import torch
 
 from services.errors import ConfigError
 from services.kv.types import GroupKind, KvGroup, KvLayout, PoolMemory
-
-_ALIGNMENT_BYTES = 4096  # an OS page: registered memory is pinned in whole ones
+from services.transfer.host_memory import map_memory
 
 
 class KvPool:
@@ -42,8 +41,8 @@ def full_attention_group(num_layers: int, num_kv_heads: int, head_dim: int, dtyp
 def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
     # No slot is read before it is written; zeroed so that page faults come now and not in a step.
     try:
-        memory = torch.zeros(size_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if device.type == "cpu":
+            return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8).zero_()
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise ConfigError(f"a KV pool of {size_bytes} bytes does not fit on {device}: {error}") from error
-    start = -memory.data_ptr() % _ALIGNMENT_BYTES
-    return memory[start : start + size_bytes]
