@@ -51,7 +51,7 @@ class Engine(Protocol):
         """Load the model and start the engine's thread. Raises ConfigError with the reason."""
 
     async def stop(self) -> None:
-        """End every request with Unavailable and stop the thread; returns when it has."""
+        """End every request with Unavailable and stop the thread; returns when it has. May be repeated."""
 
     async def crashed(self) -> None:
         """Returns when the engine can never work again; the process should end and be restarted."""

@@ -105,7 +105,8 @@ class PagedDecodeEngine(PagedEngine):
         if self._links is not None:
             await self._links.close()
         if self._transport is not None:
-            self._transport.close()
+            transport, self._transport = self._transport, None
+            transport.close()
 
     async def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
