@@ -30,7 +30,7 @@ demo: $(STAMP) ## a whole cluster on this machine, and what it saves
 test: $(STAMP) ## the default tests: no GPU, no network, no download
 	$(BIN)/python -m pytest -q -n 2
 
-test-exact: $(STAMP) ## many random cases against exact oracles; minutes
+test-exact: $(STAMP) ## every combination against transformers; minutes
 	$(BIN)/python -m pytest -q -n 2 -m exact
 
 test-slow: $(STAMP) ## real processes over minutes
