@@ -26,6 +26,9 @@ class ClusterConfig:
     tls_cert: Path | None = setting(None, "PEM of this service's certificate; turns TLS on")
     tls_key: Path | None = setting(None, "PEM of its key")
     tls_mutual: bool = setting(False, "clients must show a certificate too")
+    tls_server_name: str = setting(
+        "", "name that every service's certificate carries; default: the host it is reached at"
+    )
     host: str = setting("127.0.0.1", "address to listen on")
     metrics_port: int = setting(0, "port of /metrics; 0: a free one")
     index_block: int = setting(64, "tokens per block of the cluster's prefix index")
@@ -35,6 +38,8 @@ class ClusterConfig:
 
     def etcd_settings(self) -> EtcdSettings:
         """Raises ConfigError when the etcd flags cannot work."""
+        if self.etcd_ca is None and (self.etcd_cert or self.etcd_key):
+            raise ConfigError("--etcd-cert and --etcd-key need --etcd-ca, which turns TLS to etcd on")
         tls = EtcdTls(self.etcd_ca, self.etcd_cert, self.etcd_key) if self.etcd_ca else None
         password = ""
         if self.etcd_password_file is not None:
@@ -45,6 +50,7 @@ class ClusterConfig:
         return EtcdSettings(self.etcd, tls, self.etcd_user, password)
 
     def tls(self) -> rpc.TlsConfig | None:
-        if self.tls_ca is None and self.tls_cert is None:
+        """None without any TLS flag. Raises ConfigError when they cannot work together."""
+        if not (self.tls_ca or self.tls_cert or self.tls_key or self.tls_mutual or self.tls_server_name):
             return None
-        return rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual)
+        return rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual, self.tls_server_name)

@@ -7,7 +7,8 @@ pod of a namespace, and would answer for us.
 
 A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these
 or None (`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=`
-is the empty tuple). Of a flag that is no tuple and is given again, the last one counts.
+is the empty tuple; with `split=False` a comma is part of the value). Of a flag that is no tuple and is
+given again, the last one counts.
 """
 
 import argparse
@@ -27,9 +28,9 @@ from services.errors import ConfigError
 T = TypeVar("T")
 
 
-def setting(default: Any = MISSING, help: str = "") -> Any:
+def setting(default: Any = MISSING, help: str = "", split: bool = True) -> Any:
     """A dataclass field with the sentence that `--help` shows; required when it has no default."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "split": split})
 
 
 def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
@@ -103,6 +104,7 @@ class _Flag:
     repeated: bool
     default: Any  # MISSING: required
     help: str
+    split: bool  # of a tuple: commas separate
 
     @property
     def text(self) -> str:
@@ -117,10 +119,13 @@ class _Flag:
     def read(self, texts: Sequence[str]) -> Any:
         """Raises ConfigError naming the flag."""
         if self.repeated:
-            return tuple(self._read_one(item) for text in texts for item in text.split(",") if item)
+            return tuple(self._read_one(item) for text in texts for item in self._items(text) if item)
         if self.optional and not texts[-1]:
             return None
         return self._read_one(texts[-1])
+
+    def _items(self, text: str) -> list[str]:
+        return text.split(",") if self.split else [text]
 
     def _read_one(self, text: str) -> Any:
         try:
@@ -158,6 +163,7 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
         repeated=repeated,
         default=default,
         help=member.metadata.get("help", ""),
+        split=member.metadata.get("split", True),
     )
 
 

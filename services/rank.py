@@ -4,7 +4,8 @@
     SIGTERM -> NOT_SERVING, deregistered -> running requests finish or the grace ends -> engine stopped
 
 `python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with
-`--rank-index`. A rank's generation is drawn at each start.
+`--rank-index`. With an engine that has all DP ranks in one (sglang) there is one such process, with a
+server, a registration and a port for each rank. A rank's generation is drawn at each start.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,9 @@ from services.kv.types import Generation, RankAddress, RankId, Role
 
 log = logging.getLogger(__name__)
 
+# For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
+_AFTER_GRACE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig(ClusterConfig):
@@ -50,7 +54,8 @@ class RankConfig(ClusterConfig):
     rank_index: int | None = setting(None, "be this one rank instead of the supervisor of all")
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
     advertise_host: str = setting("", "address that others reach us at; default: --host")
-    engine: Literal["torch", "fake"] = setting("torch", "what computes")
+    engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
+    engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str | None = setting(None, "float32, bfloat16 or float16; default: the checkpoint's")
     num_threads: int | None = setting(None, "CPU threads of a rank; default: cores / dp-size")
@@ -71,10 +76,17 @@ class RankConfig(ClusterConfig):
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
-        if self.engine == "torch" and not self.model:
-            raise ConfigError("--model is required with --engine=torch")
+        if self.engine != "fake" and not self.model:
+            raise ConfigError(f"--model is required with --engine={self.engine}")
+        if self.engine_arg and self.engine != "sglang":
+            raise ConfigError("--engine-arg is for --engine=sglang")
         if self.write_lease_s <= 0 or self.fence_margin_s < 0:
             raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
+
+    @property
+    def ranks_per_process(self) -> int:
+        """SGLang has all its DP ranks in one."""
+        return self.dp_size if self.engine == "sglang" else 1
 
     @property
     def served_name(self) -> str:
@@ -99,6 +111,9 @@ class RankConfig(ClusterConfig):
             lease=Lease(self.write_lease_s, self.fence_margin_s),
             fake_step_s=self.fake_step_s,
             fake_prompt_token_s=self.fake_prompt_token_s,
+            engine_args=self.engine_arg,
+            host=self.host,
+            advertise_host=self.advertise_host or self.host,
         )
 
 
@@ -119,6 +134,7 @@ class RankRole:
     role: Role
     engine: Engine
     make_services: Callable[[CollectorRegistry], Services]
+    capabilities: tuple[str, ...] = ()  # told to the routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,10 @@ class OpenRank:
     failed: asyncio.Event
 
 
-def main(module: str, make_role: Callable[[RankConfig, RankId], RankRole]) -> None:
+MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
+
+
+def main(module: str, make_roles: MakeRoles) -> None:
     """The command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
@@ -141,19 +160,23 @@ def main(module: str, make_role: Callable[[RankConfig, RankId], RankRole]) -> No
         if config.rank_index is None:
             sys.exit(supervise(config, module))
         telemetry.setup_logging(f"{config.worker}/{config.rank_index}", config.log_level)
-        own_id = own_rank_id(config)
-        asyncio.run(run_rank(config, own_id, make_role(config, own_id)))
+        configs = rank_configs(config)
+        own_ids = [own_rank_id(rank) for rank in configs]
+        asyncio.run(run_ranks(configs, own_ids, make_roles(config, own_ids)))
 
 
 def supervise(config: RankConfig, module: str) -> int:
     """Run every rank of a worker as a process of its own; returns the exit code."""
     telemetry.setup_logging(config.worker, config.log_level)
+    num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {
-        "port": supervisor.choose_ports(config.host, config.port, config.dp_size),
-        "metrics-port": supervisor.choose_ports(config.host, config.metrics_port, config.dp_size),
+        "port": supervisor.choose_ports(config.host, config.port, num_processes),
+        "metrics-port": supervisor.choose_ports(config.host, config.metrics_port, num_processes),
     }
+    if config.ranks_per_process > 1:  # each process chooses for its ranks
+        flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
     commands = supervisor.rank_commands(module, to_flags(config), flags_by_rank)
-    return supervisor.run(commands, config.grace_s)
+    return supervisor.run(commands, config.grace_s + _AFTER_GRACE_S)
 
 
 def own_rank_id(config: RankConfig) -> RankId:
@@ -161,25 +184,51 @@ def own_rank_id(config: RankConfig) -> RankId:
     return RankId(config.worker, config.rank_index or 0, Generation(secrets.randbits(64)))
 
 
-async def run_rank(config: RankConfig, own_id: RankId, role: RankRole) -> None:
-    """Serve until SIGTERM. Raises ConfigError when the settings cannot work."""
+def rank_configs(config: RankConfig) -> list[RankConfig]:
+    """Of each rank of this process: its index and its ports."""
+    if config.ranks_per_process == 1:
+        return [config]
+    ports = supervisor.choose_ports(config.host, config.port, config.dp_size)
+    metrics_ports = supervisor.choose_ports(config.host, config.metrics_port, config.dp_size)
+    return [
+        replace(config, rank_index=index, port=port, metrics_port=metrics_port)
+        for index, (port, metrics_port) in enumerate(zip(ports, metrics_ports, strict=True))
+    ]
+
+
+async def run_ranks(
+    configs: Sequence[RankConfig], own_ids: Sequence[RankId], roles: Sequence[RankRole]
+) -> None:
+    """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError as open_rank."""
     stopping = rpc.stop_on_signals()
-    async with open_rank(config, own_id, role) as rank:
-        telemetry.event(
-            log,
-            "rank_ready",
-            rank=own_id,
-            role=role.role.value,
-            endpoint=rank.address.endpoint,
-            metrics_port=rank.metrics_port,
+    async with AsyncExitStack() as stack:
+        ranks = []
+        for config, own_id, role in zip(configs, own_ids, roles, strict=True):
+            rank = await stack.enter_async_context(open_rank(config, own_id, role))
+            ranks.append(rank)
+            watchdog = asyncio.create_task(_forward(rank.failed, stopping))
+            stack.callback(watchdog.cancel)
+            _tell_ready(rank, role)
+        grace_s = configs[0].grace_s
+        await asyncio.gather(
+            *(rpc.serve_until_stopped(rank.server, stopping, grace_s, rank.drain) for rank in ranks)
         )
-        watchdog = asyncio.create_task(_forward(rank.failed, stopping))
-        await rpc.serve_until_stopped(rank.server, stopping, config.grace_s, rank.drain)
-        watchdog.cancel()
-        failed = rank.failed.is_set()
-    telemetry.event(log, "rank_stopped", rank=own_id, failed=failed)
+        failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
+    for own_id in own_ids:
+        telemetry.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
     if failed:
-        raise RankFailed(f"rank {own_id} cannot go on; its log says why")
+        raise RankFailed(f"rank {', '.join(failed)} cannot go on; the log says why")
+
+
+def _tell_ready(rank: OpenRank, role: RankRole) -> None:
+    telemetry.event(
+        log,
+        "rank_ready",
+        rank=rank.address.id,
+        role=role.role.value,
+        endpoint=rank.address.endpoint,
+        metrics_port=rank.metrics_port,
+    )
 
 
 @asynccontextmanager
@@ -263,5 +312,6 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         max_context_tokens=role.engine.max_context_tokens,
         total_pages=config.kv_pages,
         engine=config.engine,
+        capabilities=role.capabilities,
         model_path=config.model,
     )

@@ -197,12 +197,17 @@ def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files. `mutual`: each side shows its certificate and checks the other's against `ca`."""
+    """PEM files. `mutual`: each side shows its certificate and checks the other's against `ca`.
+
+    `server_name` is what a server's certificate must carry; "": the host in the endpoint. Ranks that are
+    reached at addresses which no certificate can foresee (a pod's) share a name.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     mutual: bool = False
+    server_name: str = ""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -241,6 +246,8 @@ _MESSAGE_OPTIONS = [
 _KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # It never comes into effect; this is what ends the wait for a ping's answer (grpc/grpc#39239).
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -251,6 +258,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A channel opened anew tries anew: it must not wait out the backoff of one that failed before.
+    ("grpc.use_local_subchannel_pool", 1),
     # Retries are the router's business: it knows what was already yielded.
     ("grpc.enable_retries", 0),
 ]
@@ -267,7 +276,10 @@ def open_channel(endpoint: str, tls: TlsConfig | None = None) -> grpc.aio.Channe
     """A channel to HOST:PORT; connects at the first call. Raises ConfigError when TLS files are bad."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, tls.for_channel(), options=_CHANNEL_OPTIONS)
+    options: list[tuple[str, int | str]] = [*_CHANNEL_OPTIONS]
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(endpoint, tls.for_channel(), options=options)
 
 
 class RpcServer:
@@ -330,7 +342,9 @@ def _bind(server: grpc.aio.Server, listen: str, tls: TlsConfig | None) -> int:
             return int(server.add_insecure_port(listen))
         return int(server.add_secure_port(listen, credentials))
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {listen}: {error}") from error
+        # gRPC has one sentence for an address in use and for a key that is not the certificate's.
+        unless = "" if credentials is None else ", or cannot use the TLS certificate and key"
+        raise ConfigError(f"cannot listen on {listen}{unless}: {error}") from error
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -342,6 +356,9 @@ def stop_on_signals() -> asyncio.Event:
     return stopping
 
 
+_LAST_WORDS_S = 1.0
+
+
 async def serve_until_stopped(
     server: RpcServer,
     stopping: asyncio.Event,
@@ -350,8 +367,9 @@ async def serve_until_stopped(
 ) -> None:
     """Serve until `stopping` is set, then end in order, within about `grace_s`.
 
-    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace;
-    calls that still run when it is over are cancelled.
+    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace. What
+    is still open then are streams that peers hold as long as we live: they get a moment to take the last
+    words. Calls that still run when the time is over are cancelled.
     """
     await stopping.wait()
     loop = asyncio.get_running_loop()
@@ -361,6 +379,7 @@ async def serve_until_stopped(
         try:
             async with asyncio.timeout_at(deadline):
                 await drain()
+            deadline = min(deadline, loop.time() + _LAST_WORDS_S)
         except TimeoutError:
             logger.warning("drain_timed_out grace_s=%g", grace_s)
     await server.stop(max(0.0, deadline - loop.time()))

@@ -16,13 +16,14 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
+from services.parent_death import die_with
+from services.ports import free_ports
 from services.telemetry import event
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ _REFUSALS = (os.EX_CONFIG, 2)
 _REAP_INTERVAL_S = 0.01
 
 # linux/prctl.h
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,12 +73,8 @@ def on_exit(exit_code: int, lived_s: float, failures: int, backoff: Backoff = Ba
 
 
 def choose_ports(host: str, base_port: int, count: int) -> tuple[int, ...]:
-    """base_port, base_port + 1, ...; for base_port 0, `count` ports that are free on `host` now."""
-    if base_port:
-        return tuple(range(base_port, base_port + count))
-    with ExitStack() as open_sockets:  # all open at once, so that they differ
-        sockets = [open_sockets.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return tuple(sock.getsockname()[1] for sock in sockets)
+    """base_port, base_port + 1, ...; for base_port 0, `count` ports of `free_ports`."""
+    return tuple(range(base_port, base_port + count)) if base_port else free_ports(host, count)
 
 
 def rank_commands(
@@ -186,13 +182,6 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     # ranks. preexec_fn is safe here because a supervisor has one thread.
     parent = os.getpid()
     return subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: die_with(parent))
-
-
-def die_with(parent: int) -> None:
-    """In the child: be killed when the supervisor dies, even if it has died already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _become_subreaper() -> None:

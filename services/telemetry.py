@@ -2,12 +2,19 @@
 
 A log line is `time level service logger event key=value ...`; inside `request_context(id)` every line of
 the same task also carries `request_id=...`. Traces cost nothing until an OTLP endpoint is set.
+
+One request is one trace; each service's span is the parent of the next one's, by the traceparent in its call:
+
+    client's, if any --> router.generate --> decode.generate (one for each rank tried) --> prefill.prefill
 """
 
+import asyncio
 import contextlib
 import json
 import logging
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -19,6 +26,7 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.errors import ConfigError
@@ -106,7 +114,12 @@ def serve_metrics(
         raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
 
     def stop() -> None:
-        server.shutdown()
+        stopping = threading.Thread(target=server.shutdown)
+        stopping.start()
+        # The server looks for that twice a second, and whenever somebody calls.
+        with contextlib.suppress(OSError), socket.create_connection((host, server.server_port), 1.0):
+            stopping.join()
+        stopping.join()
         server.server_close()
         thread.join()
 
@@ -131,15 +144,38 @@ def tracer() -> trace.Tracer:
     return trace.get_tracer("isthmus")
 
 
-def traceparent(context: Context | None = None) -> str:
-    """The W3C traceparent of `context` (default: the current one); "" outside any trace."""
+@contextlib.contextmanager
+def span(name: str, parent: str) -> Iterator[trace.Span]:
+    """A server's span under the traceparent `parent`, ended with the block, whichever way that ends.
+
+    An empty or malformed parent begins a new trace. The attribute `outcome` is finished, cancelled or the
+    error's class; an error is the span's status as well, a cancelled call is none. The span is never the
+    current one: an async generator may hold it over a yield and be closed from another task.
+    """
+    held = tracer().start_span(name, _context_from(parent), SpanKind.SERVER)
+    outcome = "finished"
+    try:
+        yield held
+    except (asyncio.CancelledError, GeneratorExit):
+        outcome = "cancelled"
+        raise
+    except BaseException as error:
+        outcome = type(error).__name__
+        held.set_status(StatusCode.ERROR, f"{outcome}: {error}")
+        raise
+    finally:
+        held.set_attribute("outcome", outcome)
+        held.end()
+
+
+def traceparent(span: trace.Span) -> str:
+    """The W3C traceparent for calls made under the span; "" outside any trace."""
     carrier: dict[str, str] = {}
-    _propagator.inject(carrier, context)
+    _propagator.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier.get(TRACEPARENT, "")
 
 
-def context_from(traceparent: str) -> Context:
-    """The context to start a span in; an empty or malformed traceparent begins a new trace."""
+def _context_from(traceparent: str) -> Context:
     return _propagator.extract({TRACEPARENT: traceparent}, Context())
 
 

@@ -4,7 +4,11 @@ import asyncio
 
 import pytest
 from hypothesis import HealthCheck, settings
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services import telemetry
 from services.index.etcd_server import EmbeddedEtcd
 
 pytest_plugins = ["mutations"]
@@ -22,6 +26,18 @@ def etcd_endpoint(tmp_path_factory):
         runner.run(server.start())
         yield server.endpoint
         runner.run(server.stop())
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """An exporter that keeps the spans of all services in this process.
+
+    OpenTelemetry takes one global provider for good, so ours goes in where the services ask for a tracer.
+    """
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "tracer", lambda: provider.get_tracer("isthmus"))
+    return exporter
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ class Settings:
     ca: Path | None = None
     peers: tuple[str, ...] = setting(("a:1",))
     sizes: tuple[int, ...] = ()
+    arguments: tuple[str, ...] = setting((), split=False)
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -141,6 +142,7 @@ every_settings = st.builds(
     ca=st.none() | plain.map(Path),
     peers=st.lists(plain).map(tuple),
     sizes=st.lists(st.integers()).map(tuple),
+    arguments=st.lists(st.text(min_size=1)).map(tuple),
 )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from mutations import MUTATIONS
 
 # What must notice each. The fake engine reads every slot of every page; the torch engine is compared

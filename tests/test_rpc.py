@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
-import subprocess
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -14,7 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from certificates import make_certificates
 from services import errors, rpc
+from services.ports import free_ports
 from services.wire.isthmus.v1 import decode_pb2, generation_pb2, generation_pb2_grpc
 
 EVERY_ERROR = [
@@ -154,6 +155,22 @@ async def test_nobody_there_is_a_failed_peer():
             await call(channel)
 
 
+async def test_a_new_channel_does_not_wait_out_the_backoff_of_an_old_one():
+    (port,) = free_ports("127.0.0.1", 1)
+    endpoint = f"127.0.0.1:{port}"
+    service = Service()
+    async with rpc.open_channel(endpoint) as old, rpc.open_channel(endpoint) as new:
+        with pytest.raises(grpc.aio.AioRpcError):  # by then it waits long before its next try
+            await stub_of(old).Abort(generation_pb2.AbortRequest(), timeout=0.5, wait_for_ready=True)
+        server = await rpc.open_server(
+            endpoint, lambda s: generation_pb2_grpc.add_GenerationServicer_to_server(service, s), NAMES
+        )
+        try:
+            assert (await call(new)).found
+        finally:
+            await server.stop()
+
+
 async def test_a_client_that_goes_away_closes_the_handler_stream():
     service = Service()
     async with serving(service) as (_, channel):
@@ -269,6 +286,23 @@ async def test_stopping_drains_and_then_cancels_what_still_runs():
                 pass
 
 
+async def test_a_stream_that_never_ends_does_not_use_up_the_grace():
+    service = Service()
+    async with serving(service) as (server, channel):
+
+        async def drained():
+            """Nothing runs but the stream."""
+
+        stopping = asyncio.Event()
+        serve = asyncio.create_task(rpc.serve_until_stopped(server, stopping, 1000.0, drained))
+        stream = stub_of(channel).Generate(generation_pb2.GenerateRequest())
+        await asyncio.wait_for(service.running.wait(), 10)
+        stopping.set()
+        await asyncio.wait_for(serve, 10)
+        assert service.stream_closed.is_set()
+        stream.cancel()
+
+
 async def test_a_drain_that_never_ends_does_not_hold_the_stop(caplog):
     async with serving(Service()) as (server, _):
         stopping = asyncio.Event()
@@ -286,24 +320,7 @@ async def test_a_signal_stops():
 
 @pytest.fixture(scope="module")
 def pem(tmp_path_factory) -> Path:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl command to make certificates with")
-    return make_certificates(tmp_path_factory.mktemp("pem"))
-
-
-def make_certificates(folder: Path) -> Path:
-    """A CA and one certificate for localhost, by the openssl command."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2")
-    openssl("req", *new_key, "-keyout", "key.pem", "-out", "csr.pem", "-subj", "/CN=localhost")
-    (folder / "ext").write_text("subjectAltName=DNS:localhost\n")
-    signer = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "ext", "-days", "2"]
-    openssl("x509", "-req", "-in", "csr.pem", "-out", "cert.pem", *signer)
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("pem"), "DNS:localhost")
 
 
 async def test_tls_serves_those_who_trust_the_ca(pem):
@@ -313,6 +330,18 @@ async def test_tls_serves_those_who_trust_the_ca(pem):
         async with rpc.open_channel(f"localhost:{server.port}") as plain:
             with pytest.raises(errors.PeerFailed):
                 await call(plain)
+
+
+async def test_a_server_is_known_by_the_name_that_it_was_given(tmp_path):
+    folder = make_certificates(tmp_path, "DNS:ranks.isthmus")
+    tls = rpc.TlsConfig(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    async with serving(Service(), tls, replace(tls, server_name="ranks.isthmus")) as (server, channel):
+        assert (await call(channel)).found
+        for other in ("", "others.isthmus"):
+            other_tls = replace(tls, server_name=other)
+            async with rpc.open_channel(f"localhost:{server.port}", other_tls) as stranger:
+                with pytest.raises(errors.PeerFailed):
+                    await call(stranger)
 
 
 async def test_mutual_tls_refuses_a_client_without_a_certificate(pem):

@@ -1,6 +1,7 @@
 """Log lines as they appear, metrics as Prometheus reads them, traces as a collector gets them."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import urllib.request
@@ -11,9 +12,10 @@ import prometheus_client
 import pytest
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.trace import StatusCode
 
 from services import telemetry
-from services.errors import ConfigError
+from services.errors import ConfigError, NoCapacity
 
 logger = logging.getLogger("services.somewhere")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -128,16 +130,51 @@ def test_metrics_are_served_until_stopped():
 
 def test_without_an_endpoint_nothing_is_recorded_but_the_trace_goes_on():
     shutdown = telemetry.setup_tracing("s", None)
-    assert telemetry.traceparent() == ""
-    with telemetry.tracer().start_as_current_span("route", telemetry.context_from(PARENT)) as span:
+    with telemetry.span("route", PARENT) as span:
         assert not span.is_recording()
-        assert telemetry.traceparent() == PARENT
+        assert telemetry.traceparent(span) == PARENT
+        assert not trace.get_current_span().get_span_context().is_valid
     shutdown()
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "00-0-0-0"])
-def test_a_malformed_traceparent_begins_a_new_trace(text):
-    assert telemetry.traceparent(telemetry.context_from(text)) == ""
+def test_a_malformed_traceparent_begins_a_new_trace(text, spans):
+    with telemetry.span("route", text) as span:
+        assert telemetry.traceparent(span).startswith("00-")
+    (recorded,) = spans.get_finished_spans()
+    assert recorded.parent is None
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "status"),
+    [
+        (None, "finished", StatusCode.UNSET),
+        (NoCapacity("full"), "NoCapacity", StatusCode.ERROR),
+        (TimeoutError(), "TimeoutError", StatusCode.ERROR),
+        (asyncio.CancelledError(), "cancelled", StatusCode.UNSET),
+        (GeneratorExit(), "cancelled", StatusCode.UNSET),
+    ],
+)
+def test_a_span_ends_with_its_block_and_says_how(error, outcome, status, spans):
+    with contextlib.suppress(BaseException), telemetry.span("route", PARENT):
+        if error is not None:
+            raise error
+    (recorded,) = spans.get_finished_spans()
+    assert (recorded.attributes["outcome"], recorded.status.status_code) == (outcome, status)
+    assert f"{recorded.parent.span_id:016x}" == PARENT.split("-")[2]
+
+
+async def test_a_span_outlives_the_yields_of_a_generator_that_another_task_closes(spans):
+    async def answers():
+        with telemetry.span("route", PARENT):
+            yield 1
+
+    generator = answers()
+    await anext(generator)
+    assert not spans.get_finished_spans()
+    await asyncio.create_task(generator.aclose())
+    (recorded,) = spans.get_finished_spans()
+    assert recorded.attributes["outcome"] == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -183,13 +220,14 @@ def tracer_provider(monkeypatch):
 
 def test_spans_reach_the_collector_under_the_callers_trace(collector, tracer_provider):
     shutdown = telemetry.setup_tracing("router", collector.endpoint)
-    with telemetry.tracer().start_as_current_span("route", telemetry.context_from(PARENT)):
-        carried = telemetry.traceparent()
+    with telemetry.span("route", PARENT) as span:
+        carried = telemetry.traceparent(span)
     shutdown()
     [resource_spans] = collector.requests[0].resource_spans
-    [span] = resource_spans.scope_spans[0].spans
-    assert span.name == "route"
-    assert span.trace_id.hex() == PARENT.split("-")[1] == carried.split("-")[1]
-    assert span.parent_span_id.hex() == PARENT.split("-")[2]
+    [sent] = resource_spans.scope_spans[0].spans
+    assert sent.name == "route"
+    assert sent.trace_id.hex() == PARENT.split("-")[1] == carried.split("-")[1]
+    assert sent.span_id.hex() == carried.split("-")[2]
+    assert sent.parent_span_id.hex() == PARENT.split("-")[2]
     attributes = {item.key: item.value.string_value for item in resource_spans.resource.attributes}
     assert attributes["service.name"] == "router"

@@ -1,11 +1,36 @@
 """A terminal's end of the gRPC Generate API."""
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from services import rpc
+from services.config import setting
+from services.errors import ConfigError
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How a command reaches a router."""
+
+    router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
+    tls_ca: Path | None = setting(None, "PEM of the authority of its certificate; turns TLS on")
+    tls_cert: Path | None = setting(None, "PEM of our certificate, where the router asks for one")
+    tls_key: Path | None = setting(None, "PEM of its key")
+    tls_server_name: str = setting("", "name that its certificate carries; default: the host in --router")
+
+    def open_channel(self) -> grpc.aio.Channel:
+        """Raises ConfigError when the TLS flags cannot work."""
+        if self.tls_ca is None:
+            if self.tls_cert or self.tls_key or self.tls_server_name:
+                raise ConfigError("the --tls flags need --tls-ca, which turns TLS on")
+            return rpc.open_channel(self.router)
+        mutual = self.tls_cert is not None
+        tls = rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, mutual, self.tls_server_name)
+        return rpc.open_channel(self.router, tls)
 
 
 async def responses(

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import grpc
 
@@ -24,6 +25,8 @@ _QUESTIONS = (
     "Thank you. Say goodbye in one word.",
 )
 _SYSTEM = "You are a patient teacher of geography. You answer briefly and you never make things up."
+# Two SGLangs that start on two cores need a minute or two.
+_READY_TIMEOUT_S = {"torch": 120.0, "sglang": 600.0}
 _HEADINGS = (
     "turn",
     "decode rank",
@@ -44,6 +47,7 @@ class DemoConfig:
     turns: int = setting(5, "turns of the conversation, at most five")
     max_tokens: int = setting(40, "tokens per answer")
     transport: str = setting("nixl", "nixl or local")
+    engine: Literal["torch", "sglang"] = setting("torch", "what computes")
     logs: bool = setting(False, "show the services' logs")
 
 
@@ -60,7 +64,8 @@ async def _demo(config: DemoConfig) -> int:
         shape = Shape(
             model=model,
             data_dir=Path(folder) / "etcd",
-            rank_flags=(f"--transport={config.transport}", "--page-size=16", "--kv-pages=1024"),
+            rank_flags=_rank_flags(config),
+            ready_timeout_s=_READY_TIMEOUT_S[config.engine],
             common_flags=("--index-block=16",),
             # The point is to see KV cross: left to itself the router computes such short tails on decode.
             router_flags=("--plans=remote",),
@@ -77,6 +82,18 @@ async def _demo(config: DemoConfig) -> int:
             ):
                 await _converse(channel, config)
     return 0
+
+
+def _rank_flags(config: DemoConfig) -> tuple[str, ...]:
+    flags = (f"--engine={config.engine}", f"--transport={config.transport}", "--page-size=16")
+    if config.engine == "sglang":
+        return (
+            *flags,
+            "--kv-pages=512",
+            "--max-running-requests=8",
+            "--engine-arg=--num-reserved-decode-tokens=64",
+        )
+    return (*flags, "--kv-pages=1024")
 
 
 async def _converse(channel: grpc.aio.Channel, config: DemoConfig) -> None:

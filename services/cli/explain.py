@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import grpc
 
 from services import rpc
+from services.cli.client import ClientConfig
 from services.cli.table import format_table
 from services.config import load, setting
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainConfig:
+class ExplainConfig(ClientConfig):
     """Show where a prompt (--prompt, or standard input) would go and why; nothing is generated."""
 
     prompt: str = setting("", "the prompt; default: standard input")
-    router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
     conversation: str = setting("", "conversation id")
 
 
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
 
 async def _explain(config: ExplainConfig, prompt: str) -> int:
     request = generation_pb2.GenerateRequest(text=prompt, conversation_id=config.conversation)
-    async with rpc.open_channel(config.router) as channel:
+    async with config.open_channel() as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         try:
             answer = await stub.Explain(generation_pb2.ExplainRequest(request=request), timeout=10)

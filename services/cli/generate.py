@@ -4,8 +4,7 @@ import asyncio
 import sys
 from dataclasses import dataclass
 
-from services import rpc
-from services.cli.client import responses
+from services.cli.client import ClientConfig, responses
 from services.cli.table import format_bytes
 from services.config import load, setting
 from services.errors import InvalidRequest
@@ -13,11 +12,10 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(ClientConfig):
     """Send a prompt (--prompt, or standard input) to a router and stream the answer."""
 
     prompt: str = setting("", "the prompt; default: standard input")
-    router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
     conversation: str = setting("", "conversation id: its turns stay on one decode rank")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
     max_tokens: int = setting(128, "tokens to generate at most")
@@ -35,7 +33,7 @@ def run(argv: list[str]) -> int:
 async def _generate(config: GenerateConfig, prompt: str) -> int:
     if not prompt:
         raise InvalidRequest("--prompt is empty, and so is standard input")
-    async with rpc.open_channel(config.router) as channel:
+    async with config.open_channel() as channel:
         async for response in responses(channel, _request(config, prompt), config.timeout_s):
             print(response.text, end="", flush=True)
             if response.HasField("finish"):

@@ -23,11 +23,11 @@ import grpc
 from services import rpc, supervisor
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
+from services.parent_death import die_with
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_READY_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 40.0
 
 
@@ -49,6 +49,7 @@ class Shape:
     common_flags: tuple[str, ...] = ()
     rank_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
+    ready_timeout_s: float = 120.0
 
     @property
     def decode_ranks(self) -> int:
@@ -136,7 +137,7 @@ class LocalCluster:
             stderr=asyncio.subprocess.STDOUT,
             # Ctrl-C is for us: we stop the children in order.
             start_new_session=True,
-            preexec_fn=lambda: supervisor.die_with(parent),
+            preexec_fn=lambda: die_with(parent),
         )
         child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)))
         self.children[name] = child
@@ -191,10 +192,11 @@ class LocalCluster:
         died = asyncio.create_task(self.wait_for_exit())
         ready = asyncio.create_task(self._routers_ready())
         try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
+            async with asyncio.timeout(self.shape.ready_timeout_s):
                 await asyncio.wait({died, ready}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            raise ConfigError(f"the cluster was not ready within {_READY_TIMEOUT_S:g} s") from None
+            timeout_s = self.shape.ready_timeout_s
+            raise ConfigError(f"the cluster was not ready within {timeout_s:g} s") from None
         finally:
             died.cancel()
             ready.cancel()

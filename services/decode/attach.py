@@ -13,6 +13,8 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
+from opentelemetry.trace import Span
+
 from services import rpc, telemetry
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
@@ -150,8 +152,9 @@ class AttachSession:
         request_id = command.request.request_id
         with telemetry.request_context(request_id):
             try:
-                async with asyncio.timeout(command.timeout_s):
-                    await self._generate(command)
+                with telemetry.span("decode.generate", command.traceparent) as span:
+                    async with asyncio.timeout(command.timeout_s):
+                        await self._generate(command, span)
             except TimeoutError:
                 self._put(_failure(request_id, DeadlineExceeded("the deadline has passed")))
             except asyncio.CancelledError:
@@ -163,17 +166,24 @@ class AttachSession:
                 log.exception("request_failed")
                 self._put(_failure(request_id, Unavailable("the decode rank failed; its log says why")))
 
-    async def _generate(self, command: StartCommand) -> None:
+    async def _generate(self, command: StartCommand, span: Span) -> None:
         request_id = command.request.request_id
+        span.set_attributes({"request_id": request_id, "plan": command.request.plan.value})
         leg = None
         if command.request.plan is Plan.REMOTE:
             assert command.prefill is not None, "convert_request refuses such a Start"
-            leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, command.traceparent)
+            leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, telemetry.traceparent(span))
         async with aclosing(self._engine.generate(command.request, leg)) as outputs:
             async for output in outputs:
                 self._put(convert_request.output_to_proto(request_id, output))
                 if output.admitted is not None:
                     self._on_admitted(output.admitted)
+                    span.set_attributes(_admitted_attributes(output.admitted))
+
+
+def _admitted_attributes(admitted: Admitted) -> dict[str, int]:
+    names = ("prompt_tokens", "decode_prefix_len", "kv_bytes_moved")
+    return {name: getattr(admitted, name) for name in names}
 
 
 def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:

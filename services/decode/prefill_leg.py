@@ -1,5 +1,9 @@
 """The prefill leg of a decode request: one call to the prefill rank that the router chose."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
 import grpc
 
 from services import rpc
@@ -13,21 +17,50 @@ from services.wire.isthmus.v1 import prefill_pb2_grpc
 _OF_THE_REQUEST = (InvalidRequest, NoCapacity, DeadlineExceeded)
 
 
+@dataclass(slots=True)
+class _Kept:
+    channel: grpc.aio.Channel
+    num_calls: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Neither called through nor connected: its rank may be gone for good."""
+        return self.num_calls == 0 and self.channel.get_state() is not grpc.ChannelConnectivity.READY
+
+
 class PrefillChannels:
-    """One channel per prefill endpoint, kept while it works."""
+    """One channel per prefill endpoint. With each new endpoint those are closed that have become idle, so
+    that ranks which came and went leave nothing behind."""
 
     def __init__(self, tls: rpc.TlsConfig | None) -> None:
         self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, _Kept] = {}
 
-    def get(self, endpoint: str) -> grpc.aio.Channel:
-        if endpoint not in self._channels:
-            self._channels[endpoint] = rpc.open_channel(endpoint, self._tls)
-        return self._channels[endpoint]
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    @asynccontextmanager
+    async def lend(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
+        """A channel for one call."""
+        known = self._channels.get(endpoint)
+        kept = known or _Kept(rpc.open_channel(endpoint, self._tls))
+        kept.num_calls += 1
+        self._channels[endpoint] = kept
+        try:
+            if known is None:
+                await self._close_idle()
+            yield kept.channel
+        finally:
+            kept.num_calls -= 1
+
+    async def _close_idle(self) -> None:
+        idle = [endpoint for endpoint, kept in self._channels.items() if kept.idle]
+        for kept in [self._channels.pop(endpoint) for endpoint in idle]:
+            await kept.channel.close()
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        for kept in self._channels.values():
+            await kept.channel.close()
 
 
 class PrefillLeg:
@@ -36,7 +69,7 @@ class PrefillLeg:
     def __init__(
         self, channels: PrefillChannels, peer: RankAddress, timeout_s: float | None, traceparent: str
     ) -> None:
-        self._stub = prefill_pb2_grpc.PrefillStub(channels.get(peer.endpoint))
+        self._channels = channels
         self._peer = peer
         self._timeout_s = timeout_s
         self._traceparent = traceparent
@@ -49,7 +82,10 @@ class PrefillLeg:
         message = convert_request.prefill_request_to_proto(request, rendezvous)
         message.traceparent = self._traceparent
         try:
-            response = await self._stub.Prefill(message, timeout=self._timeout_s)
+            async with self._channels.lend(self._peer.endpoint) as channel:
+                response = await prefill_pb2_grpc.PrefillStub(channel).Prefill(
+                    message, timeout=self._timeout_s
+                )
         except grpc.aio.AioRpcError as error:
             raise self._renamed(rpc.error_from(error)) from error
         return convert_request.prefill_result_from_proto(response)

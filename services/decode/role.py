@@ -1,19 +1,31 @@
 """What makes a rank a decode rank."""
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry
 
 from services.decode.metrics import DecodeMetrics
 from services.decode.server import DecodeService
-from services.engine.choose import decode_engine
-from services.kv.types import RankId, Role
+from services.engine.base import DecodeEngine
+from services.engine.choose import decode_engines
+from services.index.registry import REMOTE_ONLY
+from services.kv.types import Plan, RankId, Role
 from services.rank import RankConfig, RankRole, Services
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 
-def decode_role(config: RankConfig, own_id: RankId) -> RankRole:
-    """Raises ConfigError when the engine's settings cannot work."""
-    engine = decode_engine(config.engine_settings(), own_id, config.tls())
+def decode_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
+    """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
+    engines = decode_engines(config.engine_settings(), own_ids, config.tls())
+    return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
+
+def decode_role(config: RankConfig, own_id: RankId) -> RankRole:
+    """Of a rank that has the process to itself."""
+    return decode_roles(config, [own_id])[0]
+
+
+def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         metrics = DecodeMetrics(registry, engine)
         service = DecodeService(engine, own_id, config.tls(), metrics.admitted)
@@ -24,4 +36,5 @@ def decode_role(config: RankConfig, own_id: RankId) -> RankRole:
             close=service.close,
         )
 
-    return RankRole(Role.DECODE, engine, make_services)
+    capabilities = () if Plan.LOCAL in engine.plans else (REMOTE_ONLY,)
+    return RankRole(Role.DECODE, engine, make_services, capabilities)

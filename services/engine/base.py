@@ -12,8 +12,9 @@ Closing the iterator gives every page back, whatever ended it: success, error, c
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from services.kv.types import CacheEvents, KvLayout, PageBooks, RankAddress, RankLoad, Rendezvous
+from services.kv.types import CacheEvents, KvLayout, PageBooks, Plan, RankAddress, RankLoad, Rendezvous
 from services.request import GenerationRequest, Output, PrefillResult
+from services.wire.isthmus.v1.handshake_pb2_grpc import HandshakeServicer
 
 
 class RemotePrefill(Protocol):
@@ -72,6 +73,10 @@ class Engine(Protocol):
 
 
 class DecodeEngine(Engine, Protocol):
+    @property
+    def plans(self) -> frozenset[Plan]:
+        """What `generate` can be asked for; the router chooses no other."""
+
     def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
     ) -> AsyncGenerator[Output, None]:
@@ -87,6 +92,9 @@ class DecodeEngine(Engine, Protocol):
 
 
 class PrefillEngine(Engine, Protocol):
+    def handshake(self) -> HandshakeServicer:
+        """What the service serves at its endpoint beside Prefill, once the engine has been started."""
+
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         """Compute `request.all_ids`, write the delta where the room's ticket says, choose a token.
 

@@ -1,26 +1,31 @@
 """Which engine: the one place that imports an engine's libraries, and only when it is chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from services.engine.base import DecodeEngine
+from services.engine.base import DecodeEngine, PrefillEngine
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease, PagedDecodeEngine
 from services.engine.paged.engine import CacheSettings
 from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
 from services.errors import ConfigError
-from services.kv.types import RankId
+from services.kv.types import RankId, Role
 from services.rpc import TlsConfig, open_channel
 from services.transfer.choose import open_transport
+
+if TYPE_CHECKING:
+    from services.engine.sglang.worker import SglangWorker
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What either role needs to build its engine."""
 
-    engine: str  # torch or fake
+    engine: str  # torch, fake or sglang
     model_path: str
     model_name: str
     device: str
@@ -35,12 +40,40 @@ class EngineSettings:
     lease: Lease
     fake_step_s: float = 0.0
     fake_prompt_token_s: float = 0.0
+    # Of an engine that listens itself:
+    engine_args: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         if self.index_block % self.page_size != 0:
             raise ConfigError(
                 f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
             )
+
+
+def decode_engines(
+    settings: EngineSettings, own_ids: Sequence[RankId], tls: TlsConfig | None = None
+) -> Sequence[DecodeEngine]:
+    """One engine per rank of this process. Raises ConfigError."""
+    if settings.engine != "sglang":
+        return [decode_engine(settings, own_id, tls) for own_id in own_ids]
+    from services.engine.sglang.engine import SglangDecodeEngine
+
+    worker = _sglang_worker(settings, Role.DECODE, own_ids, tls)
+    return [SglangDecodeEngine(worker, own_id) for own_id in own_ids]
+
+
+def prefill_engines(
+    settings: EngineSettings, own_ids: Sequence[RankId], tls: TlsConfig | None = None
+) -> Sequence[PrefillEngine]:
+    """One engine per rank of this process. Raises ConfigError."""
+    if settings.engine != "sglang":
+        return [prefill_engine(settings, own_id) for own_id in own_ids]
+    from services.engine.sglang.engine import SglangPrefillEngine
+
+    worker = _sglang_worker(settings, Role.PREFILL, own_ids, tls)
+    return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
 
 def decode_engine(settings: EngineSettings, own_id: RankId, tls: TlsConfig | None = None) -> DecodeEngine:
@@ -67,6 +100,40 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
     )
 
 
+def _sglang_worker(
+    settings: EngineSettings, role: Role, own_ids: Sequence[RankId], tls: TlsConfig | None
+) -> "SglangWorker":
+    """One SGLang serves all DP ranks of its worker."""
+    if find_spec("sglang") is None or find_spec("sglang.srt") is None:
+        raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
+    from services.engine.sglang.settings import SglangSettings
+    from services.engine.sglang.worker import SglangWorker
+
+    if settings.transport != "nixl":
+        raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
+    sglang_settings = SglangSettings(
+        role=role,
+        worker=own_ids[0].worker,
+        model_path=settings.model_path,
+        model_name=settings.model_name,
+        dp_size=len(own_ids),
+        device=settings.device.split(":")[0],
+        dtype=settings.dtype,
+        num_pages=settings.num_pages,
+        page_size=settings.page_size,
+        index_block=settings.index_block,
+        cache_enabled=settings.cache_enabled,
+        max_running_requests=settings.limits.max_running_requests,
+        chunk_size=settings.limits.chunk_size,
+        num_threads=settings.num_threads,
+        host=settings.host,
+        advertise_host=settings.advertise_host,
+        engine_args=settings.engine_args,
+        tls=tls,
+    )
+    return SglangWorker(sglang_settings, {own_id.rank: own_id for own_id in own_ids})
+
+
 def _cache(settings: EngineSettings) -> CacheSettings:
     return CacheSettings(settings.model_name, settings.index_block, settings.cache_enabled)
 
@@ -88,4 +155,4 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
 
         speed = FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s)
         return lambda: FakeRunner(num_pages=settings.num_pages, page_size=settings.page_size, speed=speed)
-    raise ConfigError(f"--engine must be torch or fake, got {settings.engine!r}")
+    raise ConfigError(f"--engine must be torch, fake or sglang, got {settings.engine!r}")

@@ -41,6 +41,7 @@ _AUTH_OFF = ""  # in place of a token
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # see rpc.py
     ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),

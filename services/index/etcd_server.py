@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from types import TracebackType
 from services.errors import ConfigError, Unavailable
 from services.index.etcd import Etcd
 from services.index.etcd_settings import EtcdSettings
+from services.ports import free_ports
 
 logger = logging.getLogger(__name__)
 
@@ -198,11 +198,5 @@ class EmbeddedEtcd:
 
 
 def _chosen(ports: tuple[int, int]) -> tuple[int, int]:
-    return ports[0] or _free_port(), ports[1] or _free_port()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    client, peer = free_ports("127.0.0.1", 2)
+    return ports[0] or client, ports[1] or peer

@@ -14,6 +14,8 @@ from services.wire.isthmus.v1 import index_pb2
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+# A capability of a decode rank whose engine computes no prompts: plan local does not work there.
+REMOTE_ONLY = "remote-only"
 _ATTEMPTS = 5
 
 

@@ -16,6 +16,8 @@ from services.kv.types import (
     Room,
 )
 
+_EQUAL_IN_LAYOUTS = ("page_size", "page_bytes", "model_fingerprint", "groups")
+
 
 def hit_kind(decode_prefix_len: int, prompt_len: int) -> HitKind:
     if not 0 <= decode_prefix_len <= prompt_len:
@@ -80,10 +82,15 @@ def check_ticket(
 
 def check_layouts(own: KvLayout, peer: KvLayout) -> None:
     """Raises ProtocolError, naming the field, unless KV may cross; TP degrees may differ."""
-    for name in ("page_size", "page_bytes", "model_fingerprint", "groups"):
+    for name in _EQUAL_IN_LAYOUTS:
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
             raise ProtocolError(f"the KV layouts differ in {name}: ours is {ours}, the peer's {theirs}")
+
+
+def same_kv(one: KvLayout, other: KvLayout) -> bool:
+    """Whether KV may cross; TP degrees may differ."""
+    return all(getattr(one, name) == getattr(other, name) for name in _EQUAL_IN_LAYOUTS)
 
 
 def _check_runs(ticket: KvTicket, page_size: int, pool_pages: int) -> None:

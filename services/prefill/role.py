@@ -1,28 +1,37 @@
 """What makes a rank a prefill rank."""
 
+from collections.abc import Sequence
+
 import grpc
 from prometheus_client import CollectorRegistry
 
-from services.engine.choose import prefill_engine
+from services.engine.base import PrefillEngine
+from services.engine.choose import prefill_engines
 from services.kv.types import RankId, Role
 from services.pool_metrics import PoolCollector
 from services.prefill.server import PrefillService
 from services.rank import RankConfig, RankRole, Services
-from services.transfer.handshake_server import HandshakeService
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 
-def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
-    """Raises ConfigError when the engine's settings cannot work."""
-    engine = prefill_engine(config.engine_settings(), own_id)
+def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
+    """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
+    return [_role(engine) for engine in prefill_engines(config.engine_settings(), own_ids, config.tls())]
 
+
+def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
+    """Of a rank that has the process to itself."""
+    return prefill_roles(config, [own_id])[0]
+
+
+def _role(engine: PrefillEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         registry.register(PoolCollector(engine.load))
         service = PrefillService(engine)
 
         def register(server: grpc.aio.Server) -> None:
             prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-            handshake_pb2_grpc.add_HandshakeServicer_to_server(HandshakeService(engine.sender), server)
+            handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
 
         names = [
             prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
@@ -34,4 +43,4 @@ def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
 
 
 async def _nothing_to_close() -> None:
-    """The sender belongs to the engine."""
+    """What serves the Handshake belongs to the engine."""

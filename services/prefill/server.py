@@ -1,12 +1,16 @@
 """The Prefill service of one rank. Its engine's sender serves the Handshake beside it."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 import grpc
 
 from services import rpc, telemetry
 from services.engine.base import PrefillEngine
 from services.errors import AlreadyRunning, Unavailable
+from services.kv.types import Room
+from services.request import PrefillResult
 from services.wire import convert_request
 from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -14,7 +18,7 @@ from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, engine: PrefillEngine) -> None:
         self._engine = engine
-        self._rooms: set[int] = set()
+        self._rooms: set[Room] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -25,19 +29,29 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if self.draining:
             raise Unavailable("this prefill rank is draining")
         generation, rendezvous = convert_request.prefill_request_from_proto(request)
-        if rendezvous.room in self._rooms:
-            raise AlreadyRunning(f"room {rendezvous.room:016x} is in use")
-        with telemetry.request_context(generation.request_id):
-            self._rooms.add(rendezvous.room)
-            self._idle.clear()
-            try:
-                async with asyncio.timeout(rpc.remaining_s(context)):
-                    result = await self._engine.prefill(generation, rendezvous)
-            finally:
-                self._rooms.remove(rendezvous.room)
-                if not self._rooms:
-                    self._idle.set()
+        with (
+            telemetry.request_context(generation.request_id),
+            telemetry.span("prefill.prefill", request.traceparent) as span,
+            self._in_room(rendezvous.room),
+        ):
+            span.set_attribute("request_id", generation.request_id)
+            async with asyncio.timeout(rpc.remaining_s(context)):
+                result = await self._engine.prefill(generation, rendezvous)
+            span.set_attributes(_attributes(result))
         return convert_request.prefill_result_to_proto(result)
+
+    @contextlib.contextmanager
+    def _in_room(self, room: Room) -> Iterator[None]:
+        if room in self._rooms:
+            raise AlreadyRunning(f"room {room:016x} is in use")
+        self._rooms.add(room)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._rooms.remove(room)
+            if not self._rooms:
+                self._idle.set()
 
     async def DrainPrefill(
         self, request: prefill_pb2.DrainPrefillRequest, context: grpc.aio.ServicerContext
@@ -49,3 +63,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Refuse newcomers from now on; returns when nothing is running."""
         self.draining = True
         await self._idle.wait()
+
+
+def _attributes(result: PrefillResult) -> dict[str, int]:
+    names = ("prefill_prefix_len", "computed_tokens", "kv_bytes_moved")
+    return {name: getattr(result, name) for name in names}

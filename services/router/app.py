@@ -5,6 +5,7 @@ import contextlib
 import logging
 import random
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
@@ -167,6 +168,8 @@ async def _serve_http(config: RouterConfig, service: GenerationService) -> Async
         timeout_graceful_shutdown=int(config.grace_s),
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,
+        ssl_ca_certs=config.tls_ca if config.tls_mutual else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_mutual else ssl.CERT_NONE,
     )
     server = _HttpServer(settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -13,7 +13,9 @@ from services import rpc
 from services.errors import Unavailable
 from services.index.mirror import Mirror, RankView
 from services.index.pins import PinWriter
-from services.kv.block_hash import scope_seed, sequence_hashes
+from services.index.registry import REMOTE_ONLY
+from services.kv.block_hash import extend_hash, scope_seed, sequence_hashes
+from services.kv.ticket import same_kv
 from services.kv.types import BlockHash, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.request import Admitted
 from services.router.balance import Balance
@@ -125,17 +127,21 @@ class Cluster:
         settings = self._settings
         hashes = sequence_hashes(ids, settings.index_block, scope_seed(settings.model_name, tenant))
         hits = self._mirror.index.match_all(hashes)
-        decodes = [self._decode_candidate(v, hashes, hits, excluded) for v in self.ranks(Role.DECODE)]
         layout = self._common_layout()
+        decodes = [
+            self._decode_candidate(view, hashes, hits, self._exclusion(view, len(ids), excluded))
+            for view in self.ranks(Role.DECODE)
+        ]
         prefills = [
-            self._prefill_candidate(v, hashes, hits, excluded, layout) for v in self.ranks(Role.PREFILL)
+            self._prefill_candidate(view, hashes, hits, self._exclusion(view, len(ids), excluded), layout)
+            for view in self.ranks(Role.PREFILL)
         ]
         request = PlacementRequest(
             prompt_tokens=len(ids),
             kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
             chunk_tokens=settings.chunk_tokens,
             pinned=self._pinned(conversation_id),
-            plans=settings.plans,
+            plans=self._plans(),
         )
         decision = place(request, decodes, prefills, self._balance.bandwidth, settings.weights, self._tie())
         chosen = decision.chosen
@@ -176,21 +182,36 @@ class Cluster:
 
     def finished(self, placed: Placed, all_ids: tuple[int, ...], tenant: str) -> None:
         """A request ended well: its decode rank will soon say that it holds prompt and answer."""
-        settings = self._settings
+        block, seed = self._settings.index_block, scope_seed(self._settings.model_name, tenant)
+        hashes = list(placed.hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
         # The newest token's KV was never computed.
-        hashes = sequence_hashes(all_ids[:-1], settings.index_block, scope_seed(settings.model_name, tenant))
+        for end in range((len(hashes) + 1) * block, len(all_ids), block):
+            parent = hashes[-1] if hashes else None
+            hashes.append(extend_hash(parent, all_ids[end - block : end], seed))
         self._balance.predict(placed.decision.chosen.decode.id.key, hashes)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""
         self._balance.ended(request_id)
 
-    def failed(self, rank: RankKey) -> None:
-        """A request failed because of this rank."""
-        self._balance.failed(rank)
+    def failed(self, life: RankId) -> None:
+        """A request failed because of this rank. What an earlier life did says nothing of the next one."""
+        rank = life.key
         view = self._mirror.ranks.get(rank)
-        if view is not None and not view.registered:
+        if view is None or view.registration.id != life:
+            return
+        self._balance.failed(rank)
+        if not view.registered:
             self._mirror.mark_dead(rank)  # its lease has lapsed and it does not work: forget it
+
+    def _plans(self) -> frozenset[Plan]:
+        """Those that may be chosen and that every decode rank's engine knows. Raises Unavailable."""
+        plans = self._settings.plans
+        if any(REMOTE_ONLY in view.registration.capabilities for view in self.ranks(Role.DECODE)):
+            plans -= {Plan.LOCAL}
+        if not plans:
+            raise Unavailable("only plan local may be chosen, and the decode ranks compute no prompts")
+        return plans
 
     # -- internals --------------------------------------------------------------------------------
 
@@ -203,7 +224,7 @@ class Cluster:
         view: RankView,
         hashes: list[BlockHash],
         hits: dict[RankKey, int],
-        excluded: frozenset[RankKey],
+        exclusion: str,
     ) -> DecodeCandidate:
         rank = view.registration.address.id
         load = self._balance.load(rank.key)
@@ -217,7 +238,7 @@ class Cluster:
             step_s=load.step_s,
             free_tokens=load.books.free * page_size,
             evictable_tokens=load.books.cached * page_size,
-            excluded=self._exclusion(view, load, excluded),
+            excluded=exclusion,
         )
 
     def _prefill_candidate(
@@ -225,28 +246,29 @@ class Cluster:
         view: RankView,
         hashes: list[BlockHash],
         hits: dict[RankKey, int],
-        excluded: frozenset[RankKey],
+        exclusion: str,
         layout: KvLayout | None,
     ) -> PrefillCandidate:
         rank = view.registration.address.id
-        reason = self._exclusion(view, RankLoad(), excluded)
-        if not reason and layout is not None and view.registration.layout != layout:
-            reason = "its KV layout differs from the decode ranks'"
+        if not exclusion and layout is not None and not same_kv(view.registration.layout, layout):
+            exclusion = "its KV layout differs from the decode ranks'"
         return PrefillCandidate(
             id=rank,
             hit_tokens=self._hit_tokens(rank.key, hashes, hits),
             pending_tokens=self._balance.pending_tokens(rank.key),
             prefill_tokens_per_s=self._balance.rate(rank.key),
-            excluded=reason,
+            excluded=exclusion,
         )
 
-    def _exclusion(self, view: RankView, load: RankLoad, excluded: frozenset[RankKey]) -> str:
+    def _exclusion(self, view: RankView, prompt_tokens: int, excluded: frozenset[RankKey]) -> str:
         """Why a rank cannot be chosen; empty when it can."""
         rank = view.registration.address.id.key
         if rank in excluded:
             return "it failed this request"
-        if load.draining:
-            return "draining"
+        # A decode rank needs room for one more token.
+        room = view.registration.max_context_tokens - (view.registration.role is Role.DECODE)
+        if prompt_tokens > room:
+            return "the prompt is longer than its context"
         client = self._clients.get(rank)
         if client is None and view.registration.role is Role.DECODE:
             return "not connected"
@@ -287,7 +309,7 @@ class Cluster:
         for rank, address in wanted.items():
             if rank not in self._clients:
                 self._clients[rank] = DecodeClient(
-                    address, self._tls, partial(self._report, rank), partial(self.failed, rank)
+                    address, self._tls, partial(self._report, rank), partial(self.failed, address.id)
                 )
 
     def _report(self, rank: RankKey, load: RankLoad) -> None:

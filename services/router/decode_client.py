@@ -8,8 +8,10 @@ surely as a dead one.
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 
@@ -89,7 +91,10 @@ class DecodeClient:
         """
         if not self.connected.is_set():
             raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
-        request_id = command.request.request_id
+        # Not the client's id alone: a request of that name, of this router or another, may not have ended
+        # there yet, and what is still said of it must not be taken for this one's.
+        request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
+        command = replace(command, request=replace(command.request, request_id=request_id))
         stream = self._streams[request_id] = OutputStream(self, request_id)
         start = convert_request.start_to_proto(command, self.address.id.generation)
         self._commands.put_nowait(decode_pb2.Command(start=start))
@@ -103,6 +108,7 @@ class DecodeClient:
         self._streams.pop(request_id, None)
 
     async def close(self) -> None:
+        self.connected.clear()
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
@@ -118,6 +124,8 @@ class DecodeClient:
                 reason = f"it was silent for {SILENCE_S:g} s"
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
+            except IsthmusError as error:
+                reason = str(error)  # it says what we cannot read
             if self.connected.is_set():
                 log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
                 self.connected.clear()

@@ -15,11 +15,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span
 
 from services import telemetry
 from services.errors import (
-    Aborted,
     AlreadyRunning,
     DeadlineExceeded,
     InvalidRequest,
@@ -30,17 +30,19 @@ from services.errors import (
     StaleGeneration,
     Unavailable,
 )
-from services.kv.types import Plan, RankKey
-from services.request import Admitted, FinishReason, GenerationRequest, Output, SamplingParams, StartCommand
+from services.request import Admitted, FinishReason, GenerationRequest, Output, StartCommand
 from services.router.chat import ConversationMemory, drift_tokens
 from services.router.cluster import Cluster, Placed
 from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.detokenizer import Detokenizer
+from services.router.finish import finish_of
 from services.router.metrics import RouterMetrics
+from services.router.progress import Checked, Progress
 from services.router.prompt import PromptEncoder
 from services.router.stop_strings import StopStrings
 from services.router.tokenizer import Tokenizer
-from services.wire import convert, convert_request
+from services.router.trace_attributes import attributes_of
+from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
@@ -49,40 +51,6 @@ _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 # After these another rank may do; the class says which rank to leave out.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
-
-
-@dataclass(slots=True)
-class Progress:
-    """What has become of one request so far."""
-
-    request_id: str
-    began_s: float
-    tokenize_s: float = 0.0
-    route_s: float = 0.0
-    first_token_s: float | None = None
-    output_ids: list[int] = field(default_factory=list)
-    admitted: Admitted | None = None  # of the first placement: what the usage speaks of
-    placed: Placed | None = None
-    excluded: set[RankKey] = field(default_factory=set)
-    attempts: int = 0
-    stream: OutputStream | None = None
-    aborted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A client's request after the door."""
-
-    request_id: str
-    sampling: SamplingParams
-    conversation_id: str
-    tenant: str
-    priority: int
-
-    @property
-    def memory_key(self) -> str:
-        """Tenants may choose the same conversation ids."""
-        return f"{self.tenant}\0{self.conversation_id}"
 
 
 class Generator:
@@ -129,30 +97,29 @@ class Generator:
         return len(prompt.ids), placed
 
     async def generate(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None
+        self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None, traceparent: str = ""
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Responses as they come; the last one has `finish`.
+        """Responses as they come; the last one has `finish`, and when it comes nothing is held any more.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
             Unavailable, NoCapacity: no rank can take it.
             DeadlineExceeded: `timeout_s` has passed.
         """
-        checked = self._check(request)
         deadline = None if timeout_s is None else self._clock() + timeout_s
-        with self._track(checked) as progress:
-            prompt = await self._encoder().encode(request)
-            progress.tokenize_s = self._clock() - progress.began_s
-            run = _Run(self, checked, prompt.ids, progress, deadline)
-            first = True
-            while True:
+        with telemetry.span("router.generate", traceparent) as span:
+            checked = self._check(request)
+            with self._track(checked, span) as progress:
+                prompt = await self._encoder().encode(request)
+                progress.tokenize_s = self._clock() - progress.began_s
+                run = _Run(self, checked, prompt.ids, progress, deadline)
                 response = await run.next_response()
-                if first:
-                    response.prompt_token_ids.extend(prompt.ids)
-                    first = False
-                yield response
-                if response.HasField("finish"):
-                    return
+                response.prompt_token_ids.extend(prompt.ids)
+                while not response.HasField("finish"):
+                    yield response
+                    response = await run.next_response()
+        # A client that leaves with its last word in hand has not cancelled anything.
+        yield response
 
     # -- the door ---------------------------------------------------------------------------------
 
@@ -179,10 +146,11 @@ class Generator:
         return PromptEncoder(self._tokenizer, self._cluster.max_context_tokens(), self._tokenizer.vocab_size)
 
     @contextmanager
-    def _track(self, checked: Checked) -> Iterator[Progress]:
+    def _track(self, checked: Checked, span: Span) -> Iterator[Progress]:
         if checked.request_id in self._running:
             raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
-        progress = self._running[checked.request_id] = Progress(checked.request_id, self._clock())
+        progress = Progress(checked.request_id, self._clock(), span)
+        self._running[checked.request_id] = progress
         outcome = "cancelled"
         try:
             yield progress
@@ -200,6 +168,7 @@ class Generator:
     def _tell_story(self, progress: Progress, outcome: str) -> None:
         admitted, placed = progress.admitted, progress.placed
         self._metrics.observe(progress, outcome, self._clock() - progress.began_s)
+        progress.span.set_attributes(attributes_of(progress))
         telemetry.event(
             log,
             "request_finished",
@@ -259,6 +228,8 @@ class _Run:
         while True:
             try:
                 if self._progress.stream is None:
+                    if self._progress.aborted:  # while it was with no rank
+                        return Output(finished=FinishReason.ABORTED)
                     self._place()
                 assert self._progress.stream is not None
                 return await self._read(self._progress.stream)
@@ -275,8 +246,6 @@ class _Run:
     def _place(self) -> None:
         """Choose ranks and send the request there. Raises Unavailable or NoCapacity when there are none."""
         progress, checked = self._progress, self._checked
-        if progress.aborted:
-            raise Aborted("the request was aborted before it was placed")
         began = self._clock()
         ids = self._prompt + tuple(progress.output_ids)
         progress.attempts += 1
@@ -300,27 +269,29 @@ class _Run:
             plan=placed.plan,
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
-        return StartCommand(request, placed.prefill, self._remaining_s(), telemetry.traceparent())
+        traceparent = telemetry.traceparent(self._progress.span)
+        return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
 
     def _leave(self, error: IsthmusError) -> None:
         """Give up the ranks that failed; raise when nothing is left to try."""
         progress = self._progress
         placed, stream = progress.placed, progress.stream
         progress.stream = progress.placed = None
-        if placed is None or progress.attempts >= self._generator._max_attempts:
-            raise error
         if stream is not None:
             stream.close()
         self._cluster.ended(self._checked.request_id)
+        if placed is None or isinstance(error, NoCapacity):
+            raise error
         chosen = placed.decision.chosen
         if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
-            failed = chosen.decode.id.key
-        elif isinstance(error, NoCapacity):
-            raise error
+            failed = chosen.decode.id
         else:
-            failed = chosen.prefill.id.key
-        progress.excluded.add(failed)
+            failed = chosen.prefill.id
+        progress.excluded.add(failed.key)
         self._cluster.failed(failed)
+        progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
+        if progress.attempts >= self._generator._max_attempts:
+            raise error
         self._generator._metrics.retries.inc()
         telemetry.event(
             log,
@@ -382,53 +353,10 @@ class _Run:
         return text, matched if matched is not None else terminator
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
-        progress, placed = self._progress, self._progress.placed
-        assert placed is not None
-        finish = response.finish
-        finish.reason = convert_request.finish_reason_to_proto(reason)
-        finish.matched_stop = matched
-        self._fill_usage(finish.usage)
-        self._fill_placement(finish.placement, placed)
-        self._fill_stages(finish.stages)
+        progress = self._progress
+        response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt), self._drift))
         all_ids = self._prompt + tuple(progress.output_ids)
         if self._checked.conversation_id:
             self._generator._memory.remember(self._checked.memory_key, all_ids)
-        self._cluster.finished(placed, all_ids, self._checked.tenant)
-
-    def _fill_usage(self, usage: generation_pb2.Usage) -> None:
-        usage.completion_tokens = len(self._progress.output_ids)
-        usage.prompt_tokens = len(self._prompt)
-        if self._drift is not None:
-            usage.drift_tokens = self._drift
-        admitted = self._progress.admitted
-        if admitted is None:
-            return
-        remote = admitted.plan is Plan.REMOTE
-        usage.prompt_tokens = admitted.prompt_tokens
-        usage.reused_tokens = admitted.prefill_prefix_len if remote else admitted.decode_prefix_len
-        usage.computed_tokens = admitted.computed_tokens
-        usage.decode_prefix_len = admitted.decode_prefix_len
-        usage.prefill_prefix_len = admitted.prefill_prefix_len
-        usage.delta_tokens = admitted.prompt_tokens - admitted.decode_prefix_len if remote else 0
-        usage.kv_bytes_moved = admitted.kv_bytes_moved
-        usage.kv_bytes_saved = admitted.kv_bytes_prompt - admitted.kv_bytes_moved
-
-    def _fill_placement(self, placement: generation_pb2.Placement, placed: Placed) -> None:
-        chosen = placed.decision.chosen
-        placement.decode.CopyFrom(convert.rank_id_to_proto(chosen.decode.id))
-        if chosen.prefill is not None:
-            placement.prefill.CopyFrom(convert.rank_id_to_proto(chosen.prefill.id))
-        placement.plan = convert.plan_to_proto(placed.plan)
-        placement.predicted_prefix_len = chosen.decode.hit_tokens
-        placement.reason = placed.decision.reason
-
-    def _fill_stages(self, stages: generation_pb2.StageTimes) -> None:
-        progress, admitted = self._progress, self._progress.admitted
-        stages.tokenize_s = progress.tokenize_s
-        stages.route_s = progress.route_s
-        stages.first_token_s = progress.first_token_s or 0.0
-        if admitted is not None:
-            stages.decode_queue_s = admitted.decode_queue_s
-            stages.prefill_queue_s = admitted.prefill_queue_s
-            stages.prefill_compute_s = admitted.prefill_compute_s
-            stages.transfer_s = admitted.transfer_s
+        if progress.placed is not None:  # it was not aborted before
+            self._cluster.finished(progress.placed, all_ids, self._checked.tenant)

@@ -1,13 +1,9 @@
 """What a router shows Prometheus."""
 
-from typing import TYPE_CHECKING
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.kv.types import Plan
-
-if TYPE_CHECKING:
-    from services.router.generation import Progress
+from services.router.progress import Progress
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -45,7 +41,7 @@ class RouterMetrics:
             "isthmus_index_staleness_seconds", "How far the index is behind the ranks.", registry=registry
         )
 
-    def observe(self, progress: "Progress", outcome: str, took_s: float) -> None:
+    def observe(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""
         self._requests.labels(outcome).inc()
         self._duration.observe(took_s)

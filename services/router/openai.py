@@ -78,8 +78,10 @@ _FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prom
 class GenerationBackend(Protocol):
     """What this API needs of the router; the gRPC API serves the same three."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
+    def generate(self, request: GenerateRequest, traceparent: str) -> AsyncGenerator[GenerateResponse, None]:
         """Responses as in generation.proto; the last one carries `finish`. Closing it aborts the request.
+
+        `traceparent` is the client's, or "".
 
         Raises:
             IsthmusError: any of services/errors.py, at the first response or at a later one.
@@ -153,7 +155,7 @@ class _OpenAiApi:
             model=call.request.model or await self._only_model(),
             created=int(self._clock()),
         )
-        responses = self._generation.generate(call.request)
+        responses = self._generation.generate(call.request, call.traceparent)
         if call.stream:
             return _EventStream(answer.events(responses))
         return JSONResponse(await _until_disconnect(request.receive, answer.whole(responses)))

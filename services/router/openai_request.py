@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services import telemetry
 from services.errors import InvalidRequest
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
@@ -61,6 +62,7 @@ class GenerationCall:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    traceparent: str  # "": the client sent none
 
     @property
     def wants_logprobs(self) -> bool:
@@ -259,6 +261,7 @@ def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest
         stream,
         _read_include_usage(body.get("stream_options"), stream),
         body.flag("return_token_ids"),
+        headers.get(telemetry.TRACEPARENT, ""),
     )
 
 

@@ -139,8 +139,8 @@ def place(
 ) -> Decision:
     """Where the request goes. `tie` in [0, 1) splits equal candidates; all else is decided by price.
 
-    The home is the pinned rank if it can be chosen, else the one rank with the longest hit. It wins while
-    its price is within the slack of the best one.
+    The home is the pinned rank if it can be chosen, else the one rank with the longest hit, if that is
+    half of the prompt or more. It wins while its price is within the slack of the best one.
 
     Raises:
         NoCapacity: every rank that could serve is full.
@@ -359,7 +359,8 @@ def _home(
                 return decode, "pinned"
     longest = max(decode.hit_tokens for decode in decodes)
     holders = [decode for decode in decodes if decode.hit_tokens == longest]
-    if longest > 0 and len(holders) == 1:
+    # Less than half is a system prompt that many share: that alone makes nobody's home.
+    if 2 * longest >= request.prompt_tokens and len(holders) == 1:
         return holders[0], "longest_prefix"
     return None, ""
 

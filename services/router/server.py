@@ -28,12 +28,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        parent = telemetry.context_from(telemetry.traceparent_in(context.invocation_metadata()))
-        with telemetry.tracer().start_as_current_span("router.generate", context=parent):
-            responses = self._generator.generate(request, rpc.remaining_s(context))
-            async with aclosing(responses):
-                async for response in responses:
-                    yield response
+        traceparent = telemetry.traceparent_in(context.invocation_metadata())
+        responses = self._generator.generate(request, rpc.remaining_s(context), traceparent)
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -56,9 +55,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     # -- services.router.openai.GenerationBackend -------------------------------------------------
 
     def generate(
-        self, request: generation_pb2.GenerateRequest
+        self, request: generation_pb2.GenerateRequest, traceparent: str
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return self._generator.generate(request)
+        return self._generator.generate(request, traceparent=traceparent)
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

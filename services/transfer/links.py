@@ -56,7 +56,7 @@ class PrefillLinks:
         self._open_channel = open_channel
         self._links: dict[RankAddress, PrefillLink] = {}
         self._retired: set[PrefillLink] = set()
-        self._connecting: dict[str, asyncio.Lock] = {}  # by endpoint
+        self._connecting: dict[RankAddress, asyncio.Task[PrefillLink]] = {}
         self._orphans: dict[RankAddress, set[RoomWatch]] = {}  # lost, and their writers' end awaited
         self._seekers: dict[RankAddress, asyncio.Task[None]] = {}
         self._closed = False
@@ -72,30 +72,44 @@ class PrefillLinks:
     async def link(self, address: RankAddress) -> "PrefillLink":
         """The stream to this life of a rank, made now if there is none.
 
+        Who asks while it is being made shares the attempt, and its failure: those behind many others
+        do not wait for a silent rank longer than the first.
+
         Raises:
             StaleGeneration: another life, or another rank, answers at the endpoint.
             PeerFailed: nobody answers, or the two ranks do not fit.
         """
-        async with self._connecting.setdefault(address.endpoint, asyncio.Lock()):
-            if self._closed:
-                raise Unavailable("the links are closed")
-            self._links = {life: link for life, link in self._links.items() if link.alive}
-            link = self._links.get(address)
-            if link is not None and link.usable:
-                return link
-            if link is not None:
-                self._retire(link)
-            self._links[address] = link = await self._connect(address)
+        if self._closed:
+            raise Unavailable("the links are closed")
+        self._links = {life: link for life, link in self._links.items() if link.alive}
+        link = self._links.get(address)
+        if link is not None and link.usable:
             return link
+        if address not in self._connecting:
+            attempt = asyncio.create_task(self._renew_link(address), name=f"connect-{address.id}")
+            self._connecting[address] = attempt
+            attempt.add_done_callback(lambda ended: self._connected(address, ended))
+        return await asyncio.shield(self._connecting[address])
 
     async def close(self) -> None:
         """End every stream; watches that wait are lost."""
         self._closed = True
-        seekers = list(self._seekers.values())
-        for seeker in seekers:
-            seeker.cancel()
-        await asyncio.gather(*seekers, return_exceptions=True)
+        tasks = [*self._seekers.values(), *self._connecting.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in [*self._links.values(), *self._retired]))
+
+    async def _renew_link(self, address: RankAddress) -> "PrefillLink":
+        if (old := self._links.get(address)) is not None:
+            self._retire(old)
+        self._links[address] = link = await self._connect(address)
+        return link
+
+    def _connected(self, address: RankAddress, attempt: "asyncio.Task[PrefillLink]") -> None:
+        del self._connecting[address]
+        if not attempt.cancelled():
+            attempt.exception()  # those who asked may all have left
 
     def _retire(self, link: "PrefillLink") -> None:
         """Let an old stream go on for the watches that it still has."""
@@ -150,10 +164,12 @@ class PrefillLinks:
                     link = await self.link(writer)
                 except IsthmusError as error:
                     log.debug("kv_writer_not_found writer=%s reason=%r", writer.id, str(error))
-                    await asyncio.sleep(retry_s)
-                    retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 else:
-                    link.adopt(self._orphans.pop(writer))
+                    if link.alive:  # it may have ended since
+                        link.adopt(self._orphans.pop(writer, set()))
+                        continue
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
         finally:  # without a pause since the last look, so that no watch is overlooked
             self._orphans.pop(writer, None)
             del self._seekers[writer]

@@ -43,13 +43,16 @@ class KvSender:
         *,
         clock: Callable[[], float] = time.monotonic,
         max_post_bytes: int = 64 * 2**20,
+        on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
+        """`on_crash` is called from the thread when a bug of ours ends it: nothing can be sent any more."""
         self._open_transport = open_transport
         self._memory = memory
         self._layout = layout
         self._own_id = own_id
         self.clock = clock
         self._max_post_bytes = max_post_bytes
+        self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._accepting = threading.Lock()  # held while a command is put, or the last one taken
         self._stopped = True
@@ -176,8 +179,9 @@ class KvSender:
             self._started.set()
         try:
             self._serve(self._rooms)
-        except Exception:
+        except Exception as error:
             log.exception("kv_sender_died rank=%s", self._own_id)
+            self._on_crash(error)
         finally:
             self._end(self._rooms, transport)
 

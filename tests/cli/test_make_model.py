@@ -2,11 +2,11 @@ import argparse
 
 import pytest
 import torch
-from checkpoints import tiny_checkpoint
-from reference import random_prompt, reference_generations
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from checkpoints import tiny_checkpoint
+from reference import random_prompt, reference_generations
 from services.cli.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, add_arguments, make_model, run
 from services.errors import ConfigError
 

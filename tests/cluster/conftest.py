@@ -1,4 +1,5 @@
 import pytest
+
 from checkpoints import tiny_checkpoint
 
 

@@ -1,12 +1,14 @@
 """A whole cluster in this process: real etcd, gRPC, handshakes and pages; the fake engine computes."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import MappingProxyType
 
 import grpc
-from pair import settled
 
+from pair import settled
 from services import rpc
 from services.decode.role import decode_role
 from services.prefill.role import prefill_role
@@ -36,9 +38,19 @@ class FakeCluster:
     """`async with FakeCluster(etcd, model_dir, name) as cluster`. Ranks are `cluster.ranks["decode-0/1"]`."""
 
     def __init__(
-        self, etcd, model_dir, name, *, routers=1, prefill=(1,), decode=(2,), plans=("remote",), **rank
+        self,
+        etcd,
+        model_dir,
+        name,
+        *,
+        routers=1,
+        prefill=(1,),
+        decode=(2,),
+        plans=("remote",),
+        tls: Mapping = MappingProxyType({}),  # the tls_... settings of every service, and of our client
+        **rank,
     ):
-        self.base = replace(FAKE_RANK, etcd=(etcd,), cluster=name, **rank)
+        self.base = replace(FAKE_RANK, etcd=(etcd,), cluster=name, **tls, **rank)
         self.router_config = RouterConfig(
             model=str(model_dir),
             model_name="fake",
@@ -47,6 +59,7 @@ class FakeCluster:
             index_block=self.base.index_block,
             plans=plans,
             grace_s=1.0,
+            **tls,
         )
         self.shape = {"prefill": prefill, "decode": decode}
         self.num_routers = routers
@@ -94,7 +107,8 @@ class FakeCluster:
 
     async def _start_router(self, name):
         router = await self._stack.enter_async_context(open_router(self.router_config, name))
-        channel = await self._stack.enter_async_context(rpc.open_channel(f"127.0.0.1:{router.server.port}"))
+        endpoint = f"127.0.0.1:{router.server.port}"
+        channel = await self._stack.enter_async_context(rpc.open_channel(endpoint, self.base.tls()))
         self.routers.append(router)
         self.stubs.append(generation_pb2_grpc.GenerationStub(channel))
 

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass
 
 import pytest
+
 from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
 from reference import count_near_ties, random_prompt, reference_generation

@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import grpc
 import pytest
-from cluster.harness import BLOCK, FakeCluster, ids_request
 
+from cluster.harness import BLOCK, FakeCluster, ids_request
 from services.engine.fake import continuation
+from services.router.prompt import PromptEncoder
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 PAGE_BYTES = BLOCK * 8
@@ -132,8 +134,9 @@ async def test_a_decode_rank_that_dies_hands_its_streams_over(etcd_endpoint, mod
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.3])
 async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, cluster_name, after_s):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
-        calls = [cluster.stubs[0].Generate(ids_request(prompt_of(i, 120), 50)) for i in range(4)]
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.05) as cluster:
+        # Left alone they would go on for 20 s: longer than anybody waits below.
+        calls = [cluster.stubs[0].Generate(ids_request(prompt_of(i, 120), 400)) for i in range(4)]
         reads = [asyncio.create_task(call.read()) for call in calls]
         await asyncio.wait(reads, timeout=after_s)
         for call in calls:
@@ -211,3 +214,87 @@ async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cl
         tokens, _ = await cluster.generate(prompt_of(2))
         assert tokens == continuation(prompt_of(2), 8)
         await cluster.assert_nothing_held()
+
+
+async def test_a_request_id_may_be_used_again_at_once(etcd_endpoint, model_dir, cluster_name):
+    """The rank may still be ending the first use: what it says of that is not the second one's."""
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, routers=2, decode=(1,)) as cluster:
+        for number in range(20):
+            call = cluster.stubs[0].Generate(ids_request(prompt_of(number), 100, request_id="same"))
+            await call.read()
+            call.cancel()
+            while cluster.routers[0].generator.num_running:
+                await asyncio.sleep(0)
+            again = prompt_of(number + 50)
+            tokens, finish = await cluster.generate(again, request_id="same")
+            assert tokens == continuation(again, 8)
+            assert finish.reason == common_pb2.FINISH_REASON_LENGTH
+        # Routers do not know each other's ids, and need not.
+        both = [cluster.generate(prompt_of(i), router=i, request_id="same") for i in range(2)]
+        assert [tokens for tokens, _ in await asyncio.gather(*both)] == [
+            continuation(prompt_of(i), 8) for i in range(2)
+        ]
+        await cluster.assert_nothing_held()
+
+
+@pytest.mark.parametrize("plans", [("remote",), ("remote", "local"), ("local",)])
+async def test_a_prompt_goes_where_it_fits(etcd_endpoint, model_dir, cluster_name, plans):
+    """Ranks may have pools of different sizes; a rank is not to blame for what it cannot hold."""
+    async with FakeCluster(
+        etcd_endpoint, model_dir, cluster_name, prefill=(1,), decode=(1,), plans=plans, kv_pages=20
+    ) as cluster:
+        cluster.base = replace(cluster.base, kv_pages=100)
+        cluster.shape = {"prefill": (1, 1), "decode": (1, 1)}
+        await cluster.start_rank("decode", "decode-1", 0)
+        await cluster.start_rank("prefill", "prefill-1", 0)
+        await cluster.until_placeable()
+        for number in range(4):
+            prompt = prompt_of(number, 20 * BLOCK + number)
+            tokens, finish = await cluster.generate(prompt)
+            assert tokens == continuation(prompt, 8)
+            assert finish.placement.decode.worker == "decode-1"
+        await cluster.until_placeable()  # nobody was left out for it
+        await cluster.assert_nothing_held()
+
+
+async def test_an_abort_before_the_first_rank_ends_the_stream_with_its_reason(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch
+):
+    encoding, go_on = asyncio.Event(), asyncio.Event()
+    encode = PromptEncoder.encode
+
+    async def slow(self, request):
+        encoding.set()
+        await go_on.wait()
+        return await encode(self, request)
+
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        monkeypatch.setattr(PromptEncoder, "encode", slow)
+        running = asyncio.create_task(cluster.generate(prompt_of(1), request_id="mine"))
+        await encoding.wait()
+        assert (await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))).found
+        go_on.set()
+        tokens, finish = await running
+        assert (tokens, finish.reason) == ([], common_pb2.FINISH_REASON_ABORTED)
+
+
+async def test_a_request_that_fails_for_good_leaves_nothing_behind(etcd_endpoint, model_dir, cluster_name):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
+    cluster.router_config = replace(cluster.router_config, max_attempts=1)
+    async with cluster:
+        await cluster.stop_rank("prefill-0/0")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await cluster.generate(prompt_of(1))
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        (client,) = cluster.routers[0].cluster._clients.values()
+        assert not client._streams
+        await cluster.assert_nothing_held()
+
+
+async def test_a_new_life_does_not_pay_for_the_old_one(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        old = (await cluster.stop_rank("decode-0/0")).address.id
+        await cluster.start_rank("decode", "decode-0", 0)
+        await cluster.until_placeable()
+        cluster.routers[0].cluster.failed(old)  # of a request that hears of the loss only now
+        await cluster.generate(prompt_of(1))

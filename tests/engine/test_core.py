@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.fake import FakeRunner, continuation
+from services.engine.fake import FakeRunner, _mix, continuation
 from services.engine.paged.core import EngineCore, Limits, Offered, Reserved, Token
 from services.engine.paged.runner import Sampled
 from services.engine.paged.sequence import Phase, Sequence
@@ -47,6 +47,9 @@ class Rank:
 
     def step(self) -> None:
         self.core.step()
+        self.take()
+
+    def take(self) -> None:
         for seq, event in self.core.take_outputs():
             match event:
                 case Reserved():
@@ -202,3 +205,144 @@ def test_any_interleaving_is_exact_and_balances(data):
         assert rank.tokens[seq] == continuation(seq.request.prompt_ids, seq.request.sampling.max_tokens)
     books = rank.core.check()
     assert books.locked == books.private == 0
+
+
+def test_a_step_says_when_only_the_outside_can_help():
+    """Or the engine thread would spin as long as a prefill, a writer or a room takes."""
+    rank = Rank(num_pages=4, page_size=4)
+    receiving = rank.submit(range(11), 2, receives=True)
+    assert rank.core.step()
+    waiting = rank.submit(range(100, 110), 2)
+    assert not rank.core.step()
+    rank.core.cancel(receiving)
+    assert rank.core.step()
+    rank.run([waiting])
+    assert not rank.core.step()
+
+
+def test_those_of_lower_priority_give_way_first():
+    rank = Rank(num_pages=12, page_size=4)
+    low = [rank.submit([i, i + 1, i + 2], 20) for i in range(2)]
+    high = rank.submit([9, 9, 9], 20, priority=1)
+    rank.run([*low, high])
+    assert rank.core.retractions > 0
+    assert next(iter(rank.finished)) is high
+
+
+class Prefill:
+    """Writes exact KV into a pool, as a prefill rank would."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self._page_size = runner.layout.page_size
+
+    def run(self, ids, pages, start) -> int:
+        """Fill `pages` with the KV of ids[start:]; returns the token that follows."""
+        for position in range(start, len(ids)):
+            page = pages[(position - start) // self._page_size]
+            self._runner._slots[page, position % self._page_size] = _mix(ids[position], position)
+        return continuation(ids, 1)[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_either_role_is_exact_and_balances(data):
+    """Receivers that land, fail or are quarantined, retractions and priorities; or rooms that read on."""
+    page_size = data.draw(st.sampled_from([1, 2, 4]))
+    rank = Rank(
+        num_pages=data.draw(st.integers(24 // page_size, 40 // page_size)),
+        page_size=page_size,
+        chunk_size=data.draw(st.integers(1, 9)),
+        cache=data.draw(st.booleans()),
+        max_running=4,
+    )
+    kinds = data.draw(st.sampled_from([("local", "remote"), ("room",)]))
+    prefill = Prefill(rank.runner)
+    sent, quarantined, rooms = [], [], []
+
+    def receiving():
+        return [s for s in sent if s.phase is Phase.RECEIVING]
+
+    def land(seq):
+        reserved = rank.reserved[seq]
+        first = prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len)
+        rank.core.landed(seq, Sampled(first))
+
+    def check_rooms():
+        for seq in rooms:
+            ids = seq.request.prompt_ids
+            for offered in rank.offered.get(seq, []):
+                for number, page in enumerate(offered.pages):
+                    start = offered.start_token + number * page_size
+                    for position in range(start, min(start + page_size, offered.end_token)):
+                        slot = rank.runner._slots[page, position % page_size]
+                        assert slot == _mix(ids[position], position)
+
+    actions = ["submit", "submit", "step", "step", "step", "land", "cancel", "unquarantine", "end_room"]
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(actions))
+        if action == "submit":
+            prompt = [7] * data.draw(st.integers(0, 8))
+            prompt += data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+            kind = data.draw(st.sampled_from(kinds))
+            room = len(sent) if kind == "room" else None
+            seq = rank.submit(
+                prompt,
+                data.draw(st.integers(1, 8)),
+                receives=kind == "remote",
+                room=room,
+                priority=data.draw(st.integers(0, 1)),
+            )
+            sent.append(seq)
+            rooms += [seq] if room is not None else []
+        elif action == "land" and receiving():
+            land(data.draw(st.sampled_from(receiving())))
+        elif action == "cancel" and sent:
+            seq = sent.pop(data.draw(st.integers(0, len(sent) - 1)))
+            if seq.phase is Phase.RECEIVING and data.draw(st.booleans()):
+                quarantined.append(seq)
+                rank.core.cancel(seq, quarantine=True)
+            rank.core.cancel(seq)
+        elif action == "unquarantine" and quarantined:
+            rank.core.end_quarantine(quarantined.pop())
+        elif action == "end_room" and rooms:
+            rank.core.room_ended(rooms.pop(data.draw(st.integers(0, len(rooms) - 1))))
+        else:
+            rank.step()
+        rank.core.check()
+        check_rooms()
+
+    for seq in quarantined:
+        rank.core.end_quarantine(seq)
+    for seq in rooms:
+        rank.core.room_ended(seq)
+    while any(seq not in rank.finished for seq in sent):
+        progressed = rank.core.step()
+        rank.take()
+        landing = receiving()
+        for seq in landing:
+            land(seq)
+        rank.take()
+        assert progressed or landing or all(seq in rank.finished for seq in sent), rank.core.load()
+    for seq in sent:
+        tokens = 1 if seq.single_token else seq.request.sampling.max_tokens
+        assert rank.tokens[seq] == continuation(seq.request.prompt_ids, tokens)
+    books = rank.core.check()
+    assert books.locked == books.private == books.quarantined == 0
+
+
+def test_who_waits_for_pages_is_matched_again_only_when_there_are_more(monkeypatch):
+    """A long prompt takes longer to match than a step; those that decode would feel it at every token."""
+    rank = Rank(num_pages=10, page_size=4)
+    running = rank.submit(range(4), 20)
+    rank.step()
+    waiting = rank.submit(range(100, 134), 2)
+    opened = []
+    cache_open = rank.core.cache.open
+    monkeypatch.setattr(rank.core.cache, "open", lambda *args: opened.append(1) or cache_open(*args))
+    for _ in range(10):
+        rank.step()
+    assert waiting.phase is Phase.WAITING
+    assert len(opened) == 1
+    rank.run([running, waiting])
+    assert rank.tokens[waiting] == continuation(range(100, 134), 2)

@@ -3,13 +3,16 @@
 import asyncio
 from dataclasses import replace
 
+import grpc
 import pytest
-from pair import FAKE, Pair
 
-from services.engine.fake import continuation
-from services.errors import InvalidRequest, NoCapacity, PeerFailed
+from pair import FAKE, Pair, settled
+from services.engine.fake import FakeRunner, continuation
+from services.errors import InvalidRequest, NoCapacity, PeerFailed, Unavailable
 from services.kv.types import Plan, RankAddress, RankId
 from services.request import FinishReason
+from services.transfer.local import LocalTransport
+from services.transfer.rooms import RoomTable
 
 PAGE_BYTES = FAKE.page_size * 8
 
@@ -139,3 +142,99 @@ async def test_prefill_lost_in_the_middle_is_a_failed_peer():
         await pair.assert_nothing_held()
         local = await pair.generate(range(60), 5, Plan.LOCAL)
         assert local.tokens == continuation(range(60), 5)
+
+
+class StuckPrefill:
+    """A prefill rank that takes the call and never answers."""
+
+    def __init__(self, peer):
+        self.peer = peer
+
+    async def __call__(self, request, rendezvous):
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_waiting_for_pages_costs_nothing():
+    async with Pair(replace(FAKE, num_pages=16)) as pair:
+        turns = 0
+        deliver = pair.decode._deliver
+
+        def count(report):
+            nonlocal turns
+            turns += 1
+            deliver(report)
+
+        pair.decode._thread._deliver = count
+
+        async def consume():
+            async for _ in pair.decode.generate(pair.request(range(40)), StuckPrefill(pair.peer)):
+                pass
+
+        tasks = [asyncio.create_task(consume()) for _ in range(2)]
+        while pair.decode.load().running != 1 or pair.decode.load().waiting != 1:
+            await asyncio.sleep(0.001)
+        before = turns
+        for _ in range(100):  # enough for a thread that spins to take thousands
+            await asyncio.sleep(0.001)
+        assert turns - before <= 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await pair.assert_nothing_held()
+
+
+async def test_stopping_ends_those_whose_prefill_never_answers():
+    async with Pair() as pair:
+
+        async def consume():
+            async for _ in pair.decode.generate(pair.request(range(9)), StuckPrefill(pair.peer)):
+                pass
+
+        task = asyncio.create_task(consume())
+        while pair.decode.load().running == 0:
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(10):
+            await pair.decode.stop()
+        with pytest.raises(Unavailable, match="stopping"):
+            await task
+
+
+async def test_the_pool_is_freed_after_the_transports_are_closed(monkeypatch):
+    """A posted write reads the pool until it has ended."""
+    closed = []
+    for cls in (FakeRunner, LocalTransport):
+        close = cls.close
+        monkeypatch.setattr(cls, "close", lambda self, close=close: (closed.append(type(self)), close(self)))
+    async with Pair() as pair:
+        await pair.generate(range(9))
+    assert closed == [LocalTransport, FakeRunner] * 2
+
+
+async def test_a_sender_that_dies_takes_its_rank_along(monkeypatch):
+    """Else the rank would go on being chosen, and fail every request."""
+    async with Pair() as pair:
+
+        def broken(self):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(RoomTable, "turn", broken)
+        with pytest.raises(PeerFailed):
+            await pair.generate(range(9))
+        async with asyncio.timeout(5):
+            await pair.prefill.crashed()
+        await settled(pair.decode)
+
+
+async def test_ranks_that_came_and_went_leave_no_channel():
+    """Pods get a new address with each life."""
+    async with Pair() as gone, Pair() as here:
+        channels = here.channels
+        async with channels.lend(gone.peer.endpoint) as channel:
+            await channel.channel_ready()
+            await gone.server.stop()
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            async with channels.lend(here.peer.endpoint) as other:
+                await other.channel_ready()
+                assert len(channels) == 2  # a call holds it
+        async with channels.lend("127.0.0.1:1"):
+            assert len(channels) == 2  # here, and the new one

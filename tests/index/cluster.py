@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from index.real_etcd import running, until
-
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.membership import Membership

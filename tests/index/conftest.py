@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from index.real_etcd import FAST, client
 
+from index.real_etcd import FAST, client
 from services.index.etcd import Etcd
 from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys

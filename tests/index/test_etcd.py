@@ -3,8 +3,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from index.real_etcd import FAST, client
 
+from index.real_etcd import FAST, client
 from services.errors import ConfigError, ProtocolError, Unavailable
 from services.index.etcd import _RANGE, Etcd, delete_range_op, prefix_end, put_op, unchanged
 from services.index.etcd_errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound

@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from index.real_etcd import FAST, client, until
 
+from index.real_etcd import FAST, client, until
 from services.errors import ConfigError
 from services.index.etcd_server import EmbeddedEtcd
 

@@ -1,7 +1,6 @@
 import asyncio
 
 from index.real_etcd import client, until
-
 from services.index.etcd import Etcd
 from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys

@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+
 from index.cluster import FakeRank, mirroring, registration
 from index.real_etcd import FAST, client, running, until
-
 from services.errors import ConfigError, StaleGeneration
 from services.index import mirror as mirror_module
 from services.index.etcd import Etcd

@@ -1,6 +1,6 @@
 import pytest
-from index.real_etcd import client, running, until
 
+from index.real_etcd import client, running, until
 from services.errors import ProtocolError, Unavailable
 from services.index.etcd import Etcd, TxnResult
 from services.index.etcd_errors import EtcdNoSpace

@@ -6,8 +6,8 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index.fake_etcd import FakeEtcd
 
+from index.fake_etcd import FakeEtcd
 from services.errors import ProtocolError, StaleGeneration, Unavailable
 from services.index.etcd_errors import LeaseNotFound
 from services.index.keys import ClusterKeys

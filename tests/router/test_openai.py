@@ -40,11 +40,13 @@ class FakeBackend:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
         self.model_ids = models
         self.requests: list[GenerateRequest] = []
+        self.traceparents: list[str] = []
         self.waiting = asyncio.Event()
         self.closed = asyncio.Event()
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
+    def generate(self, request: GenerateRequest, traceparent: str) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
+        self.traceparents.append(traceparent)
         self.playing = self.play()
         return self.playing
 
@@ -280,7 +282,12 @@ async def test_every_parameter_reaches_the_backend() -> None:
         "response_format": {"type": "text"},
         "store": False,
     }
-    headers = {"x-isthmus-tenant": "t", "x-isthmus-conversation": "c", "x-request-id": "mine"}
+    headers = {
+        "x-isthmus-tenant": "t",
+        "x-isthmus-conversation": "c",
+        "x-request-id": "mine",
+        "traceparent": "00-of-the-caller",
+    }
     assert (await post(backend, "/v1/chat/completions", body, headers=headers)).status_code == 200
     expected = GenerateRequest(
         request_id="mine",
@@ -306,6 +313,7 @@ async def test_every_parameter_reaches_the_backend() -> None:
     expected.chat.messages.add(role="system", content="Be brief")
     expected.chat.messages.add(role="assistant", token_ids=[5, 6])
     assert backend.requests == [expected]
+    assert backend.traceparents == ["00-of-the-caller"]
 
 
 async def test_defaults_are_openais() -> None:

@@ -95,7 +95,8 @@ def book_home(asked, decodes) -> RankId | None:
         if d.id.key == asked.pinned:
             return d.id
     longest = sorted(decodes, key=lambda d: d.hit_tokens)[-2:]
-    if longest[-1].hit_tokens == 0 or (len(longest) == 2 and longest[0].hit_tokens == longest[1].hit_tokens):
+    tied = len(longest) == 2 and longest[0].hit_tokens == longest[1].hit_tokens
+    if 2 * longest[-1].hit_tokens < asked.prompt_tokens or tied:
         return None
     return longest[-1].id
 
@@ -262,9 +263,11 @@ def test_the_pin_decides_between_near_equals():
 
 
 def test_the_longest_prefix_is_the_home_without_a_pin():
-    ranks = [decode(0, hit_tokens=640, pending_tokens=500), decode(1)]
-    decision = choose(request(plans=REMOTE), ranks, [prefill(0)])
-    assert (decision.chosen.decode, decision.reason) == (ranks[0], "longest_prefix")
+    asked = request(plans=REMOTE)
+    for hit_tokens, expected in ((asked.prompt_tokens // 2, (0, "longest_prefix")), (64, (1, "cheapest"))):
+        ranks = [decode(0, hit_tokens=hit_tokens, pending_tokens=500), decode(1)]
+        decision = choose(asked, ranks, [prefill(0)])
+        assert (decision.chosen.decode.id.rank, decision.reason) == expected
 
 
 def test_a_pin_to_a_crowded_rank_does_not_hold():

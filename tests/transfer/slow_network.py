@@ -14,7 +14,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import PassiveRank
-
 from services.errors import PeerFailed
 from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory

@@ -420,3 +420,25 @@ async def until(holds, timeout_s=10.0):
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+async def test_those_behind_a_silent_rank_share_one_attempt(pair, prefill, monkeypatch):
+    """They hold pages meanwhile; one after the other they would wait for minutes."""
+    monkeypatch.setattr(links_module, "_CONNECT_TIMEOUT_S", 0.2)
+    silent = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
+    opened = []
+    open_channel = rpc.open_channel
+    pair.links._open_channel = lambda endpoint: opened.append(endpoint) or open_channel(endpoint)
+    address = RankAddress(prefill.id, f"127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+    leaver = asyncio.create_task(pair.links.link(address))
+    others = [asyncio.create_task(pair.links.link(address)) for _ in range(5)]
+    await asyncio.sleep(0)
+    leaver.cancel()  # the others' attempt goes on without it
+    failures = await asyncio.gather(leaver, *others, return_exceptions=True)
+    assert isinstance(failures[0], asyncio.CancelledError)
+    assert all(isinstance(failure, PeerFailed) for failure in failures[1:])
+    assert len(opened) == 1
+    with pytest.raises(PeerFailed):
+        await pair.links.link(address)  # a new one may try anew
+    assert len(opened) == 2
+    silent.close()

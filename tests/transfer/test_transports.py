@@ -179,6 +179,15 @@ def test_an_unknown_transport_is_a_config_error():
 
 
 @pytest.mark.nixl
+def test_an_idle_nixl_agent_sleeps(senders):
+    """Its progress thread takes a whole core unless told to pause; a busy machine hides that at worst."""
+    senders("nixl")
+    began_s = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - began_s < 0.1
+
+
+@pytest.mark.nixl
 def test_nixl_over_tcp_neither_leaks_a_write_nor_hangs_on_a_dead_peer():
     env = {**os.environ, "UCX_TLS": "tcp", "PYTHONPATH": str(Path(services.__file__).parents[1])}
     command = [sys.executable, str(SLOW_NETWORK)]

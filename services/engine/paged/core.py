@@ -70,6 +70,8 @@ class EngineCore:
         self._active: list[Sequence] = []  # RECEIVING, COMPUTING, DECODING, in order of admission
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
         self._quarantined: set[Sequence] = set()
+        # The head of the queue, and how many pages were available when they were too few for it.
+        self._refused: tuple[Sequence, int] | None = None
         self._events: list[tuple[Sequence, Event]] = []
         self._step_s = 0.0
         self._prefill_tokens_per_s = 0.0
@@ -141,22 +143,22 @@ class EngineCore:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything; RECEIVING sequences wait for the outside."""
-        return bool(self._waiting) or any(s.phase is not Phase.RECEIVING for s in self._active)
+    def step(self) -> bool:
+        """Admit, run one batch, account for it. See `take_outputs`.
 
-    def step(self) -> None:
-        """Admit, run one batch, account for it. See `take_outputs`."""
-        self._admit()
+        False: nothing changed, and nothing will until the next command.
+        """
+        retractions = self.retractions
+        admitted = self._admit()
         batch = list(self._decode_chunks()) + list(self._prompt_chunks())
         if not batch:
-            return
+            return admitted or self.retractions > retractions
         began = self._clock()
         sampled = self.runner.run([chunk for _, chunk in batch])
         self._measure(batch, self._clock() - began)
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
+        return True
 
     def take_outputs(self) -> list[tuple[Sequence, Event]]:
         """What happened since the last call, in order."""
@@ -200,13 +202,22 @@ class EngineCore:
     def _queue(self, seq: Sequence) -> None:
         seq.phase = Phase.WAITING
         self._waiting.append(seq)
-        self._waiting.sort(key=lambda s: (-s.request.priority, s.arrival))
+        self._waiting.sort(key=_rank_in_queue)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """True when a sequence came in."""
+        before = len(self._waiting)
         while self._waiting and len(self._active) < self._limits.max_running_requests:
-            if not self._reserve(self._waiting[0]):
-                return
+            if self._lacks_pages(self._waiting[0]) or not self._reserve(self._waiting[0]):
+                break
             self._enter(self._waiting.pop(0))
+        return len(self._waiting) < before
+
+    def _lacks_pages(self, seq: Sequence) -> bool:
+        """Known without matching its prompt again, which for a long one takes as long as a step."""
+        if self._refused is None or self._refused[0] is not seq:
+            return False
+        return self.cache.available_pages <= self._refused[1]
 
     def _reserve(self, seq: Sequence) -> bool:
         """Lock the cached prefix and take pages for the rest and one more token."""
@@ -217,7 +228,9 @@ class EngineCore:
         needed = -(-(len(seq.ids) + growth) // self.page_size) - len(pages.pages)
         if not self.cache.extend(pages, needed):
             self.cache.close(pages)
+            self._refused = seq, self.cache.available_pages
             return False
+        self._refused = None
         seq.pages = pages
         return True
 
@@ -281,9 +294,9 @@ class EngineCore:
         return True
 
     def _retraction_victim(self) -> Sequence | None:
-        """The newest sequence whose pages can be had, unless it is the only one."""
+        """The last in the queue's order whose pages can be had, unless it is the only one."""
         candidates = [s for s in self._active if s.phase in (Phase.DECODING, Phase.COMPUTING)]
-        return max(candidates, key=lambda s: s.arrival) if len(candidates) > 1 else None
+        return max(candidates, key=_rank_in_queue) if len(candidates) > 1 else None
 
     def _retract(self, seq: Sequence) -> None:
         """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted."""
@@ -360,6 +373,11 @@ class EngineCore:
         # Steps of single tokens say nothing of the rate at which prompts are computed.
         if tokens >= 2 * len(batch) and took_s > 0:
             self._prefill_tokens_per_s = _average(self._prefill_tokens_per_s, tokens / took_s)
+
+
+def _rank_in_queue(seq: Sequence) -> tuple[int, int]:
+    """Who waits first, and who keeps its pages longest: larger priority, then earlier arrival."""
+    return -seq.request.priority, seq.arrival
 
 
 def _average(old: float, new: float, weight: float = 0.1) -> float:

@@ -67,6 +67,8 @@ class _Received:
 class PagedDecodeEngine(PagedEngine):
     """Implements services.engine.base.DecodeEngine."""
 
+    plans = frozenset(Plan)
+
     def __init__(
         self,
         make_runner: Callable[[], ModelRunner],
@@ -100,8 +102,7 @@ class PagedDecodeEngine(PagedEngine):
             open_channel=self._open_channel,
         )
 
-    async def stop(self) -> None:
-        await super().stop()
+    async def _stop_transfers(self) -> None:
         if self._links is not None:
             await self._links.close()
         if self._transport is not None:
@@ -117,7 +118,7 @@ class PagedDecodeEngine(PagedEngine):
                 reserved = await _next(mailbox, Reserved)
                 received = None
                 if remote_prefill is not None:
-                    received = await self._receive(seq, reserved, remote_prefill)
+                    received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
                 yield _output(token, self._admitted(seq, reserved, received, token))
                 while token.finished is None:
@@ -126,12 +127,15 @@ class PagedDecodeEngine(PagedEngine):
             finally:
                 self.post(Cancel(seq))  # does nothing to a sequence that has ended
 
-    async def _receive(self, seq: Sequence, reserved: Reserved, remote_prefill: RemotePrefill) -> _Received:
+    async def _receive(
+        self, seq: Sequence, mailbox: Mailbox, reserved: Reserved, remote_prefill: RemotePrefill
+    ) -> _Received:
         """Have the delta computed elsewhere and written into our pages.
 
         Raises:
             PeerFailed, NoCapacity: the prefill leg failed; the pages are given back, or are in
                 quarantine until the writer has stopped.
+            Unavailable: the rank is stopping; likewise.
         """
         assert self._links is not None
         peer = remote_prefill.peer
@@ -153,7 +157,7 @@ class PagedDecodeEngine(PagedEngine):
             prefill, status = await both(
                 remote_prefill(seq.request, Rendezvous(room, self._own_id, peer.id)),
                 watch.landed(),
-                self._renew(watch, link.write_until_s),
+                self._renew(watch, link.write_until_s, mailbox),
             )
             _check_bytes(status.bytes_moved, delta_bytes(reserved.prefix_len, prompt_len, self.layout))
         except BaseException:
@@ -165,10 +169,18 @@ class PagedDecodeEngine(PagedEngine):
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
         return _Received(prefill, status.bytes_moved, transfer_s)
 
-    async def _renew(self, watch: RoomWatch, write_until_s: Callable[[float], float]) -> None:
+    async def _renew(
+        self, watch: RoomWatch, write_until_s: Callable[[float], float], mailbox: Mailbox
+    ) -> None:
+        """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""
         while True:
-            await asyncio.sleep(self._lease.renew_every_s)
-            watch.renew(write_until_s(self._lease.write_lease_s))
+            try:
+                async with asyncio.timeout(self._lease.renew_every_s):
+                    event = await mailbox.get()
+            except TimeoutError:
+                watch.renew(write_until_s(self._lease.write_lease_s))
+            else:
+                raise ProtocolError(f"{event!r} came before the pages had landed")
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
         """Set the pages aside; `on_stopped` is called when nobody can write them any more."""

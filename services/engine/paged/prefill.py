@@ -13,6 +13,7 @@ from services.errors import PeerFailed, ProtocolError, StaleGeneration
 from services.kv.types import RankId, Rendezvous
 from services.request import GenerationRequest, PrefillResult
 from services.transfer.base import Transport
+from services.transfer.handshake_server import HandshakeService
 from services.transfer.room import RoomEnd
 from services.transfer.sender import KvSender
 
@@ -39,14 +40,23 @@ class PagedPrefillEngine(PagedEngine):
         assert self._sender is not None, "the engine has not been started"
         return self._sender
 
+    def handshake(self) -> HandshakeService:
+        return HandshakeService(self.sender)
+
     async def start(self) -> None:
         await super().start()
-        sender = KvSender(self._open_transport, self.memory, self.layout, self._own_id)
+        loop = asyncio.get_running_loop()
+        sender = KvSender(
+            self._open_transport,
+            self.memory,
+            self.layout,
+            self._own_id,
+            on_crash=lambda error: loop.call_soon_threadsafe(self._fail_all, error),
+        )
         await asyncio.to_thread(sender.start)
         self._sender = sender
 
-    async def stop(self) -> None:
-        await super().stop()
+    async def _stop_transfers(self) -> None:
         if self._sender is not None:
             await asyncio.to_thread(self._sender.stop)
 
@@ -56,8 +66,8 @@ class PagedPrefillEngine(PagedEngine):
         seq = self._sequence(request)
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True
-        ended = self._open_room(seq, rendezvous)
         with self._mailbox(seq) as mailbox:
+            ended = self._open_room(seq, rendezvous)
             try:
                 (reserved, token), end = await both(_compute(mailbox), _room_end(ended))
             except BaseException:
@@ -83,7 +93,8 @@ class PagedPrefillEngine(PagedEngine):
             self.post(RoomEnded(seq))
             loop.call_soon_threadsafe(_set_result, ended, end)
 
-        self.sender.open_room(rendezvous.room, len(seq.ids), rendezvous.decode, on_end)
+        prompt_len = len(seq.request.all_ids)  # `ids` are the engine thread's by now
+        self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end)
         return ended
 
     def _route(self, seq: Sequence, event: Event | Failed) -> None:

@@ -95,6 +95,7 @@ class EngineThread:
         self._loop = loop
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
+        self._busy = False  # whether another step would do something though nobody asks anything
         self._started: asyncio.Future[EngineCore] = loop.create_future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -140,8 +141,9 @@ class EngineThread:
         return running
 
     def _apply_commands(self, core: EngineCore) -> bool:
-        # With nothing to compute, sleep until something is asked.
-        wait = not core.has_work and not self._failures
+        # With nothing to compute, sleep until something is asked: a sequence that waits for pages or for
+        # its prefill is freed by a command only.
+        wait = not self._busy
         try:
             while True:
                 command = self._inbox.get(block=wait)
@@ -171,14 +173,13 @@ class EngineThread:
                 self._call(answer, _checked(core))
 
     def _step(self, core: EngineCore) -> None:
-        if not core.has_work:
-            return
         try:
-            core.step()
+            self._busy = core.step()
         except Exception as error:
             # A failed forward pass leaves the KV of its batch undefined; the rank itself can go on.
             log.exception("engine_step_failed")
             failure = Failed(Unavailable(f"the engine failed: {type(error).__name__}"))
+            self._busy = True  # those that wait may have room now
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:

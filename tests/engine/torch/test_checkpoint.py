@@ -3,9 +3,9 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
+from checkpoints import tiny_checkpoint
 from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
 from services.errors import ConfigError
 

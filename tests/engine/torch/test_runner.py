@@ -2,9 +2,9 @@ import random
 
 import pytest
 import torch
+
 from checkpoints import tiny_checkpoint
 from reference import count_near_ties, random_prompt, reference_generation
-
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch.runner import TorchRunner

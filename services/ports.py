@@ -1,0 +1,50 @@
+"""Ports for servers of our own that are told no port."""
+
+import errno
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from services.errors import ConfigError
+
+_FIRST_PORT = 10_000
+_ATTEMPTS = 100
+
+
+def free_ports(host: str, count: int) -> tuple[int, ...]:
+    """Ports that are free on `host` now, and that the kernel gives to no outgoing connection.
+
+    From the kernel's own range (ip(7), ip_local_port_range) a port could be taken by anybody's connection
+    before its server binds it, and again whenever that server is down for a moment.
+
+    Raises:
+        ConfigError: nothing can listen on `host`.
+    """
+    candidates = _server_ports()
+    with ExitStack() as open_sockets:  # all open at once, so that they differ
+        sockets = [open_sockets.enter_context(_listen(host, candidates)) for _ in range(count)]
+        return tuple(sock.getsockname()[1] for sock in sockets)
+
+
+def _server_ports() -> Sequence[int]:
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        return ()
+    return [*range(_FIRST_PORT, first), *range(last + 1, 65_536)]
+
+
+def _listen(host: str, candidates: Sequence[int]) -> socket.socket:
+    ports = random.sample(candidates, min(_ATTEMPTS, len(candidates)))
+    try:
+        for port in ports:
+            try:
+                return socket.create_server((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        return socket.create_server((host, 0))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error}") from error

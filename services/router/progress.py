@@ -1,0 +1,45 @@
+"""One request on the router: what was asked, and what has become of it so far."""
+
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span
+
+from services.kv.types import RankKey
+from services.request import Admitted, SamplingParams
+from services.router.cluster import Placed
+from services.router.decode_client import OutputStream
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A client's request after the door."""
+
+    request_id: str
+    sampling: SamplingParams
+    conversation_id: str
+    tenant: str
+    priority: int
+
+    @property
+    def memory_key(self) -> str:
+        """Tenants may choose the same conversation ids."""
+        return f"{self.tenant}\0{self.conversation_id}"
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has become of one request so far."""
+
+    request_id: str
+    began_s: float
+    span: Span
+    tokenize_s: float = 0.0
+    route_s: float = 0.0
+    first_token_s: float | None = None
+    output_ids: list[int] = field(default_factory=list)
+    admitted: Admitted | None = None  # of the first placement: what the usage speaks of
+    placed: Placed | None = None
+    excluded: set[RankKey] = field(default_factory=set)
+    attempts: int = 0
+    stream: OutputStream | None = None
+    aborted: bool = False

@@ -1,0 +1,293 @@
+"""The OpenAI-compatible API of a real router over a real socket: what clients send, see and cannot break."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from cluster.harness import BLOCK, FakeCluster
+from services.engine.fake import continuation
+from services.router.chat import render_chat
+from services.router.tokenizer import Tokenizer
+from services.wire.isthmus.v1.generation_pb2 import ChatMessage
+
+HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]
+EOS_ID = 1
+
+
+def http_of(cluster):
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{cluster.routers[0].http_port}", timeout=20)
+
+
+def chat_ids(tokenizer, messages):
+    return render_chat(tokenizer, [ChatMessage(**message) for message in messages])
+
+
+async def answer_of(http, path, **body):
+    response = await http.post(path, json={"max_tokens": 8, "ignore_eos": True, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def events_of(http, path, **body):
+    """The chunks of a stream; it must end with [DONE]."""
+    body = {"max_tokens": 8, "ignore_eos": True, "stream": True, **body}
+    async with http.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return Tokenizer(str(model_dir))
+
+
+async def test_whole_answers_and_streams_say_the_same(etcd_endpoint, model_dir, cluster_name, tokenizer):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        context = cluster.ranks["decode-0/0"].engine.max_context_tokens
+        assert (model["id"], model["max_model_len"]) == ("fake", context)
+        assert (await http.get("/health")).status_code == 200
+
+        prompt_ids = chat_ids(tokenizer, HI)
+        output_ids = continuation(prompt_ids, 8)
+        usage = {
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": 8,
+            "total_tokens": len(prompt_ids) + 8,
+        }
+
+        whole = await answer_of(http, "/v1/chat/completions", messages=HI, return_token_ids=True)
+        assert whole["choices"][0]["message"]["content"] == tokenizer.decode(output_ids)
+        assert whole["choices"][0]["token_ids"] == output_ids
+        assert whole["choices"][0]["finish_reason"] == "length"
+        assert whole["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
+        assert (whole["model"], whole["isthmus"]["plan"]) == ("fake", "remote")
+
+        chunks = await events_of(
+            http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True}
+        )
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(delta.get("content", "") for delta in deltas) == tokenizer.decode(output_ids)
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [
+            *[None] * (len(chunks) - 2),
+            "length",
+        ]
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        reused = chunks[-2]["isthmus"]["prefill_prefix_len"]
+        assert reused > 0  # of the first request
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": reused}}
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        await cluster.assert_nothing_held()
+
+
+async def test_completions_take_text_and_ids(etcd_endpoint, model_dir, cluster_name, tokenizer):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
+        text = "Once upon a time there was a page"
+        prompt_ids = tokenizer.encode(text)
+        output_ids = continuation(prompt_ids, 8)
+        for prompt in (text, prompt_ids):
+            whole = await answer_of(http, "/v1/completions", prompt=prompt, return_token_ids=True, logprobs=0)
+            (choice,) = whole["choices"]
+            assert choice["text"] == tokenizer.decode(output_ids)
+            assert choice["token_ids"] == output_ids
+            assert choice["logprobs"]["tokens"] == [tokenizer.token_text(token) for token in output_ids]
+            chunks = await events_of(http, "/v1/completions", prompt=prompt)
+            assert "".join(c["choices"][0]["text"] for c in chunks) == tokenizer.decode(output_ids)
+            assert "usage" not in chunks[-1]
+        answers = await asyncio.gather(
+            *(answer_of(http, "/v1/completions", prompt=prompt_ids[: 5 + i]) for i in range(8))
+        )
+        for i, whole in enumerate(answers):
+            expected = continuation(prompt_ids[: 5 + i], 8)
+            assert whole["choices"][0]["text"] == tokenizer.decode(expected)
+        await cluster.assert_nothing_held()
+
+
+async def test_a_conversation_stays_on_its_rank_and_moves_its_delta(
+    etcd_endpoint, model_dir, cluster_name, tokenizer
+):
+    async with (
+        FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(2, 2)) as cluster,
+        http_of(cluster) as http,
+    ):
+        talks = {name: [{"role": "user", "content": f"{name}, tell me about pages"}] for name in "abcd"}
+        homes, lengths = {}, {}
+        for turn in range(3):
+            for name, messages in talks.items():
+                headers = {
+                    "x-isthmus-conversation": name,
+                    "x-isthmus-tenant": name,  # or the words they all begin with would bring them together
+                    "x-request-id": f"{name}{turn}",
+                }
+                body = {"messages": messages, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+                answer = (await http.post("/v1/chat/completions", json=body, headers=headers)).json()
+                assert answer["id"] == f"chatcmpl-{name}{turn}"
+                choice, placed, usage = answer["choices"][0], answer["isthmus"], answer["usage"]
+                assert choice["token_ids"] == continuation(chat_ids(tokenizer, messages), 8)
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                assert usage["prompt_tokens"] == cached + placed["computed_tokens"]
+                assert usage["prompt_tokens"] == placed["decode_prefix_len"] + placed["delta_tokens"]
+                assert cached == placed["prefill_prefix_len"]
+                if turn:
+                    assert (placed["decode_rank"], placed["reason"]) == (homes[name], "pinned")
+                    assert placed["decode_prefix_len"] >= lengths[name] - 2 * BLOCK
+                    assert placed["drift_tokens"] == 0
+                    assert cached > 0
+                homes[name] = placed["decode_rank"]
+                lengths[name] = usage["total_tokens"]
+                talks[name] = [
+                    *messages,
+                    {"role": "assistant", "token_ids": choice["token_ids"]},
+                    {"role": "user", "content": f"more {turn}"},
+                ]
+        # Another tenant's first turn finds nothing of it.
+        headers = {"x-isthmus-tenant": "other"}
+        body = {"messages": talks["a"], "max_tokens": 1}
+        answer = (await http.post("/v1/chat/completions", json=body, headers=headers)).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        await cluster.assert_nothing_held()
+
+
+def prompt_that_meets_eos(limit=8):
+    """A prompt whose continuation holds the end of sequence, and where: not first, not last."""
+    for number in range(10_000):
+        prompt = [5, number % 512, number // 512]
+        output = continuation(prompt, limit)
+        if EOS_ID in output[1:-1]:
+            return prompt, output, output.index(EOS_ID)
+    raise AssertionError("no such prompt")
+
+
+async def test_what_ends_an_answer(etcd_endpoint, model_dir, cluster_name, tokenizer):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
+        prompt = tokenizer.encode("How does it end?")
+        text = tokenizer.decode(continuation(prompt, 40))
+        stop = text[17:20]
+        begin = text.index(stop)
+        body = {"prompt": prompt, "max_tokens": 40, "stop": ["never to be seen", stop]}
+        whole = await answer_of(http, "/v1/completions", **body)
+        assert whole["choices"][0]["text"] == text[:begin]
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["isthmus"]["matched_stop"] == stop
+        assert whole["usage"]["completion_tokens"] < 40
+        chunks = await events_of(http, "/v1/completions", **body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:begin]
+
+        prompt, output, eos_at = prompt_that_meets_eos()
+        before = output[:eos_at]
+        for ignore_eos, reason, ids in ((False, "stop", [*before, EOS_ID]), (True, "length", output)):
+            whole = await answer_of(
+                http, "/v1/completions", prompt=prompt, ignore_eos=ignore_eos, return_token_ids=True
+            )
+            (choice,) = whole["choices"]
+            assert (choice["finish_reason"], choice["token_ids"]) == (reason, ids)
+            assert choice["text"] == tokenizer.decode(ids)  # which is silent about the end of sequence
+            assert whole["isthmus"]["matched_stop"] == (None if ignore_eos else tokenizer.token_text(EOS_ID))
+        whole = await answer_of(
+            http, "/v1/completions", prompt=prompt, stop_token_ids=[output[0]], return_token_ids=True
+        )
+        assert whole["choices"][0]["token_ids"] == output[:1]
+        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == ("", "stop")
+        await cluster.assert_nothing_held()
+
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+BAD = {
+    "unknown model": (COMPLETION, {"model": "gpt-9", "prompt": "a"}, 404, None),
+    "unknown role": (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role"),
+    "no messages": (CHAT, {}, 400, "messages"),
+    "no prompt": (COMPLETION, {}, 400, "prompt"),
+    "empty prompt": (COMPLETION, {"prompt": ""}, 400, "prompt"),
+    "not JSON": (CHAT, b'{"messages": [', 400, None),
+    "not an object": (CHAT, b"[]", 400, None),
+    "too many tokens": (COMPLETION, {"prompt": [1] * 5000}, 400, "prompt"),
+    "too much text": (COMPLETION, {"prompt": "a" * 5000}, 400, "prompt"),
+    "too large a body": (COMPLETION, {"prompt": "a" * (9 << 20)}, 413, None),
+    "id out of range": (COMPLETION, {"prompt": [1, 512]}, 400, "prompt"),
+    "temperature": (COMPLETION, {"prompt": "a", "temperature": -1}, 400, "temperature"),
+    "max_tokens": (COMPLETION, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    "unknown path": ("/v1/embeddings", {"input": "a"}, 404, None),
+}
+
+
+async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cluster_name):
+    async with (
+        FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster,
+        http_of(cluster) as http,
+    ):
+        for name, (path, body, status, param) in BAD.items():
+            streams = [{}] if isinstance(body, bytes) else [{}, {"stream": True}]
+            for stream in streams:
+                content = body if isinstance(body, bytes) else json.dumps({**body, **stream})
+                answer = await http.post(path, content=content)
+                assert answer.status_code == status, (name, answer.text)
+                error = answer.json()["error"]
+                assert error["code"] == status and error["type"] == "invalid_request_error", (name, error)
+                assert error["message"], name
+                assert error["param"] == param, (name, error)
+        long = {"prompt": "a", "max_tokens": 1}
+        running = await http.post(COMPLETION, json=long, headers={"x-request-id": "y" * 200})
+        assert running.status_code == 400 and "request_id" in running.json()["error"]["message"]
+        assert (await http.get(COMPLETION)).status_code == 405
+        assert (await answer_of(http, COMPLETION, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
+        await cluster.assert_nothing_held()
+
+
+async def until_idle(cluster):
+    async with asyncio.timeout(10):
+        while cluster.routers[0].generator.num_running:
+            await asyncio.sleep(0.01)
+    await cluster.assert_nothing_held()
+
+
+async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, cluster_name):
+    # Left alone, an answer would take 30 s: three times as long as anything here waits.
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02)
+    body = {"prompt": [9] * 30, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    async with cluster, http_of(cluster) as http:
+        generator = cluster.routers[0].generator
+        # In the middle of a stream.
+        async with http.stream("POST", COMPLETION, json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    break
+            assert generator.num_running == 1
+        await until_idle(cluster)
+        # While it waits for a whole answer; a second request of the same id is told so meanwhile.
+        headers = {"x-request-id": "mine"}
+        waiting = asyncio.create_task(http.post(COMPLETION, json=body, headers=headers))
+        async with asyncio.timeout(10):
+            while not generator.num_running:
+                await asyncio.sleep(0.01)
+        assert (await http.post(COMPLETION, json=body, headers=headers)).status_code == 409
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await until_idle(cluster)
+        # Eight at once, cut off at whatever they are doing.
+        calls = [
+            asyncio.create_task(http.post(COMPLETION, json={**body, "prompt": [i] * 99})) for i in range(8)
+        ]
+        await asyncio.wait(calls, timeout=0.15)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await until_idle(cluster)
+
+
+async def test_without_a_rank_it_says_so(etcd_endpoint, model_dir, cluster_name):
+    async with (
+        FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster,
+        http_of(cluster) as http,
+    ):
+        await cluster.stop_rank("decode-0/0")
+        for stream in (False, True):
+            answer = await http.post(COMPLETION, json={"prompt": "a", "stream": stream})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["type"] == "unavailable_error"

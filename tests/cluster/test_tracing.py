@@ -1,0 +1,221 @@
+"""One request is one trace, whichever way it ends; and without an exporter nothing is recorded."""
+
+import asyncio
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.trace import StatusCode
+
+from cluster.harness import FakeCluster, ids_request
+from services import telemetry
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+METADATA = ((telemetry.TRACEPARENT, f"00-{TRACE}-{CALLER}-01"),)
+PROMPT = [(11 * i) % 500 for i in range(21)]
+ROUTER, DECODE, PREFILL = "router.generate", "decode.generate", "prefill.prefill"
+
+
+async def spans_of(exporter, **wanted):
+    """{name: spans in the order in which they began}, once there are as many as wanted of each."""
+    async with asyncio.timeout(10):
+        while True:
+            found = {ROUTER: [], DECODE: [], PREFILL: []}
+            for span in sorted(exporter.get_finished_spans(), key=lambda span: span.start_time):
+                found[span.name].append(span)
+            if all(len(found[name]) >= count for name, count in wanted.items()):
+                return found
+            await asyncio.sleep(0.01)
+
+
+async def one_of_each(exporter):
+    found = await spans_of(exporter, **{ROUTER: 1, DECODE: 1, PREFILL: 1})
+    assert all(len(spans) == 1 for spans in found.values())
+    return [found[name][0] for name in (ROUTER, DECODE, PREFILL)]
+
+
+def check_chain(*spans, trace=None, caller=None):
+    """Each is the parent of the next one, in one trace."""
+    assert len({span.context.trace_id for span in spans}) == 1
+    assert [span.parent.span_id for span in spans[1:]] == [span.context.span_id for span in spans[:-1]]
+    if trace is None:
+        assert spans[0].parent is None
+    else:
+        assert f"{spans[0].context.trace_id:032x}" == trace
+        assert f"{spans[0].parent.span_id:016x}" == caller
+
+
+async def answer(cluster, request, **call):
+    """The Finish of a request."""
+    async for response in cluster.stubs[0].Generate(request, timeout=20, **call):
+        last = response
+    return last.finish
+
+
+async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_dir, cluster_name, spans):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        await cluster.generate(PROMPT, conversation_id="c")
+        await one_of_each(spans)
+        spans.clear()
+        request = ids_request([*PROMPT, 1, 2, 3], request_id="mine", conversation_id="c")
+        finish = await answer(cluster, request, metadata=METADATA)
+        router, decode, prefill = await one_of_each(spans)
+        check_chain(router, decode, prefill, trace=TRACE, caller=CALLER)
+        usage, placement = finish.usage, finish.placement
+        told = dict(router.attributes)
+        terms = {name for name in told if name.startswith("route.")}
+        assert {"route.wait_prefill_s", "route.compute_s", "route.itl_s"} <= terms
+        assert {name: told[name] for name in told if name not in {*terms, "first_token_s"}} == {
+            "request_id": "mine",
+            "outcome": "finished",
+            "attempts": 1,
+            "completion_tokens": 8,
+            "decode": f"{placement.decode.worker}/{placement.decode.rank}",
+            "prefill": "prefill-0/0",
+            "plan": "remote",
+            "reason": "pinned",
+            "predicted_decode_prefix_len": placement.predicted_prefix_len,
+            "predicted_prefill_prefix_len": 20,
+            "prompt_tokens": usage.prompt_tokens,
+            "decode_prefix_len": usage.decode_prefix_len,
+            "prefill_prefix_len": usage.prefill_prefix_len,
+            "kv_bytes_moved": usage.kv_bytes_moved,
+        }
+        assert usage.decode_prefix_len > 0 and usage.kv_bytes_moved > 0
+        assert decode.attributes["request_id"].startswith("mine")
+        assert {name: decode.attributes[name] for name in decode.attributes if name != "request_id"} == {
+            "outcome": "finished",
+            "plan": "remote",
+            "prompt_tokens": usage.prompt_tokens,
+            "decode_prefix_len": usage.decode_prefix_len,
+            "kv_bytes_moved": usage.kv_bytes_moved,
+        }
+        assert prefill.attributes["request_id"] == decode.attributes["request_id"]
+        assert {name: prefill.attributes[name] for name in prefill.attributes if name != "request_id"} == {
+            "outcome": "finished",
+            "prefill_prefix_len": usage.prefill_prefix_len,
+            "computed_tokens": usage.computed_tokens,
+            "kv_bytes_moved": usage.kv_bytes_moved,
+        }
+        assert all(s.status.status_code is StatusCode.UNSET for s in (router, decode, prefill))
+
+
+async def test_an_http_request_is_one_trace_as_well(etcd_endpoint, model_dir, cluster_name, spans):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
+    async with cluster, httpx.AsyncClient() as http:
+        url = f"http://127.0.0.1:{cluster.routers[0].http_port}/v1/completions"
+        for stream in (False, True):
+            body = {"prompt": PROMPT, "max_tokens": 3, "stream": stream}
+            assert (await http.post(url, json=body, headers=dict(METADATA))).status_code == 200
+            check_chain(*await one_of_each(spans), trace=TRACE, caller=CALLER)
+            spans.clear()
+
+
+async def test_requests_at_once_keep_apart(etcd_endpoint, model_dir, cluster_name, spans):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        await asyncio.gather(*(cluster.generate([i, *PROMPT], request_id=f"r{i}") for i in range(8)))
+        found = await spans_of(spans, **{ROUTER: 8, DECODE: 8, PREFILL: 8})
+        below = {span.parent.span_id: span for name in (DECODE, PREFILL) for span in found[name]}
+        for router in found[ROUTER]:
+            decode = below[router.context.span_id]
+            prefill = below[decode.context.span_id]
+            check_chain(router, decode, prefill)
+            assert decode.attributes["request_id"].startswith(router.attributes["request_id"])
+            assert prefill.attributes["request_id"].startswith(router.attributes["request_id"])
+        assert len({router.context.trace_id for router in found[ROUTER]}) == 8
+
+
+async def test_the_local_plan_has_no_prefill_span(etcd_endpoint, model_dir, cluster_name, spans):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=("local",)) as cluster:
+        await cluster.generate(PROMPT)
+        found = await spans_of(spans, **{ROUTER: 1, DECODE: 1})
+        check_chain(found[ROUTER][0], found[DECODE][0])
+        assert not found[PREFILL]
+        assert found[ROUTER][0].attributes["plan"] == found[DECODE][0].attributes["plan"] == "local"
+        assert "prefill" not in found[ROUTER][0].attributes
+
+
+async def test_a_client_that_leaves_ends_every_span(etcd_endpoint, model_dir, cluster_name, spans):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_prompt_token_s=0.005) as cluster:
+        # While prefill computes, for 0.16 s a chunk: it is cancelled all the way down.
+        call = cluster.stubs[0].Generate(ids_request([3] * 1000))
+        prefill = cluster.ranks["prefill-0/0"].engine
+        async with asyncio.timeout(10):
+            while not prefill.load().books.private:
+                await asyncio.sleep(0.005)
+        call.cancel()
+        chain = await one_of_each(spans)
+        check_chain(*chain)
+        assert [span.attributes["outcome"] for span in chain] == ["cancelled"] * 3
+        assert all(span.status.status_code is StatusCode.UNSET for span in chain)
+        spans.clear()
+        # While it decodes: prefill has done its part.
+        call = cluster.stubs[0].Generate(ids_request([5, 4], 1500))
+        await call.read()
+        call.cancel()
+        router, decode, prefilled = await one_of_each(spans)
+        outcomes = [span.attributes["outcome"] for span in (router, decode, prefilled)]
+        assert outcomes == ["cancelled", "cancelled", "finished"]
+        assert router.attributes["completion_tokens"] >= 1
+        await cluster.assert_nothing_held()
+
+
+async def test_errors_are_the_spans_status(etcd_endpoint, model_dir, cluster_name, spans):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_step_s=0.02)
+    async with cluster:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await cluster.generate(PROMPT, model="gpt-9")
+        (router,) = (await spans_of(spans, **{ROUTER: 1}))[ROUTER]
+        assert router.status.status_code is StatusCode.ERROR
+        assert "gpt-9" in router.status.description
+        assert router.attributes["outcome"] == "NotFound"
+        spans.clear()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await cluster.generate(PROMPT, 1500, timeout=0.3)
+        router, decode, _ = await one_of_each(spans)
+        # The client's own clock may end the call before the services' clocks do.
+        assert router.attributes["outcome"] in ("DeadlineExceeded", "cancelled")
+        assert decode.attributes["outcome"] in ("TimeoutError", "cancelled")
+
+
+async def test_a_retry_is_a_second_decode_span(etcd_endpoint, model_dir, cluster_name, spans):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=(1, 1), decode=(1,)) as cluster:
+        # It stays registered and answers no more, until a request finds out.
+        await cluster.ranks["prefill-0/0"].server.stop()
+        for number in range(50):
+            await cluster.generate([number, *PROMPT])
+            found = await spans_of(spans, **{ROUTER: number + 1})
+            if found[ROUTER][-1].attributes["attempts"] == 2:
+                break
+        router = found[ROUTER][-1]
+        found = await spans_of(spans, **{ROUTER: number + 1, DECODE: number + 2, PREFILL: number + 1})
+        failed, served = found[DECODE][-2:]
+        check_chain(router, failed)
+        check_chain(router, served, found[PREFILL][-1])
+        assert (failed.attributes["outcome"], failed.status.status_code) == ("PeerFailed", StatusCode.ERROR)
+        assert (router.attributes["outcome"], router.attributes["prefill"]) == ("finished", "prefill-1/0")
+        (event,) = router.events
+        assert (event.name, event.attributes["rank"]) == ("rank_failed", "prefill-0/0")
+
+
+async def test_without_an_exporter_nothing_is_recorded(etcd_endpoint, model_dir, cluster_name, monkeypatch):
+    started = []
+
+    class Watched:
+        def __init__(self, tracer):
+            self.tracer = tracer
+
+        def start_span(self, *arguments):
+            started.append(self.tracer.start_span(*arguments))
+            return started[-1]
+
+    tracer = telemetry.tracer
+    monkeypatch.setattr(telemetry, "tracer", lambda: Watched(tracer()))
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        await answer(cluster, ids_request(PROMPT), metadata=METADATA)
+        assert len(started) == 3 and not any(span.is_recording() for span in started)
+        # The client's trace goes through all the same, for whoever records further on.
+        assert {telemetry.traceparent(span) for span in started} == {METADATA[0][1]}
+        started.clear()
+        await answer(cluster, ids_request(PROMPT))
+        assert len(started) == 3 and {telemetry.traceparent(span) for span in started} == {""}
