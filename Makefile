@@ -7,8 +7,11 @@ BUF_VERSION := 1.75.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 STAMP := $(VENV)/.installed
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help setup demo test test-exact test-slow lint format proto proto-lint proto-baseline clean
+.PHONY: help setup demo demo-sglang test test-exact test-slow test-sglang lint format proto proto-lint proto-baseline clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -24,8 +27,20 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 
+# SGLang pins CUDA builds of its own: it gets an environment beside ours, with our torch for the CPU.
+$(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) $$(grep '^torch==' constraints.txt)
+	$(SGLANG_PIP) --requirement constraints.txt
+	$(SGLANG_PIP) --requirement constraints-sglang.txt
+	$(SGLANG_PIP) --no-build-isolation --editable .
+	touch $@
+
 demo: $(STAMP) ## a whole cluster on this machine, and what it saves
 	$(BIN)/isthmus demo
+
+demo-sglang: $(SGLANG_STAMP) ## the same on real SGLang, on the CPU; takes 4 GB of disk and some minutes
+	$(SGLANG_VENV)/bin/isthmus demo --engine=sglang
 
 test: $(STAMP) ## the default tests: no GPU, no network, no download
 	$(BIN)/python -m pytest -q -n 2
@@ -35,6 +50,9 @@ test-exact: $(STAMP) ## every combination against transformers; minutes
 
 test-slow: $(STAMP) ## real processes over minutes
 	$(BIN)/python -m pytest -q -m slow
+
+test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
+	$(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/sglang
 
 lint: $(STAMP) ## style, types, import floors, generated code
 	$(BIN)/ruff check
@@ -58,4 +76,4 @@ proto-baseline: ## take today's protos as what is deployed: after a release, or 
 	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

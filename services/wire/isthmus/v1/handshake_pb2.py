@@ -25,41 +25,55 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aisthmus/v1/handshake.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"\x87\x02\n\x10HandshakeMessage\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.isthmus.v1.HelloH\x00\x12&\n\x06ticket\x18\x02 \x01(\x0b\x32\x14.isthmus.v1.KvTicketH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.isthmus.v1.StatusH\x00\x12\"\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x11.isthmus.v1.AbortH\x00\x12)\n\tabort_ack\x18\x05 \x01(\x0b\x32\x14.isthmus.v1.AbortAckH\x00\x12\'\n\x05renew\x18\x06 \x01(\x0b\x32\x16.isthmus.v1.RenewLeaseH\x00\x42\t\n\x07message\"\xc8\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12 \n\x04rank\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.KvLayout\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12&\n\x06memory\x18\x05 \x01(\x0b\x32\x16.isthmus.v1.PoolMemory\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x13\n\x0bmonotonic_s\x18\x07 \x01(\x01\"\x82\x01\n\x08KvLayout\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x06\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12#\n\x06groups\x18\x05 \x03(\x0b\x32\x13.isthmus.v1.KvGroup\"\xdf\x01\n\x07KvGroup\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.isthmus.v1.KvGroup.Kind\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"b\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13KIND_FULL_ATTENTION\x10\x01\x12\x17\n\x13KIND_SLIDING_WINDOW\x10\x02\x12\x12\n\x0eKIND_RECURRENT\x10\x03\"V\n\nPoolMemory\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x06\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tdevice_id\x18\x04 \x01(\r\"0\n\x07PageRun\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\"\xd6\x01\n\x08KvTicket\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x1a\n\x12prefill_generation\x18\x02 \x01(\x06\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x04 \x01(\r\x12!\n\x04runs\x18\x05 \x03(\x0b\x32\x13.isthmus.v1.PageRun\x12\x13\n\x0bstate_slots\x18\x06 \x03(\r\x12\x15\n\x08\x61ux_slot\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rwrite_until_s\x18\x08 \x01(\x01\x42\x0b\n\t_aux_slot\"1\n\nRenewLease\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x15\n\rwrite_until_s\x18\x02 \x01(\x01\"\xad\x02\n\x06Status\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.isthmus.v1.Status.State\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05start\x18\x04 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12 \n\x03hit\x18\x06 \x01(\x0e\x32\x13.isthmus.v1.HitKind\x12\x13\n\x0b\x64\x65scriptors\x18\x07 \x01(\r\"\x80\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_ACCEPTED\x10\x01\x12\x11\n\rSTATE_REFUSED\x10\x02\x12\x15\n\x11STATE_RENEGOTIATE\x10\x03\x12\x10\n\x0cSTATE_LANDED\x10\x04\x12\x10\n\x0cSTATE_FAILED\x10\x05\"\x15\n\x05\x41\x62ort\x12\x0c\n\x04room\x18\x01 \x01(\x06\"\x18\n\x08\x41\x62ortAck\x12\x0c\n\x04room\x18\x01 \x01(\x06*_\n\x07HitKind\x12\x18\n\x14HIT_KIND_UNSPECIFIED\x10\x00\x12\x11\n\rHIT_KIND_NONE\x10\x01\x12\x14\n\x10HIT_KIND_PARTIAL\x10\x02\x12\x11\n\rHIT_KIND_FULL\x10\x03\x32V\n\tHandshake\x12I\n\x07\x43onnect\x12\x1c.isthmus.v1.HandshakeMessage\x1a\x1c.isthmus.v1.HandshakeMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aisthmus/v1/handshake.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"\x16\n\x14\x44\x65scribeRanksRequest\"W\n\x15\x44\x65scribeRanksResponse\x12%\n\x05ranks\x18\x01 \x03(\x0b\x32\x16.isthmus.v1.EngineRank\x12\x17\n\x0f\x65ngine_topology\x18\x02 \x01(\x0c\"s\n\nEngineRank\x12 \n\x04rank\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x0f\n\x07tp_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\"\x87\x02\n\x10HandshakeMessage\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.isthmus.v1.HelloH\x00\x12&\n\x06ticket\x18\x02 \x01(\x0b\x32\x14.isthmus.v1.KvTicketH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.isthmus.v1.StatusH\x00\x12\"\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x11.isthmus.v1.AbortH\x00\x12)\n\tabort_ack\x18\x05 \x01(\x0b\x32\x14.isthmus.v1.AbortAckH\x00\x12\'\n\x05renew\x18\x06 \x01(\x0b\x32\x16.isthmus.v1.RenewLeaseH\x00\x42\t\n\x07message\"\x9f\x02\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12 \n\x04rank\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.KvLayout\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12&\n\x06memory\x18\x05 \x01(\x0b\x32\x16.isthmus.v1.PoolMemory\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x13\n\x0bmonotonic_s\x18\x07 \x01(\x01\x12\x0f\n\x07tp_rank\x18\x08 \x01(\r\x12/\n\rengine_memory\x18\t \x01(\x0b\x32\x18.isthmus.v1.EngineMemory\x12\x13\n\x0bwriter_rank\x18\n \x01(\r\"\x93\x02\n\x0c\x45ngineMemory\x12\x12\n\nagent_name\x18\x01 \x01(\t\x12$\n\x02kv\x18\x02 \x03(\x0b\x32\x18.isthmus.v1.MemoryRegion\x12\x14\n\x0ckv_layer_ids\x18\x03 \x03(\r\x12\x15\n\raux_addresses\x18\x04 \x03(\x06\x12\x11\n\tdevice_id\x18\x05 \x01(\r\x12\x0f\n\x07tp_size\x18\x06 \x01(\r\x12\x13\n\x0b\x65ngine_rank\x18\x07 \x01(\r\x12\x34\n\x06opaque\x18\x08 \x03(\x0b\x32$.isthmus.v1.EngineMemory.OpaqueEntry\x1a-\n\x0bOpaqueEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"A\n\x0cMemoryRegion\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\"\x82\x01\n\x08KvLayout\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x06\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12#\n\x06groups\x18\x05 \x03(\x0b\x32\x13.isthmus.v1.KvGroup\"\xdf\x01\n\x07KvGroup\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.isthmus.v1.KvGroup.Kind\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"b\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13KIND_FULL_ATTENTION\x10\x01\x12\x17\n\x13KIND_SLIDING_WINDOW\x10\x02\x12\x12\n\x0eKIND_RECURRENT\x10\x03\"V\n\nPoolMemory\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x06\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tdevice_id\x18\x04 \x01(\r\"0\n\x07PageRun\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\"\x97\x02\n\x08KvTicket\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x1a\n\x12prefill_generation\x18\x02 \x01(\x06\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x04 \x01(\r\x12!\n\x04runs\x18\x05 \x03(\x0b\x32\x13.isthmus.v1.PageRun\x12\x13\n\x0bstate_slots\x18\x06 \x03(\r\x12\x15\n\x08\x61ux_slot\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rwrite_until_s\x18\x08 \x01(\x01\x12\x17\n\x0ftickets_of_room\x18\t \x01(\r\x12\x10\n\x08no_pages\x18\n \x01(\x08\x12\x14\n\x0c\x65ngine_state\x18\x0b \x01(\x0c\x42\x0b\n\t_aux_slot\"1\n\nRenewLease\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x15\n\rwrite_until_s\x18\x02 \x01(\x01\"\xad\x02\n\x06Status\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.isthmus.v1.Status.State\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05start\x18\x04 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12 \n\x03hit\x18\x06 \x01(\x0e\x32\x13.isthmus.v1.HitKind\x12\x13\n\x0b\x64\x65scriptors\x18\x07 \x01(\r\"\x80\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_ACCEPTED\x10\x01\x12\x11\n\rSTATE_REFUSED\x10\x02\x12\x15\n\x11STATE_RENEGOTIATE\x10\x03\x12\x10\n\x0cSTATE_LANDED\x10\x04\x12\x10\n\x0cSTATE_FAILED\x10\x05\")\n\x05\x41\x62ort\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x04\",\n\x08\x41\x62ortAck\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x04*_\n\x07HitKind\x12\x18\n\x14HIT_KIND_UNSPECIFIED\x10\x00\x12\x11\n\rHIT_KIND_NONE\x10\x01\x12\x14\n\x10HIT_KIND_PARTIAL\x10\x02\x12\x11\n\rHIT_KIND_FULL\x10\x03\x32\xac\x01\n\tHandshake\x12I\n\x07\x43onnect\x12\x1c.isthmus.v1.HandshakeMessage\x1a\x1c.isthmus.v1.HandshakeMessage(\x01\x30\x01\x12T\n\rDescribeRanks\x12 .isthmus.v1.DescribeRanksRequest\x1a!.isthmus.v1.DescribeRanksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.v1.handshake_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HITKIND']._serialized_start=1654
-  _globals['_HITKIND']._serialized_end=1749
-  _globals['_HANDSHAKEMESSAGE']._serialized_start=68
-  _globals['_HANDSHAKEMESSAGE']._serialized_end=331
-  _globals['_HELLO']._serialized_start=334
-  _globals['_HELLO']._serialized_end=534
-  _globals['_KVLAYOUT']._serialized_start=537
-  _globals['_KVLAYOUT']._serialized_end=667
-  _globals['_KVGROUP']._serialized_start=670
-  _globals['_KVGROUP']._serialized_end=893
-  _globals['_KVGROUP_KIND']._serialized_start=795
-  _globals['_KVGROUP_KIND']._serialized_end=893
-  _globals['_POOLMEMORY']._serialized_start=895
-  _globals['_POOLMEMORY']._serialized_end=981
-  _globals['_PAGERUN']._serialized_start=983
-  _globals['_PAGERUN']._serialized_end=1031
-  _globals['_KVTICKET']._serialized_start=1034
-  _globals['_KVTICKET']._serialized_end=1248
-  _globals['_RENEWLEASE']._serialized_start=1250
-  _globals['_RENEWLEASE']._serialized_end=1299
-  _globals['_STATUS']._serialized_start=1302
-  _globals['_STATUS']._serialized_end=1603
-  _globals['_STATUS_STATE']._serialized_start=1475
-  _globals['_STATUS_STATE']._serialized_end=1603
-  _globals['_ABORT']._serialized_start=1605
-  _globals['_ABORT']._serialized_end=1626
-  _globals['_ABORTACK']._serialized_start=1628
-  _globals['_ABORTACK']._serialized_end=1652
-  _globals['_HANDSHAKE']._serialized_start=1751
-  _globals['_HANDSHAKE']._serialized_end=1837
+  _globals['_ENGINEMEMORY_OPAQUEENTRY']._loaded_options = None
+  _globals['_ENGINEMEMORY_OPAQUEENTRY']._serialized_options = b'8\001'
+  _globals['_HITKIND']._serialized_start=2421
+  _globals['_HITKIND']._serialized_end=2516
+  _globals['_DESCRIBERANKSREQUEST']._serialized_start=67
+  _globals['_DESCRIBERANKSREQUEST']._serialized_end=89
+  _globals['_DESCRIBERANKSRESPONSE']._serialized_start=91
+  _globals['_DESCRIBERANKSRESPONSE']._serialized_end=178
+  _globals['_ENGINERANK']._serialized_start=180
+  _globals['_ENGINERANK']._serialized_end=295
+  _globals['_HANDSHAKEMESSAGE']._serialized_start=298
+  _globals['_HANDSHAKEMESSAGE']._serialized_end=561
+  _globals['_HELLO']._serialized_start=564
+  _globals['_HELLO']._serialized_end=851
+  _globals['_ENGINEMEMORY']._serialized_start=854
+  _globals['_ENGINEMEMORY']._serialized_end=1129
+  _globals['_ENGINEMEMORY_OPAQUEENTRY']._serialized_start=1084
+  _globals['_ENGINEMEMORY_OPAQUEENTRY']._serialized_end=1129
+  _globals['_MEMORYREGION']._serialized_start=1131
+  _globals['_MEMORYREGION']._serialized_end=1196
+  _globals['_KVLAYOUT']._serialized_start=1199
+  _globals['_KVLAYOUT']._serialized_end=1329
+  _globals['_KVGROUP']._serialized_start=1332
+  _globals['_KVGROUP']._serialized_end=1555
+  _globals['_KVGROUP_KIND']._serialized_start=1457
+  _globals['_KVGROUP_KIND']._serialized_end=1555
+  _globals['_POOLMEMORY']._serialized_start=1557
+  _globals['_POOLMEMORY']._serialized_end=1643
+  _globals['_PAGERUN']._serialized_start=1645
+  _globals['_PAGERUN']._serialized_end=1693
+  _globals['_KVTICKET']._serialized_start=1696
+  _globals['_KVTICKET']._serialized_end=1975
+  _globals['_RENEWLEASE']._serialized_start=1977
+  _globals['_RENEWLEASE']._serialized_end=2026
+  _globals['_STATUS']._serialized_start=2029
+  _globals['_STATUS']._serialized_end=2330
+  _globals['_STATUS_STATE']._serialized_start=2202
+  _globals['_STATUS_STATE']._serialized_end=2330
+  _globals['_ABORT']._serialized_start=2332
+  _globals['_ABORT']._serialized_end=2373
+  _globals['_ABORTACK']._serialized_start=2375
+  _globals['_ABORTACK']._serialized_end=2419
+  _globals['_HANDSHAKE']._serialized_start=2519
+  _globals['_HANDSHAKE']._serialized_end=2691
 # @@protoc_insertion_point(module_scope)

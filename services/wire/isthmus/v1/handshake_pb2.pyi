@@ -19,6 +19,32 @@ HIT_KIND_NONE: HitKind
 HIT_KIND_PARTIAL: HitKind
 HIT_KIND_FULL: HitKind
 
+class DescribeRanksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRanksResponse(_message.Message):
+    __slots__ = ("ranks", "engine_topology")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[EngineRank]
+    engine_topology: bytes
+    def __init__(self, ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ..., engine_topology: _Optional[bytes] = ...) -> None: ...
+
+class EngineRank(_message.Message):
+    __slots__ = ("rank", "tp_rank", "cp_rank", "pp_rank", "endpoint")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    CP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    rank: _common_pb2.RankId
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    endpoint: str
+    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., tp_rank: _Optional[int] = ..., cp_rank: _Optional[int] = ..., pp_rank: _Optional[int] = ..., endpoint: _Optional[str] = ...) -> None: ...
+
 class HandshakeMessage(_message.Message):
     __slots__ = ("hello", "ticket", "status", "abort", "abort_ack", "renew")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -36,7 +62,7 @@ class HandshakeMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ticket: _Optional[_Union[KvTicket, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s")
+    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s", "tp_rank", "engine_memory", "writer_rank")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +70,9 @@ class Hello(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WRITER_RANK_FIELD_NUMBER: _ClassVar[int]
     version: int
     rank: _common_pb2.RankId
     layout: KvLayout
@@ -51,7 +80,47 @@ class Hello(_message.Message):
     memory: PoolMemory
     transport: str
     monotonic_s: float
-    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ...) -> None: ...
+    tp_rank: int
+    engine_memory: EngineMemory
+    writer_rank: int
+    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ..., tp_rank: _Optional[int] = ..., engine_memory: _Optional[_Union[EngineMemory, _Mapping]] = ..., writer_rank: _Optional[int] = ...) -> None: ...
+
+class EngineMemory(_message.Message):
+    __slots__ = ("agent_name", "kv", "kv_layer_ids", "aux_addresses", "device_id", "tp_size", "engine_rank", "opaque")
+    class OpaqueEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: bytes
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[bytes] = ...) -> None: ...
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    AUX_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_RANK_FIELD_NUMBER: _ClassVar[int]
+    OPAQUE_FIELD_NUMBER: _ClassVar[int]
+    agent_name: str
+    kv: _containers.RepeatedCompositeFieldContainer[MemoryRegion]
+    kv_layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    aux_addresses: _containers.RepeatedScalarFieldContainer[int]
+    device_id: int
+    tp_size: int
+    engine_rank: int
+    opaque: _containers.ScalarMap[int, bytes]
+    def __init__(self, agent_name: _Optional[str] = ..., kv: _Optional[_Iterable[_Union[MemoryRegion, _Mapping]]] = ..., kv_layer_ids: _Optional[_Iterable[int]] = ..., aux_addresses: _Optional[_Iterable[int]] = ..., device_id: _Optional[int] = ..., tp_size: _Optional[int] = ..., engine_rank: _Optional[int] = ..., opaque: _Optional[_Mapping[int, bytes]] = ...) -> None: ...
+
+class MemoryRegion(_message.Message):
+    __slots__ = ("address", "page_bytes", "kind")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    page_bytes: int
+    kind: str
+    def __init__(self, address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("page_size", "page_bytes", "model_fingerprint", "tp_size", "groups")
@@ -112,7 +181,7 @@ class PageRun(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class KvTicket(_message.Message):
-    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "state_slots", "aux_slot", "write_until_s")
+    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "state_slots", "aux_slot", "write_until_s", "tickets_of_room", "no_pages", "engine_state")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     PREFILL_GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +190,9 @@ class KvTicket(_message.Message):
     STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     AUX_SLOT_FIELD_NUMBER: _ClassVar[int]
     WRITE_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_OF_ROOM_FIELD_NUMBER: _ClassVar[int]
+    NO_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
     room: int
     prefill_generation: int
     prompt_len: int
@@ -129,7 +201,10 @@ class KvTicket(_message.Message):
     state_slots: _containers.RepeatedScalarFieldContainer[int]
     aux_slot: int
     write_until_s: float
-    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., state_slots: _Optional[_Iterable[int]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
+    tickets_of_room: int
+    no_pages: bool
+    engine_state: bytes
+    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., state_slots: _Optional[_Iterable[int]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ..., tickets_of_room: _Optional[int] = ..., no_pages: _Optional[bool] = ..., engine_state: _Optional[bytes] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ("room", "write_until_s")
@@ -172,13 +247,17 @@ class Status(_message.Message):
     def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("room",)
+    __slots__ = ("room", "generation")
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     room: int
-    def __init__(self, room: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, room: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AbortAck(_message.Message):
-    __slots__ = ("room",)
+    __slots__ = ("room", "generation")
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     room: int
-    def __init__(self, room: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, room: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...

@@ -39,6 +39,11 @@ class HandshakeStub:
                 request_serializer=isthmus_dot_v1_dot_handshake__pb2.HandshakeMessage.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_handshake__pb2.HandshakeMessage.FromString,
                 _registered_method=True)
+        self.DescribeRanks = channel.unary_unary(
+                '/isthmus.v1.Handshake/DescribeRanks',
+                request_serializer=isthmus_dot_v1_dot_handshake__pb2.DescribeRanksRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_handshake__pb2.DescribeRanksResponse.FromString,
+                _registered_method=True)
 
 
 class HandshakeServicer:
@@ -50,6 +55,14 @@ class HandshakeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeRanks(self, request, context):
+        """Of an engine whose ranks run in processes of their own: where each of them serves Connect. Asked
+        at a service's endpoint; UNIMPLEMENTED where that endpoint serves Connect itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HandshakeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +70,11 @@ def add_HandshakeServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=isthmus_dot_v1_dot_handshake__pb2.HandshakeMessage.FromString,
                     response_serializer=isthmus_dot_v1_dot_handshake__pb2.HandshakeMessage.SerializeToString,
+            ),
+            'DescribeRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeRanks,
+                    request_deserializer=isthmus_dot_v1_dot_handshake__pb2.DescribeRanksRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_handshake__pb2.DescribeRanksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +104,33 @@ class Handshake:
             '/isthmus.v1.Handshake/Connect',
             isthmus_dot_v1_dot_handshake__pb2.HandshakeMessage.SerializeToString,
             isthmus_dot_v1_dot_handshake__pb2.HandshakeMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Handshake/DescribeRanks',
+            isthmus_dot_v1_dot_handshake__pb2.DescribeRanksRequest.SerializeToString,
+            isthmus_dot_v1_dot_handshake__pb2.DescribeRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

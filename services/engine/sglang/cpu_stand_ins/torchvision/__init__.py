@@ -1,0 +1,49 @@
+"""Stands in for torchvision, of which there is no build beside the CPU torch that SGLang runs on here.
+
+SGLang imports it for models that see; nothing of it is called for those that do not.
+"""
+
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+__version__ = "0.28.0"
+
+
+class _Name(type):
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds every module below torchvision, and makes it of names that can only be imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.startswith("torchvision."):
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module = _Module(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing in it."""
+
+
+sys.meta_path.insert(0, _Finder())

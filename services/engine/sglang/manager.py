@@ -1,0 +1,438 @@
+"""SGLang's NIXL classes with our Handshake instead of ZMQ and its HTTP registry.
+
+SGLang keeps what it does with KV: queues, radix trees, NIXL writes, deferred release. Replaced is how
+its processes speak to each other:
+
+    SGLang                                     here
+    PULL socket of each process                inbox, filled by our streams
+    PUSH sockets, blocking sends               outboxes of streams, on a loop of their own
+    registry over HTTP (PUT/GET /route)        Handshake.DescribeRanks of the prefill service
+    heartbeat over HTTP                        the stream itself: it ends when the peer does
+
+A process of SGLang's is spawned, and gRPC is first used in it by the manager's constructor.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, KVPoll
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.disaggregation.nixl.conn import (
+    NixlKVManager,
+    NixlKVReceiver,
+    NixlKVSender,
+    num_kv_slots,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from services import rpc
+from services.engine.sglang import frames
+from services.engine.sglang.decode_streams import DecodeStreams
+from services.engine.sglang.directory import Directory, look_up
+from services.engine.sglang.frames import Frames
+from services.engine.sglang.loop_thread import LoopThread
+from services.engine.sglang.plugin_settings import PluginSettings
+from services.engine.sglang.prefill_streams import PrefillStreams
+from services.engine.sglang.process_reporter import process_reporter
+from services.engine.sglang.reports import Active, Moved, TicketSent
+from services.errors import IsthmusError, ProtocolError
+from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
+from services.transfer.hello import Hello
+from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_LISTEN_TIMEOUT_S = 30.0
+# At the first contact with a prefill worker the scheduler waits this long for its directory; what
+# takes longer is asked for again by SGLang, a second later.
+_DIRECTORY_WAIT_S = 0.2
+_TRANSPORT = "sglang-nixl"
+
+
+class _Inbox:
+    """What SGLang's listener thread reads in place of a ZMQ socket."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Frames] = queue.SimpleQueue()
+        self.put = self._queue.put
+
+    def recv_multipart(self) -> Frames:
+        return self._queue.get()
+
+
+class IsthmusKVManager(NixlKVManager):
+    """One per process of SGLang's that holds KV."""
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        self._settings = PluginSettings.from_environment()
+        self._loop_thread = LoopThread("isthmus-handshake")
+        self._inbox = _Inbox()
+        self._topology: dict[str, Any] = {}
+        self._listening = ""
+        # decode
+        self._directories: dict[str, Directory] = {}
+        self._lookups: dict[str, Future[Directory]] = {}
+        self._rooms: dict[int, set[str]] = {}  # open rooms and the prefill processes that write them
+        self._rooms_lock = threading.Lock()
+        # prefill
+        self._posting = threading.local()
+        self._posted: dict[int, tuple[int, int]] = {}  # room -> pages, bytes
+        if server_args.device == "cpu":
+            args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
+        super().__init__(args, mode, server_args, is_mla_backend)
+        process_reporter().report(self._active())
+
+    # -- who we are ---------------------------------------------------------------------------------------
+
+    @property
+    def _dp_rank(self) -> int:
+        rank = self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
+        return int(rank or 0)
+
+    def _page_bytes(self) -> int:
+        """Of the whole model: attention heads are spread over the tensor-parallel ranks."""
+        own = int(sum(self.kv_args.kv_item_lens))
+        if self.is_mla_backend:
+            return own
+        total = int(self._settings.num_kv_heads)
+        return int(own // max(1, total // int(self.attn_tp_size)) * total)
+
+    def _layout(self) -> KvLayout:
+        num_layers = len(set(self.kv_args.kv_layer_ids)) or len(self.kv_args.kv_data_ptrs)
+        group = KvGroup(
+            GroupKind.FULL_ATTENTION,
+            tuple(range(num_layers)),
+            self._settings.num_kv_heads,
+            self._settings.head_dim,
+            str(self.kv_cache_dtype_str),
+        )
+        return KvLayout(
+            self.kv_args.page_size,
+            self._page_bytes(),
+            self._settings.model_fingerprint,
+            self.attn_tp_size,
+            (group,),
+        )
+
+    def _num_pages(self) -> int:
+        return int(num_kv_slots(self.kv_args.kv_data_lens, self.kv_args.kv_item_lens))
+
+    def _own_hello(self, agent_metadata: bytes = b"") -> Hello:
+        generation = Generation(self._settings.generations[self._dp_rank])
+        rank = RankId(self._settings.worker, self._dp_rank, generation)
+        kinds = getattr(self.kv_args, "kv_data_mem_kinds", None) or ["VRAM"]
+        memory = PoolMemory(0, self._num_pages(), kinds[0], int(self.kv_args.gpu_id or 0))
+        return Hello(rank, self._layout(), memory, _TRANSPORT, agent_metadata)
+
+    def _active(self) -> Active:
+        decode = self.disaggregation_mode == DisaggregationMode.DECODE
+        return Active(
+            role="decode" if decode else "prefill",
+            dp_rank=self._dp_rank,
+            tp_rank=int(self.attn_tp_rank),
+            cp_rank=int(self.attn_cp_rank),
+            pp_rank=int(self.pp_rank or 0),
+            tp_size=int(self.attn_tp_size),
+            pid=os.getpid(),
+            endpoint=self._listening,
+            page_size=int(self.kv_args.page_size),
+            page_bytes=self._page_bytes(),
+            num_pages=self._num_pages(),
+            dtype=str(self.kv_cache_dtype_str),
+            num_layers=len(self._layout().groups[0].layer_ids),
+            topology=self._topology,
+        )
+
+    def _take_inbox(self) -> None:
+        """SGLang's threads read our inbox from now on; its own socket is closed unread."""
+        self.server_socket.close(linger=0)
+        self.server_socket: Any = self._inbox
+
+    # -- prefill --------------------------------------------------------------------------------------------
+
+    def register_to_bootstrap(self) -> None:
+        """Listen, then have SGLang describe this rank to `_register_topology_row`.
+
+        Called by the base constructor before NIXL stands: what comes earlier waits in the inbox.
+        """
+        own = self._own_hello()
+
+        def own_message() -> handshake_pb2.HandshakeMessage:
+            message = own.message(time.monotonic())
+            message.hello.tp_rank = int(self.attn_tp_rank)
+            message.hello.writer_rank = int(self._prefill_unique_rank())
+            return message
+
+        self._prefill_streams = PrefillStreams(own, own_message, self._inbox.put, self._fail_room)
+        opening = self._loop_thread.spawn(self._listen())
+        self.rank_port = opening.result(_LISTEN_TIMEOUT_S)
+        self.local_ip = self._settings.advertise_host
+        self._listening = f"{self.local_ip}:{self.rank_port}"
+        self._take_inbox()
+        super().register_to_bootstrap()
+
+    async def _listen(self) -> int:
+        server = await rpc.open_server(
+            f"{self._settings.host}:0",
+            partial(handshake_pb2_grpc.add_HandshakeServicer_to_server, self._prefill_streams),
+            [handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name],
+            self._settings.tls(),
+        )
+        self._server = server  # kept: a server that is collected stops
+        return server.port
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        """Our service tells it to whoever asks for DescribeRanks."""
+        self._topology = payload
+
+    def _send_multipart_locked(self, endpoint: str, parts: Frames, is_ipv6: bool = False) -> None:
+        self._loop_thread.soon(self._prefill_streams.send, endpoint, frames.message_of_prefill(parts))
+
+    def _add_remote_peer(self, decode_kv_args: Any) -> None:
+        """An unusable peer must not end SGLang's thread, which serves all others; its rooms fail alone."""
+        try:
+            super()._add_remote_peer(decode_kv_args)
+        except Exception:
+            log.exception("kv_peer_unusable agent=%s", decode_kv_args.agent_name)
+
+    def _fail_room(self, room: int, reason: str) -> None:
+        self.record_failure(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    def update_status(self, bootstrap_room: int, status: Any) -> None:
+        if status == KVPoll.Transferring:
+            self._posting.room = bootstrap_room  # this thread posts for it now
+        super().update_status(bootstrap_room, status)
+
+    def send_kvcache(self, peer_name: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = super().send_kvcache(peer_name, prefill_kv_indices, *args, **kwargs)
+        self._count(peer_name, len(prefill_kv_indices))
+        return handle
+
+    def send_kvcache_slice(self, peer_name: str, prefill_kv_indices: Any, dst_kv_indices: Any) -> Any:
+        handle = super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
+        self._count(peer_name, len(prefill_kv_indices))
+        return handle
+
+    def _count(self, peer_name: str, num_pages: int) -> None:
+        """Of two sides with different tensor parallelism the narrower one's heads are written."""
+        peer_bytes = sum(self.decode_kv_args_table[peer_name].dst_kv_item_lens)
+        pages, size = self._posted.get(self._posting.room, (0, 0))
+        size += num_pages * min(self.kv_item_lens_sum, peer_bytes)
+        self._posted[self._posting.room] = (pages + num_pages, size)
+
+    def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
+        pages, size = self._posted.pop(bootstrap_room, (0, 0))
+        if status == KVPoll.Success:  # before anybody can see the success
+            process_reporter().report(Moved(bootstrap_room, pages, size))
+        return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
+
+    def check_ticket_of(self, room: int, num_pages: int) -> None:
+        """Fail the room unless every ticket of it covers the `num_pages` that prefill will send."""
+        for info in list(self.transfer_infos.get(room, {}).values()):
+            if not info.is_dummy and len(info.dst_kv_indices) != num_pages:
+                reason = (
+                    f"the ticket of room {room:016x} has {len(info.dst_kv_indices)} pages after "
+                    f"{info.decode_prefix_len} tokens, the prompt needs {num_pages}"
+                )
+                self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+                return
+
+    # -- decode ---------------------------------------------------------------------------------------------
+
+    def _start_decode_listener_thread(self) -> None:
+        registration = self.build_receiver_registration_message()
+        memory, agent_metadata, _ = frames.memory_of_registration(registration)
+        own = self._own_hello(agent_metadata)
+
+        def own_message() -> handshake_pb2.HandshakeMessage:
+            message = own.message(time.monotonic())
+            message.hello.tp_rank = int(self.attn_tp_rank)
+            message.hello.engine_memory.CopyFrom(memory)
+            return message
+
+        open_channel = partial(rpc.open_channel, tls=self._settings.tls())
+        self._decode_streams = DecodeStreams(
+            own, own_message, open_channel, self._inbox.put, self._on_stream_lost
+        )
+        self._take_inbox()
+        super()._start_decode_listener_thread()
+
+    def _start_heartbeat_checker_thread(self) -> threading.Thread:
+        """None is needed: a stream that ends tells the same, at once."""
+        return self._loop_thread.thread
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """`bootstrap_addr` is HOST:PORT of the prefill worker's service."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        if bootstrap_addr not in self._lookups:
+            self._lookups[bootstrap_addr] = self._loop_thread.spawn(
+                look_up(bootstrap_addr, self._settings.tls())
+            )
+        try:
+            directory = self._lookups[bootstrap_addr].result(_DIRECTORY_WAIT_S)
+        except (FutureTimeout, TimeoutError):
+            return False  # still asking
+        except IsthmusError as error:
+            log.warning("kv_directory_unavailable prefill=%s reason=%r", bootstrap_addr, str(error))
+            del self._lookups[bootstrap_addr]
+            return False
+        del self._lookups[bootstrap_addr]
+        self._learn(bootstrap_addr, directory)
+        return True
+
+    def _learn(self, bootstrap_addr: str, directory: Directory) -> None:
+        info = _server_info(directory.topology)
+        self._resolve_rank_mapping(info)
+        self._directories[bootstrap_addr] = directory
+        self.prefill_info_table[bootstrap_addr] = info
+
+    def process_of(self, bootstrap_addr: str, place: tuple[int, int, int, int]) -> str | None:
+        """HOST:PORT of the Handshake of one process of a prefill worker."""
+        directory = self._directories.get(bootstrap_addr)
+        return directory.endpoints.get(place) if directory is not None else None
+
+    def open_stream(self, endpoint: str) -> None:
+        self._loop_thread.soon(self._decode_streams.open, endpoint)
+
+    def send_to_prefill(self, endpoint: str, message: handshake_pb2.HandshakeMessage) -> None:
+        if message.HasField("ticket"):
+            with self._rooms_lock:
+                self._rooms.setdefault(message.ticket.room, set()).add(endpoint)
+        self._loop_thread.soon(self._decode_streams.send, endpoint, message)
+
+    def forget_room(self, room: int) -> None:
+        with self._rooms_lock:
+            self._rooms.pop(room, None)
+
+    def _on_stream_lost(self, endpoint: str, reason: str) -> None:
+        """On the loop: rooms that it would have written have failed; the worker is looked up anew."""
+        with self._rooms_lock:
+            rooms = [room for room, endpoints in self._rooms.items() if endpoint in endpoints]
+        for room in rooms:
+            if room in self.request_status and self.check_status(room) != KVPoll.Success:
+                self._fail_room(room, f"the handshake stream to {endpoint} was lost: {reason}")
+        with self.connection_lock:
+            for address, directory in list(self._directories.items()):
+                if endpoint in directory.endpoints.values():
+                    del self._directories[address]
+                    self.prefill_info_table.pop(address, None)
+                    for key in [key for key in self.connection_pool if key.startswith(f"{address}_")]:
+                        del self.connection_pool[key]
+
+
+class IsthmusKVSender(NixlKVSender):
+    """The prefill side of one request."""
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """`num_kv_indices`: pages of the prompt past decode_prefix_len, which SGLang itself never checks."""
+        super().init(num_kv_indices, aux_index)
+        self.kv_mgr.check_ticket_of(self.bootstrap_room, num_kv_indices)
+
+    def _register_prefill_dp_rank(self) -> None:
+        reason = "the request does not carry disagg_prefill_dp_rank; there is no registry to put it in"
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+
+class _ToPrefill:
+    """What SGLang's receiver takes for its socket to one prefill process."""
+
+    def __init__(self, manager: IsthmusKVManager, endpoint: str) -> None:
+        self._manager = manager
+        self._endpoint = endpoint
+
+    def open(self) -> None:
+        self._manager.open_stream(self._endpoint)
+
+    def send_multipart(self, parts: Frames, prompt_len: int = 0) -> None:
+        self._manager.send_to_prefill(self._endpoint, frames.message_of_decode(parts, prompt_len))
+
+
+class IsthmusKVReceiver(NixlKVReceiver):
+    """The decode side of one request."""
+
+    prompt_len = 0  # tokens; set by the plugin's hook
+
+    @classmethod
+    def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> tuple[Any, Any]:
+        return bootstrap_info["stream"], nullcontext()
+
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
+    ) -> dict[str, Any] | None:
+        place = (int(prefill_dp_rank), int(prefill_cp_rank), int(target_tp_rank), int(target_pp_rank))
+        endpoint = self.kv_mgr.process_of(self.bootstrap_addr, place)
+        if endpoint is None:
+            return None
+        host, _, port = endpoint.rpartition(":")
+        stream = _ToPrefill(self.kv_mgr, endpoint)
+        return {"rank_ip": host, "rank_port": int(port), "pp_rank": int(target_pp_rank), "stream": stream}
+
+    def _send_bootstrap_message(
+        self, *, bootstrap_info: dict[str, Any], message: Frames, operation: str
+    ) -> bool:
+        """Never waits; a registration is the stream's Hello, so there is nothing more to send."""
+        if operation == "_register_kv_args":
+            bootstrap_info["stream"].open()
+            return True
+        try:
+            bootstrap_info["stream"].send_multipart(message, self.prompt_len)
+        except ProtocolError as error:
+            self.kv_mgr.record_failure(self.bootstrap_room, str(error))
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.conclude_state = KVPoll.Failed
+            return False
+        return True
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, *args, **kwargs)
+        ticket = TicketSent(self.bootstrap_room, int(decode_prefix_len or 0), len(kv_indices))
+        process_reporter().report(ticket)
+
+    def _clear(self) -> None:
+        self.kv_mgr.forget_room(self.bootstrap_room)
+        super()._clear()
+
+
+class NoBootstrapServer(BaseKVBootstrapServer):
+    """SGLang's HTTP registry is not needed: our service answers DescribeRanks."""
+
+    def __init__(self, host: str, port: int) -> None:
+        log.info("bootstrap_server_replaced by=Handshake.DescribeRanks")
+
+
+def _server_info(topology: dict[str, Any]) -> PrefillServerInfo:
+    """As CommonKVBootstrapServer makes it of what a prefill rank says."""
+    plain_dp = topology["system_dp_size"] == 1
+    return PrefillServerInfo(
+        attn_tp_size=topology["attn_tp_size"],
+        attn_cp_size=topology["attn_cp_size"],
+        dp_size=topology["attn_dp_size" if plain_dp else "system_dp_size"],
+        pp_size=topology["pp_size"],
+        page_size=topology["page_size"],
+        kv_cache_dtype=topology["kv_cache_dtype"],
+        kv_layout=topology["kv_layout"],
+        dsv41_spec_layout=topology["dsv41_spec_layout"],
+        follow_bootstrap_room=topology["load_balance_method"] == "follow_bootstrap_room",
+        enable_dsa_cache_layer_split=bool(topology["enable_dsa_cache_layer_split"]),
+        enable_kv_cache_sharding=bool(topology["enable_kv_cache_sharding"]),
+        decode_allocation_policy=topology["decode_allocation_policy"],
+    )

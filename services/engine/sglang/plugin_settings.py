@@ -1,0 +1,46 @@
+"""What our service tells the plugin inside SGLang's processes: one environment variable of JSON."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from services.errors import ConfigError
+from services.rpc import TlsConfig
+
+VARIABLE = "ISTHMUS_SGLANG_PLUGIN"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSettings:
+    worker: str
+    generations: tuple[int, ...]  # by DP rank
+    model_fingerprint: int
+    num_kv_heads: int  # of the whole model
+    head_dim: int
+    host: str  # to listen on
+    advertise_host: str
+    reports_path: str  # the service's Unix socket
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_mutual: bool = False
+    tls_server_name: str = ""
+
+    def tls(self) -> TlsConfig | None:
+        if not (self.tls_ca or self.tls_cert):
+            return None
+        ca, cert, key = (Path(name) if name else None for name in (self.tls_ca, self.tls_cert, self.tls_key))
+        return TlsConfig(ca, cert, key, self.tls_mutual, self.tls_server_name)
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "PluginSettings":
+        """Raises ConfigError outside of a process that our service started."""
+        if VARIABLE not in environment:
+            raise ConfigError(f"{VARIABLE} is not set: SGLang was not started by an Isthmus service")
+        fields = json.loads(environment[VARIABLE])
+        return cls(**{**fields, "generations": tuple(fields["generations"])})

@@ -1,0 +1,99 @@
+"""SGLang as a child process: its end takes its whole tree with it, and ours takes it.
+
+start --> running --SIGTERM, a while, SIGKILL to what is left--> stopped
+              +--exits unasked--> ended
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from services.parent_death import die_with
+
+log = logging.getLogger(__name__)
+
+_TERM_TIMEOUT_S = 5.0
+_LAST_LINES = 200
+_NOISE = ("WARNING", "UserWarning", "FutureWarning")
+# SGLang writes it whenever it flushes KV events, which we have it do at every step.
+_DROPPED = "Decode batch, #running-req"
+
+
+class SglangProcess:
+    """`python -m sglang.launch_server`, in our process group, so that a supervisor reaps it with us."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        self._environment = dict(environment)
+        self._process: asyncio.subprocess.Process | None = None
+        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._reader: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        parent = os.getpid()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=1 << 20,
+            preexec_fn=lambda: die_with(parent),
+        )
+        log.info("sglang_started pid=%d", self._process.pid)
+        self._reader = asyncio.create_task(self._pass_lines(self._process), name="sglang-log")
+
+    async def stop(self, in_order: bool = True) -> None:
+        """Returns when every process of SGLang's has ended; not in order: killed at once."""
+        if self._process is None:
+            return
+        tree = self._tree(self._process.pid)
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+        deadline = asyncio.get_running_loop().time() + (_TERM_TIMEOUT_S if in_order else 0.0)
+        while any(map(_alive, tree)) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        for process in filter(_alive, tree):
+            process.kill()
+        await self._process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    def last_error(self) -> str:
+        """The line that most probably says why it ended."""
+        telling = [line for line in self._lines if "Error" in line or "error:" in line]
+        telling = [line for line in telling if not any(noise in line for noise in _NOISE)]
+        return (telling or list(self._lines) or ["it wrote nothing"])[-1].strip()
+
+    def _tree(self, pid: int) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    async def _pass_lines(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if text and _DROPPED not in text:
+                self._lines.append(text)
+                print(text, file=sys.stderr, flush=True)
+        await process.wait()
+        log.warning("sglang_ended code=%s", process.returncode)
+        self.ended.set()
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

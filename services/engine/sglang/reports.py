@@ -1,0 +1,118 @@
+"""What the plugin tells our service, over a Unix socket of the service's: one line of JSON per report.
+
+SGLang's processes connect and never wait: a thread of the plugin's writes what is queued. Reports of one
+process arrive in order, none is lost while both live; a service that ends takes its SGLang with it.
+"""
+
+import asyncio
+import json
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_MAX_LINE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """The plugin's manager stands in a process of SGLang's."""
+
+    role: str
+    dp_rank: int
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    tp_size: int
+    pid: int
+    endpoint: str  # of its Handshake; empty on decode
+    page_size: int
+    page_bytes: int  # of the whole model
+    num_pages: int
+    dtype: str
+    num_layers: int
+    topology: dict[str, Any]  # SGLang's own description of a prefill rank
+
+
+@dataclass(frozen=True, slots=True)
+class TicketSent:
+    """A decode process has told prefill where a room's delta goes."""
+
+    room: int
+    decode_prefix_len: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A prefill process has written a room's delta, counted where the writes are posted."""
+
+    room: int
+    num_pages: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEvents:
+    """What a DP rank's radix tree gained and lost: SGLang's events, in order, as plain values."""
+
+    dp_rank: int
+    events: list[dict[str, Any]]
+
+
+Report = Active | TicketSent | Moved | TreeEvents
+_KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in (Active, TicketSent, Moved, TreeEvents)}
+
+
+def encode_report(report: Report) -> bytes:
+    return json.dumps({"kind": type(report).__name__, **asdict(report)}).encode() + b"\n"
+
+
+def decode_report(line: bytes) -> Report:
+    fields = json.loads(line)
+    report: Report = _KINDS[fields.pop("kind")](**fields)
+    return report
+
+
+class Reporter:
+    """In a process of SGLang's; `report` may be called from any thread and never blocks."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._queue: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="isthmus-reports", daemon=True).start()
+
+    def report(self, report: Report) -> None:
+        self._queue.put(report)
+
+    def _write(self) -> None:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(self._path)
+                while True:
+                    connection.sendall(encode_report(self._queue.get()))
+        except OSError as error:  # the service has ended; so will this process
+            log.error("sglang_reports_lost error=%s", error)
+
+
+async def serve_reports(
+    path: str, take: Callable[[Report], None], ended: Callable[[], None]
+) -> asyncio.Server:
+    """Call `take` with every report, and `ended` when a process that reports has ended; on the running loop."""
+
+    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                take(decode_report(line))
+        except ConnectionError:
+            log.info("sglang_reports_reset")
+        finally:
+            writer.close()
+            ended()
+
+    return await asyncio.start_unix_server(read, path, limit=_MAX_LINE_BYTES)

@@ -1,0 +1,177 @@
+"""What a worker's SGLang is started with, and what is refused before it is. Pure but for the paths."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from services.errors import ConfigError
+from services.kv.types import Role
+from services.rpc import TlsConfig
+
+# The service decides these: a value of the user's would break what it relies on.
+_OURS = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--dp-size",
+    "--data-parallel-size",
+    "--page-size",
+    "--max-total-tokens",
+    "--max-running-requests",
+    "--kv-events-config",
+    "--skip-tokenizer-init",
+    "--incremental-streaming-output",
+    "--decode-log-interval",
+    "--disaggregation-mode",
+    "--disaggregation-transfer-backend",
+    "--disaggregation-bootstrap-port",
+    "--disaggregation-decode-enable-radix-cache",
+)
+# With the decode radix cache, or with our handshake, SGLang cannot do these.
+_UNSUPPORTED = {
+    "--enable-hisparse": "SGLang does not support it with the decode radix cache",
+    "--enable-pd-role-switch": "SGLang's NIXL backend does not support it",
+    "--enable-lora": "its adapters are not part of the index's hashes",
+    "--lora-paths": "its adapters are not part of the index's hashes",
+}
+_CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
+_SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
+
+
+@dataclass(frozen=True, slots=True)
+class SglangSettings:
+    """Of one worker, all its DP ranks."""
+
+    role: Role
+    worker: str
+    model_path: str
+    model_name: str
+    dp_size: int
+    device: str  # cpu or cuda
+    dtype: str | None
+    num_pages: int
+    page_size: int
+    index_block: int
+    cache_enabled: bool
+    max_running_requests: int
+    chunk_size: int
+    num_threads: int | None
+    host: str
+    advertise_host: str
+    engine_args: tuple[str, ...] = ()
+    tls: TlsConfig | None = None
+
+    def __post_init__(self) -> None:
+        for text in self.engine_args:
+            _check_argument(text)
+        values = _values(self.engine_args)
+        _check_values(values)
+        if not Path(self.model_path).is_dir():
+            raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.model_path!r} is none")
+
+    def arguments(self, port: int) -> list[str]:
+        """Of `python -m sglang.launch_server`; the user's come last."""
+        arguments = [
+            f"--model-path={self.model_path}",
+            "--host=127.0.0.1",  # only this service speaks to it
+            f"--port={port}",
+            f"--dp-size={self.dp_size}",
+            f"--page-size={self.page_size}",
+            f"--max-total-tokens={self.num_pages * self.page_size}",
+            f"--max-running-requests={self.max_running_requests * self.dp_size}",
+            f"--chunked-prefill-size={self.chunk_size}",
+            f"--disaggregation-mode={self.role.value}",
+            "--disaggregation-transfer-backend=nixl",
+            f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+            "--log-level-http=warning",  # not one line per poll of ours
+            "--incremental-streaming-output",
+        ]
+        if self.dtype is not None:
+            arguments.append(f"--dtype={self.dtype}")
+        arguments += self._cache_arguments() + self._device_arguments()
+        return arguments + list(self.engine_args)
+
+    def _cache_arguments(self) -> list[str]:
+        if self.role is Role.DECODE:
+            # KV events are written when statistics are: at every step, not at every fortieth.
+            flag = ["--disaggregation-decode-enable-radix-cache"] if self.cache_enabled else []
+            return [*flag, "--decode-log-interval=1"]
+        return [] if self.cache_enabled else ["--disable-radix-cache"]
+
+    def _device_arguments(self) -> list[str]:
+        if self.device != "cpu":
+            return []
+        return [
+            "--device=cpu",
+            "--attention-backend=torch_native",
+            "--sampling-backend=pytorch",
+            "--grammar-backend=none",
+            # Both call torch.cuda.
+            "--disable-overlap-schedule",
+            "--disable-cuda-graph",
+            "--mem-fraction-static=0.15",
+            "--sleep-on-idle",  # else each process keeps a core busy with nothing
+        ]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Of SGLang's processes, without what the plugin is told. Raises ConfigError."""
+        if inherited.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() not in ("", "0", "false"):
+            raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER: the Handshake does not carry staging messages")
+        environment = {
+            **inherited,
+            "SGLANG_PLUGINS": "isthmus",  # no other package's
+            # NIXL would read pages before they are written: it drops the event that says when they are.
+            "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+        }
+        if self.device == "cpu":
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            threads = self.num_threads or 1
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", self._binding(threads))
+            if find_spec("sgl_kernel") is None:
+                paths = (str(_CPU_STAND_INS), inherited.get("PYTHONPATH", ""))
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return environment
+
+    def _binding(self, threads: int) -> str:
+        """Cores of each DP rank: `threads` neighbours, round and round."""
+        cores = os.cpu_count() or 1
+        sets = []
+        for rank in range(self.dp_size):
+            first = rank * threads % cores
+            last = min(first + threads, cores) - 1
+            sets.append(str(first) if first == last else f"{first}-{last}")
+        return "|".join(sets)
+
+
+def _check_argument(text: str) -> None:
+    if not text.startswith("--"):
+        raise ConfigError(f"--engine-arg must be one --flag or --flag=value of SGLang's, got {text!r}")
+    flag = text.split("=", 1)[0]
+    if flag in _OURS:
+        raise ConfigError(f"--engine-arg={flag}: the service sets it itself")
+    if flag in _UNSUPPORTED:
+        raise ConfigError(f"--engine-arg={flag}: {_UNSUPPORTED[flag]}")
+
+
+def _values(engine_args: tuple[str, ...]) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in engine_args if "=" in text)
+
+
+def _check_values(values: Mapping[str, str]) -> None:
+    algorithm = values.get("--speculative-algorithm")
+    if algorithm is not None and algorithm.upper() not in _SPECULATIVE:
+        raise ConfigError(
+            f"--engine-arg=--speculative-algorithm={algorithm}: with the decode radix cache SGLang supports "
+            f"only {', '.join(_SPECULATIVE)}"
+        )
+    if values.get("--disaggregation-decode-allocation-policy", "early") != "early":
+        raise ConfigError("--disaggregation-decode-allocation-policy: SGLang's NIXL backend knows only early")
+    if values.get("--nnodes", "1") != "1":
+        raise ConfigError("--nnodes: the service must be on the host of all processes of its SGLang")

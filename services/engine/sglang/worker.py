@@ -1,0 +1,333 @@
+"""One SGLang with all its DP ranks, shared by the engines of those ranks.
+
+first start --> child process --> healthy --> plugin active in every process --> loads polled --> serving
+last stop ----> child process ended
+child ends ---> crashed
+"""
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.engine.sglang.http_client import SglangHttp
+from services.engine.sglang.plugin_settings import PluginSettings
+from services.engine.sglang.process import SglangProcess
+from services.engine.sglang.reports import Active, Moved, Report, TicketSent, TreeEvents, serve_reports
+from services.engine.sglang.settings import SglangSettings
+from services.engine.sglang.tree_events import TreeEventRebuilder
+from services.engine.torch.checkpoint import model_fingerprint
+from services.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
+from services.kv.types import (
+    CacheEvents,
+    GroupKind,
+    KvGroup,
+    KvLayout,
+    PageBooks,
+    RankId,
+    RankLoad,
+    Role,
+    Room,
+)
+from services.ports import free_ports
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 900.0  # weights of a large model are read from a cold disk
+_ACTIVE_TIMEOUT_S = 15.0
+_HEALTH_POLL_S = 0.2
+_LOAD_POLL_S = 0.25
+_REPORT_TIMEOUT_S = 2.0
+_MAX_ROOMS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a checkpoint's config.json concerns KV."""
+
+    num_kv_heads: int
+    head_dim: int
+    max_context_tokens: int
+
+    @classmethod
+    def read(cls, model_path: str) -> "ModelShape":
+        """Raises ConfigError when config.json is missing or says too little."""
+        try:
+            config = json.loads((Path(model_path) / "config.json").read_text())
+            config = config.get("text_config", config)
+            heads = config["num_attention_heads"]
+            head_dim = config.get("head_dim") or config["hidden_size"] // heads
+            kv_heads = config.get("num_key_value_heads") or heads
+            return cls(int(kv_heads), int(head_dim), int(config["max_position_embeddings"]))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"config.json of {model_path} cannot be used: {error!r}") from error
+
+
+class SglangWorker:
+    """Owned by one asyncio loop."""
+
+    def __init__(self, settings: SglangSettings, own_ids: Mapping[int, RankId]) -> None:
+        """`own_ids` by DP rank. Raises ConfigError."""
+        self.settings = settings
+        self.own_ids = own_ids
+        self.shape = ModelShape.read(settings.model_path)
+        self.max_context_tokens = self._context_length()
+        self._fingerprint = model_fingerprint(Path(settings.model_path))
+        self._active: dict[tuple[int, int, int, int], Active] = {}
+        self._tickets: dict[int, TicketSent] = {}
+        self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
+        self._told = asyncio.Condition()
+        self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
+        self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
+        self._loads: dict[int, dict[str, Any]] = {}
+        # A process of SGLang's has ended, which SGLang itself takes seconds to see; or its events cannot
+        # be followed any more, and the index would be wrong.
+        self._broken = asyncio.Event()
+        self._users = 0
+        self._starting = asyncio.Lock()
+        self._process: SglangProcess | None = None
+        self._http: SglangHttp | None = None
+        self._reports: asyncio.Server | None = None
+        self._poller: asyncio.Task[None] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"SglangWorker({self.settings.worker} dp_size={self.settings.dp_size} users={self._users})"
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Started by the first of its ranks; the others wait. Raises ConfigError."""
+        async with self._starting:
+            self._users += 1
+            if self._users > 1:
+                return
+            try:
+                await self._start()
+            except BaseException:
+                self._users -= 1
+                await self._stop()
+                raise
+
+    async def stop(self) -> None:
+        """Ended by the last of its ranks."""
+        async with self._starting:
+            self._users -= 1
+            if self._users == 0:
+                await self._stop()
+
+    async def crashed(self) -> None:
+        assert self._process is not None
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._process.ended, self._broken)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _start(self) -> None:
+        settings = self.settings
+        self._folder = tempfile.TemporaryDirectory(prefix="isthmus-sglang-")
+        reports_path = str(Path(self._folder.name) / "reports")
+        self._reports = await serve_reports(reports_path, self._take, self._broken.set)
+        environment = settings.environment(os.environ)
+        environment |= self._plugin_settings(reports_path).to_environment()
+        (port,) = free_ports("127.0.0.1", 1)
+        self._http = SglangHttp(port)
+        self._process = SglangProcess(settings.arguments(port), environment)
+        await self._process.start()
+        await self._until_healthy()
+        await self._until_active()
+        self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
+
+    async def _stop(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        if self._process is not None:
+            await self._process.stop(in_order=not self._broken.is_set())
+        if self._http is not None:
+            await self._http.close()
+        if self._reports is not None:
+            self._reports.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    async def _until_healthy(self) -> None:
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                while not await self.http.healthy():
+                    if self._process.ended.is_set():
+                        raise ConfigError(f"SGLang ended while starting: {self._process.last_error()}")
+                    await asyncio.sleep(_HEALTH_POLL_S)
+        except TimeoutError:
+            raise ConfigError(f"SGLang was not healthy within {_START_TIMEOUT_S:g} s") from None
+
+    async def _until_active(self) -> None:
+        """Every process that holds KV must have told us that our plugin is active in it."""
+        try:
+            async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._told:
+                await self._told.wait_for(lambda: not self._missing())
+        except TimeoutError:
+            raise ConfigError(
+                f"the plugin is not active in SGLang's processes {self._missing()} (DP rank, TP rank); is "
+                "isthmus installed in SGLang's environment?"
+            ) from None
+
+    def _missing(self) -> list[tuple[int, int]]:
+        tp_size = max((active.tp_size for active in self._active.values()), default=1)
+        present = {(active.dp_rank, active.tp_rank) for active in self._active.values()}
+        wanted = {(dp, tp) for dp in range(self.settings.dp_size) for tp in range(tp_size)}
+        return sorted(wanted - present)
+
+    async def _poll_loads(self) -> None:
+        while True:
+            try:
+                answer = await self.http.get("/v1/loads?include=core")
+                self._loads = {int(load["dp_rank"]): load for load in answer["loads"]}
+            except Unavailable as error:
+                log.warning("sglang_loads_unknown reason=%r", str(error))
+            await asyncio.sleep(_LOAD_POLL_S)
+
+    def _plugin_settings(self, reports_path: str) -> PluginSettings:
+        settings, tls = self.settings, self.settings.tls
+        paths = ("", "", "") if tls is None else tuple(str(p or "") for p in (tls.ca, tls.cert, tls.key))
+        return PluginSettings(
+            worker=settings.worker,
+            generations=tuple(self.own_ids[rank].generation for rank in range(settings.dp_size)),
+            model_fingerprint=self._fingerprint,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            host=settings.host,
+            advertise_host=settings.advertise_host,
+            reports_path=reports_path,
+            tls_ca=paths[0],
+            tls_cert=paths[1],
+            tls_key=paths[2],
+            tls_mutual=tls is not None and tls.mutual,
+            tls_server_name="" if tls is None else tls.server_name,
+        )
+
+    def _rebuilder(self) -> TreeEventRebuilder:
+        settings = self.settings
+        return TreeEventRebuilder(settings.model_name, settings.page_size, settings.index_block)
+
+    def _context_length(self) -> int:
+        given = [text.split("=", 1)[1] for text in self.settings.engine_args if "--context-length=" in text]
+        return int(given[-1]) if given else self.shape.max_context_tokens
+
+    # -- what its ranks ask ----------------------------------------------------------------------------
+
+    @property
+    def http(self) -> SglangHttp:
+        assert self._http is not None, "the worker has not been started"
+        return self._http
+
+    @property
+    def actives(self) -> list[Active]:
+        """All processes that hold KV."""
+        return list(self._active.values())
+
+    @property
+    def layout(self) -> KvLayout:
+        active = next(iter(self._active.values()))
+        group = KvGroup(
+            GroupKind.FULL_ATTENTION,
+            tuple(range(active.num_layers)),
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+            active.dtype,
+        )
+        return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, (group,))
+
+    def load(self, dp_rank: int) -> RankLoad:
+        """From SGLang's own report, some hundred milliseconds old; its evictable pages count as free."""
+        load = self._loads.get(dp_rank, {})
+        page_size = self.settings.page_size
+        total = int(load.get("max_total_num_tokens", self.settings.num_pages * page_size)) // page_size
+        used = min(total, -(-int(load.get("num_used_tokens", 0)) // page_size))
+        return RankLoad(
+            running=int(load.get("num_running_reqs", 0)),
+            waiting=int(load.get("num_waiting_reqs", 0)),
+            pending_tokens=int(load.get("num_waiting_uncached_tokens", 0)),
+            books=PageBooks(total, total - used, 0, 0, used, 0),
+            step_s=self._step_s(load),
+            prefill_tokens_per_s=self._prefill_rate(load),
+        )
+
+    def _step_s(self, load: Mapping[str, Any]) -> float:
+        running, rate = int(load.get("num_running_reqs", 0)), float(load.get("gen_throughput", 0.0))
+        return running / rate if self.settings.role is Role.DECODE and running and rate > 0 else 0.0
+
+    def _prefill_rate(self, load: Mapping[str, Any]) -> float:
+        busy_us = int(load.get("total_prefill_busy_us", 0) or 0)
+        return int(load.get("total_prefill_uncached_tokens", 0)) * 1e6 / busy_us if busy_us else 0.0
+
+    async def ticket_of(self, room: Room) -> TicketSent:
+        """What the decode side promised for a room. Raises PeerFailed when the plugin says nothing."""
+        await self._until_told(lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
+        return self._tickets.pop(room)
+
+    async def bytes_moved(self, room: Room) -> int:
+        """What was written for a room, by all of the rank's processes. Raises PeerFailed likewise."""
+        tp_size = self.layout.tp_size
+        await self._until_told(
+            lambda: self._moved.get(room, (0, 0))[0] >= tp_size, f"no writes were reported for {room:016x}"
+        )
+        return self._moved.pop(room)[1]
+
+    def forget(self, room: Room) -> None:
+        self._tickets.pop(room, None)
+        self._moved.pop(room, None)
+
+    async def _until_told(self, told: Any, problem: str) -> None:
+        try:
+            async with asyncio.timeout(_REPORT_TIMEOUT_S), self._told:
+                await self._told.wait_for(told)
+        except TimeoutError:
+            raise PeerFailed(problem) from None
+
+    # -- what the plugin reports -----------------------------------------------------------------------
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Active():
+                place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
+                self._active[place] = report
+            case TicketSent():
+                self._tickets[report.room] = report
+                _bound(self._tickets)
+            case Moved():
+                count, size = self._moved.get(report.room, (0, 0))
+                self._moved[report.room] = (count + 1, size + report.size_bytes)
+                _bound(self._moved)
+            case TreeEvents():
+                self._take_events(report)
+                return
+        task = asyncio.ensure_future(self._tell())
+        task.add_done_callback(lambda ended: ended.exception())
+
+    def _take_events(self, report: TreeEvents) -> None:
+        try:
+            events = self._rebuilders[report.dp_rank].rebuild(report.events)
+        except ProtocolError:
+            log.exception("sglang_events_unknown dp_rank=%d", report.dp_rank)
+            self._broken.set()
+        else:
+            self.events[report.dp_rank].put_nowait(events)
+
+    async def _tell(self) -> None:
+        async with self._told:
+            self._told.notify_all()
+
+
+def _bound(rooms: dict[int, Any]) -> None:
+    """Rooms of requests that failed before anybody asked are forgotten in time."""
+    while len(rooms) > _MAX_ROOMS:
+        del rooms[next(iter(rooms))]

@@ -1,0 +1,75 @@
+"""What SGLang's processes tell the service, over a real Unix socket."""
+
+import asyncio
+
+from services.engine.sglang.directory import directory_from_proto, directory_to_proto
+from services.engine.sglang.reports import (
+    Active,
+    Moved,
+    Reporter,
+    TicketSent,
+    TreeEvents,
+    encode_report,
+    serve_reports,
+)
+from services.kv.types import Generation, RankId
+
+ACTIVE = Active(
+    role="prefill",
+    dp_rank=1,
+    tp_rank=0,
+    cp_rank=0,
+    pp_rank=0,
+    tp_size=1,
+    pid=7,
+    endpoint="10.0.0.1:4000",
+    page_size=16,
+    page_bytes=4096,
+    num_pages=513,
+    dtype="bfloat16",
+    num_layers=2,
+    topology={"attn_tp_size": 1},
+)
+
+
+async def test_reports_come_whole_and_in_order(tmp_path):
+    taken, path = [], str(tmp_path / "reports")
+    big = TreeEvents(1, [{"type": "BlockStored", "token_ids": list(range(50_000))}])
+    said = [
+        ACTIVE,
+        TicketSent(2**62, 32, 3),
+        Moved(2**62, 3, 12288),
+        big,
+        *(Moved(n, 1, 1) for n in range(99)),
+    ]
+    server = await serve_reports(path, taken.append, lambda: None)
+    try:
+        reporter = Reporter(path)
+        for report in said:
+            reporter.report(report)
+        async with asyncio.timeout(5):
+            while len(taken) < len(said):
+                await asyncio.sleep(0.005)
+    finally:
+        server.close()
+    assert taken == said
+
+
+async def test_the_end_of_a_process_is_noticed(tmp_path):
+    taken, ended, path = [], asyncio.Event(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.append, ended.set)
+    async with asyncio.timeout(5):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_report(Moved(1, 1, 1)))
+        await writer.drain()
+        writer.close()
+        await ended.wait()
+    server.close()
+    assert taken == [Moved(1, 1, 1)]
+
+
+def test_a_directory_survives():
+    rank = RankId("p", 1, Generation(9))
+    directory = directory_from_proto(directory_to_proto([ACTIVE], {1: rank}))
+    assert directory.endpoints == {(1, 0, 0, 0): "10.0.0.1:4000"}
+    assert directory.topology == ACTIVE.topology

@@ -1,0 +1,109 @@
+"""What SGLang is started with, and what is refused beforehand."""
+
+import pytest
+
+from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
+from services.engine.sglang.settings import SglangSettings
+from services.errors import ConfigError
+from services.kv.types import Role
+
+
+def settings(tmp_path, **changes):
+    fields = dict(
+        role=Role.DECODE,
+        worker="d",
+        model_path=str(tmp_path),
+        model_name="m",
+        dp_size=2,
+        device="cpu",
+        dtype=None,
+        num_pages=512,
+        page_size=16,
+        index_block=64,
+        cache_enabled=True,
+        max_running_requests=8,
+        chunk_size=64,
+        num_threads=1,
+        host="127.0.0.1",
+        advertise_host="127.0.0.1",
+    )
+    return SglangSettings(**{**fields, **changes})
+
+
+def test_decode_has_the_radix_cache_and_flushes_events_at_every_step(tmp_path):
+    arguments = settings(tmp_path).arguments(7000)
+    assert "--disaggregation-decode-enable-radix-cache" in arguments
+    assert "--decode-log-interval=1" in arguments
+    assert {"--dp-size=2", "--max-total-tokens=8192", "--max-running-requests=16"} <= set(arguments)
+    without = settings(tmp_path, cache_enabled=False).arguments(7000)
+    assert "--disaggregation-decode-enable-radix-cache" not in without
+
+
+def test_prefill_without_a_cache(tmp_path):
+    arguments = settings(tmp_path, role=Role.PREFILL, cache_enabled=False).arguments(7000)
+    assert "--disable-radix-cache" in arguments
+    assert not any("decode" in text for text in arguments)
+
+
+def test_the_users_arguments_come_last_and_whole(tmp_path):
+    ours = ("--mem-fraction-static=0.8", '--json-model-override-args={"a": 1, "b": 2}')
+    assert tuple(settings(tmp_path, engine_args=ours).arguments(7000)[-2:]) == ours
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "page-size=16",
+        "--page-size=16",
+        "--dp-size=4",
+        "--disaggregation-transfer-backend=mooncake",
+        "--enable-hisparse",
+        "--enable-pd-role-switch",
+        "--speculative-algorithm=NGRAM",
+        "--disaggregation-decode-allocation-policy=prefill_complete",
+        "--nnodes=2",
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
+    with pytest.raises(ConfigError, match=argument.split("=")[0]):
+        settings(tmp_path, engine_args=(argument,))
+
+
+def test_speculation_that_works_passes(tmp_path):
+    settings(tmp_path, engine_args=("--speculative-algorithm=EAGLE",))
+
+
+def test_a_checkpoint_is_a_directory(tmp_path):
+    with pytest.raises(ConfigError):
+        settings(tmp_path, model_path="meta-llama/Llama-3.1-8B")
+
+
+def test_the_early_send_is_off_whatever_is_inherited(tmp_path):
+    name = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+    assert settings(tmp_path).environment({name: "1"})[name] == "0"
+
+
+def test_only_our_plugin_is_loaded(tmp_path):
+    assert settings(tmp_path).environment({"SGLANG_PLUGINS": "smg-zmq"})["SGLANG_PLUGINS"] == "isthmus"
+
+
+def test_staging_buffers_are_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        settings(tmp_path).environment({"SGLANG_DISAGG_STAGING_BUFFER": "1"})
+
+
+def test_each_rank_has_cores_of_its_own_where_there_are_enough(tmp_path, monkeypatch):
+    for cores, threads, expected in ((2, 1, "0|1"), (8, 2, "0-1|2-3"), (1, 1, "0|0")):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        environment = settings(tmp_path, num_threads=threads).environment({})
+        assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+
+
+def test_the_plugin_reads_what_the_service_wrote():
+    written = PluginSettings(
+        "w", (1, 2**64 - 1), 3, 2, 64, "0.0.0.0", "10.0.0.1", "/tmp/reports", "ca", "", ""
+    )
+    assert PluginSettings.from_environment(written.to_environment()) == written
+    assert written.tls().ca.name == "ca"
+    with pytest.raises(ConfigError, match=VARIABLE):
+        PluginSettings.from_environment({})

@@ -1,0 +1,37 @@
+"""Real SGLang on CPU: one cluster for all tests of the folder, and one aggregated engine to compare with.
+
+`make test-sglang` runs this in an environment of its own; anywhere else it is skipped.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.cli.make_model import make_model
+from sglang_cluster import SglangCluster
+
+
+def pytest_collection_modifyitems(items):
+    missing = find_spec("sglang") is None or find_spec("sglang.srt") is None
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.sglang)
+        item.add_marker(pytest.mark.timeout(600))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason="SGLang is not installed here: make test-sglang"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cluster(checkpoint, tmp_path_factory):
+    async with SglangCluster(checkpoint, tmp_path_factory.mktemp("cluster")) as opened:
+        yield opened

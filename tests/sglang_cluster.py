@@ -1,0 +1,223 @@
+"""A whole Isthmus cluster on real SGLang, and SGLang alone; processes on this machine's CPU."""
+
+import asyncio
+import os
+import re
+import urllib.request
+from contextlib import AsyncExitStack
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from services import rpc
+from services.cli.client import responses
+from services.cli.local_cluster import LocalCluster, Shape
+from services.engine.sglang.settings import SglangSettings
+from services.errors import IsthmusError
+from services.kv.types import Role
+from services.ports import free_ports
+from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+PAGE = 16
+START_S = 400.0
+RANK_FLAGS = (
+    "--engine=sglang",
+    f"--page-size={PAGE}",
+    "--kv-pages=512",
+    "--max-running-requests=8",
+    "--chunk-size=64",
+    "--dtype=float32",
+    "--engine-arg=--num-reserved-decode-tokens=64",
+)
+
+
+class SglangCluster:
+    """`async with SglangCluster(model, folder) as cluster`: 1 router, 1 prefill, 1 decode of 2 DP ranks."""
+
+    def __init__(self, model, folder, rank_flags=RANK_FLAGS):
+        self.model = model
+        self.log_path = folder / "cluster.log"
+        self.shape = Shape(
+            model=model,
+            data_dir=folder / "etcd",
+            decode_dp_size=2,
+            rank_flags=rank_flags,
+            common_flags=(f"--index-block={PAGE}",),
+            router_flags=("--plans=remote",),
+            ready_timeout_s=START_S,
+        )
+
+    async def __aenter__(self):
+        self._stack = await AsyncExitStack().__aenter__()
+        log = self._stack.enter_context(self.log_path.open("w"))
+
+        def show_line(name, line):
+            print(f"{name:<8}| {line[:2000]}", file=log, flush=True)
+
+        try:
+            self.processes = await self._stack.enter_async_context(LocalCluster(self.shape, show_line))
+        except BaseException:
+            print(self.log_path.read_text()[-20000:])
+            raise
+        self.channel = await self._stack.enter_async_context(
+            rpc.open_channel(self.processes.router_endpoint())
+        )
+        self.stub = generation_pb2_grpc.GenerationStub(self.channel)
+        return self
+
+    async def __aexit__(self, *exc):
+        await self._stack.aclose()
+
+    async def generate(self, ids, max_tokens, timeout_s=60, on_token=None, **fields):
+        """(token ids, Finish); `on_token` is called whenever tokens come."""
+        request = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=ids),
+            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            **fields,
+        )
+        tokens, finish = [], None
+        async for response in responses(self.channel, request, timeout_s=timeout_s):
+            tokens.extend(response.token_ids)
+            if response.token_ids and on_token is not None:
+                on_token()
+            if response.HasField("finish"):
+                finish = response.finish
+        assert finish is not None, "the stream ended without a finish"
+        return tokens, finish
+
+    async def until_indexed(self, decode, ids, conversation="", timeout_s=10.0):
+        """The router's mirror knows that the decode rank holds all of `ids`."""
+        prompt = generation_pb2.TokenIds(ids=ids)
+        request = generation_pb2.GenerateRequest(token_ids=prompt, conversation_id=conversation)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                explanation = await self.stub.Explain(generation_pb2.ExplainRequest(request=request))
+                hits = {(c.decode.worker, c.decode.rank): c.decode_hit_tokens for c in explanation.candidates}
+                if hits.get((decode.worker, decode.rank), 0) >= len(ids):
+                    return
+                await asyncio.sleep(0.05)
+
+    def gauges(self, name, role):
+        """A gauge of every rank of a role, by its labels, as Prometheus would read it now."""
+        ready = re.findall(
+            r"rank_ready rank=(\S+) role=(\S+) .*metrics_port=(\d+)", self.log_path.read_text()
+        )
+        ports = {rank: port for rank, found, port in ready if found == role}  # a rank's last life counts
+        values = []
+        for port in ports.values():
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as response:
+                families = text_string_to_metric_families(response.read().decode())
+            values += [sample for family in families for sample in family.samples if sample.name == name]
+        return values
+
+    async def until_prefilling(self, position, timeout_s=20.0):
+        """SGLang's prefill has computed a chunk since the log was `position` long."""
+        await self._until(lambda: "Prefill batch" in self.log_path.read_text()[position:], timeout_s)
+
+    @property
+    def log_length(self):
+        return len(self.log_path.read_text())
+
+    async def until_idle(self, timeout_s=45.0):
+        """Nothing runs, and no page is held by a request: deferred release included."""
+        await self._until(self._idle, timeout_s)
+
+    def _idle(self):
+        held = [
+            sample.value
+            for role in ("prefill", "decode")
+            for sample in self.gauges("isthmus_kv_pages", role)
+            if sample.labels["state"] in ("private", "quarantined")
+        ]
+        running = [sample.value for role in ("prefill", "decode") for sample in self._running(role)]
+        return sum(held) == sum(running) == 0
+
+    def _running(self, role):
+        return self.gauges("isthmus_running_requests", role) + self.gauges("isthmus_waiting_requests", role)
+
+    async def _until(self, condition, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            while not await asyncio.to_thread(condition):
+                await asyncio.sleep(0.05)
+
+    def kill_schedulers(self, role):
+        """SIGKILL to SGLang's scheduler processes of a role, as a crash would."""
+        import psutil
+
+        supervisor = psutil.Process(self.processes.children[role].process.pid)
+        schedulers = [p for p in supervisor.children(recursive=True) if "sglang::scheduler" in _name(p)]
+        assert schedulers
+        for process in schedulers:
+            process.kill()
+
+    async def until_placeable(self, timeout_s):
+        """A request gets an answer again."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    await self.generate([5, 6, 7], 1, timeout_s=10)
+                    return
+                except IsthmusError:
+                    await asyncio.sleep(1)
+
+
+def _name(process):
+    try:
+        return " ".join(process.cmdline())
+    except Exception as error:  # it has just ended
+        return repr(error)
+
+
+class AggregatedSglang:
+    """One SGLang that prefills and decodes, without anything of ours."""
+
+    def __init__(self, model, folder):
+        self._model = model
+        self._log_path = folder / "aggregated.log"
+
+    async def __aenter__(self):
+        settings = SglangSettings(
+            role=Role.DECODE,
+            worker="aggregated",
+            model_path=str(self._model),
+            model_name="aggregated",
+            dp_size=1,
+            device="cpu",
+            dtype="float32",
+            num_pages=512,
+            page_size=PAGE,
+            index_block=PAGE,
+            cache_enabled=True,
+            max_running_requests=8,
+            chunk_size=64,
+            num_threads=1,
+            host="127.0.0.1",
+            advertise_host="127.0.0.1",
+        )
+        (port,) = free_ports("127.0.0.1", 1)
+        ours = ("--disaggregation", "--kv-events-config", "--decode-log-interval")
+        arguments = [text for text in settings.arguments(port) if not text.startswith(ours)]
+        # Their libraries come with SGLang, and this module is imported where that is not.
+        from services.engine.sglang.http_client import SglangHttp
+        from services.engine.sglang.process import SglangProcess
+
+        self._process = SglangProcess(arguments, settings.environment(os.environ))
+        self._http = SglangHttp(port)
+        await self._process.start()
+        try:
+            async with asyncio.timeout(START_S):
+                while not await self._http.healthy():
+                    assert not self._process.ended.is_set(), self._process.last_error()
+                    await asyncio.sleep(0.2)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exc):
+        await self._process.stop()
+        await self._http.close()
+
+    async def generate(self, ids, max_tokens):
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling}
+        return [token async for chunk in self._http.stream(body) for token in chunk["output_ids"]]
