@@ -11,7 +11,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help setup demo demo-sglang test test-exact test-slow test-sglang lint format proto proto-lint proto-baseline clean
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow test-sglang lint format proto proto-lint proto-baseline clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --requirement constraints.txt
 	$(PIP) --no-build-isolation --editable .
 	touch $@
+
+setup-sglang: $(SGLANG_STAMP) ## the same with real SGLang, for the CPU, into .venv-sglang
 
 # SGLang pins CUDA builds of its own: it gets an environment beside ours, with our torch for the CPU.
 $(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
@@ -52,7 +54,7 @@ test-slow: $(STAMP) ## real processes over minutes
 	$(BIN)/python -m pytest -q -m slow
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
-	$(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/sglang
+	timeout $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/sglang
 
 lint: $(STAMP) ## style, types, import floors, generated code
 	$(BIN)/ruff check

@@ -58,9 +58,9 @@ def decode_engines(
     """One engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [decode_engine(settings, own_id, tls) for own_id in own_ids]
+    worker = _sglang_worker(settings, Role.DECODE, own_ids, tls)
     from services.engine.sglang.engine import SglangDecodeEngine
 
-    worker = _sglang_worker(settings, Role.DECODE, own_ids, tls)
     return [SglangDecodeEngine(worker, own_id) for own_id in own_ids]
 
 
@@ -70,9 +70,9 @@ def prefill_engines(
     """One engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
+    worker = _sglang_worker(settings, Role.PREFILL, own_ids, tls)
     from services.engine.sglang.engine import SglangPrefillEngine
 
-    worker = _sglang_worker(settings, Role.PREFILL, own_ids, tls)
     return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
 

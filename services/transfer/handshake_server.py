@@ -50,6 +50,11 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
             # A write that fails tells that the stream has ended, which the reader has seen as well.
             await asyncio.gather(writer, return_exceptions=True)
 
+    async def DescribeRanks(
+        self, request: handshake_pb2.DescribeRanksRequest, context: grpc.aio.ServicerContext
+    ) -> handshake_pb2.DescribeRanksResponse:
+        raise ProtocolError("this rank serves Connect at this endpoint; its engine has no processes beside")
+
     async def _greet(self, link_id: int, messages: _Messages, outbox: _Outbox) -> None:
         first = await anext(messages, None)
         if first is None:

@@ -42,6 +42,7 @@ async def test_only_deltas_cross_and_usage_adds_up(cluster, conversations):
     names = [f"conversation-{number}" for number in range(len(FIRST_LENGTHS))]
     held = await asyncio.gather(*map(converse, [cluster] * len(names), names, FIRST_LENGTHS))
     conversations.update(zip(names, held, strict=True))
+    assert {turns[0][2].placement.decode.rank for turns in held} == {0, 1}
     page_bytes = {f.usage.kv_bytes_moved // pages(f.usage.delta_tokens) for (_, _, f), *_ in held}
     assert len(page_bytes) == 1
     (page_bytes,) = page_bytes

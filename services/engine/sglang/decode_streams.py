@@ -6,8 +6,9 @@ the stream ends --> forgotten, `lost(endpoint, reason)`; the next word makes a n
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import grpc
 
@@ -73,27 +74,26 @@ class DecodeStreams:
         self._lost(endpoint, reason)
 
     async def _converse(self, channel: grpc.aio.Channel, outbox: asyncio.Queue[_Message]) -> None:
-        greeted: asyncio.Future[handshake_pb2.Hello] = asyncio.get_running_loop().create_future()
-        call = handshake_pb2_grpc.HandshakeStub(channel).Connect(self._words(outbox, greeted))
+        call = handshake_pb2_grpc.HandshakeStub(channel).Connect()
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            with (
+                rpc.renaming(),
+                contextlib.suppress(asyncio.InvalidStateError),
+            ):  # ended: read says why
+                await call.write(self._own_message())
             first = await _read(call)
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
-        log.info("kv_link_up prefill=%s tp_rank=%d", peer.rank, first.hello.tp_rank)
-        greeted.set_result(first.hello)
-        while True:
-            self._take(await _read(call), first.hello.writer_rank)
-
-    async def _words(
-        self, outbox: asyncio.Queue[_Message], greeted: asyncio.Future[handshake_pb2.Hello]
-    ) -> AsyncIterator[_Message]:
-        yield self._own_message()
-        hello = await greeted
-        while True:
-            message = await outbox.get()
-            if message.HasField("ticket"):
-                message.ticket.prefill_generation = hello.rank.generation
-            yield message
+        hello = first.hello
+        log.info("kv_link_up prefill=%s tp_rank=%d", peer.rank, hello.tp_rank)
+        writer = asyncio.create_task(_write(call, outbox, hello.rank.generation))
+        try:
+            while True:
+                self._take(await _read(call), hello.writer_rank)
+        finally:
+            writer.cancel()
+            # A write that fails tells that the stream has ended, which the reader has seen as well.
+            await asyncio.gather(writer, return_exceptions=True)
 
     def _take(self, message: _Message, writer_rank: int) -> None:
         match message.WhichOneof("message"):
@@ -104,6 +104,16 @@ class DecodeStreams:
                 self._deliver(frames.abort_ack_frames(message.abort_ack, writer_rank))
             case other:
                 raise ProtocolError(f"a prefill rank does not send {other} after its Hello")
+
+
+async def _write(
+    call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[_Message], prefill_generation: int
+) -> None:
+    while True:
+        message = await outbox.get()
+        if message.HasField("ticket"):
+            message.ticket.prefill_generation = prefill_generation
+        await call.write(message)
 
 
 async def _read(call: grpc.aio.StreamStreamCall) -> _Message:

@@ -1,6 +1,7 @@
 """Where the prefill processes of a worker serve their Handshake, told by its service over gRPC."""
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,13 @@ class DirectoryService(handshake_pb2_grpc.HandshakeServicer):
         self, request: handshake_pb2.DescribeRanksRequest, context: grpc.aio.ServicerContext
     ) -> handshake_pb2.DescribeRanksResponse:
         return self._response
+
+    async def Connect(
+        self,
+        request_iterator: AsyncIterator[handshake_pb2.HandshakeMessage],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        raise ProtocolError("this engine is SGLang: DescribeRanks says where its processes serve Connect")
 
 
 def directory_to_proto(actives: list[Active], ids: dict[int, RankId]) -> handshake_pb2.DescribeRanksResponse:

@@ -31,12 +31,12 @@ def register() -> None:
 def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 
-    from services.engine.sglang import manager
+    from services.engine.sglang import manager, request_ends
 
     ours = {
         KVClassType.MANAGER: manager.IsthmusKVManager,
-        KVClassType.SENDER: manager.IsthmusKVSender,
-        KVClassType.RECEIVER: manager.IsthmusKVReceiver,
+        KVClassType.SENDER: request_ends.IsthmusKVSender,
+        KVClassType.RECEIVER: request_ends.IsthmusKVReceiver,
         KVClassType.BOOTSTRAP_SERVER: manager.NoBootstrapServer,
     }
     if backend == TransferBackend.NIXL and class_type in ours:

@@ -103,7 +103,7 @@ class Reporter:
 async def serve_reports(
     path: str, take: Callable[[Report], None], ended: Callable[[], None]
 ) -> asyncio.Server:
-    """Call `take` with every report, and `ended` when a process that reports has ended; on the running loop."""
+    """On the running loop: `take` gets every report, `ended` is called when a process that reports ends."""
 
     async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -57,7 +57,8 @@ class HandshakeServicer:
 
     def DescribeRanks(self, request, context):
         """Of an engine whose ranks run in processes of their own: where each of them serves Connect. Asked
-        at a service's endpoint; UNIMPLEMENTED where that endpoint serves Connect itself.
+        at a service's endpoint; FAILED_PRECONDITION where that endpoint serves Connect itself, and the
+        other way round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
