@@ -1,0 +1,90 @@
+"""What the turns of a system come to, beside those of another one. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+from bench.report import Row
+from bench.sglang_load import Turn
+
+PAGE_SIZE = 16  # tokens
+# Of a summary: what ratios and the table show.
+_COMPARED = (
+    "on_rank_share",
+    "hit_tokens",
+    "kv_bytes_moved",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "itl_p50_s",
+    "tpot_p50_s",
+    "output_tokens_per_s",
+)
+_SHOWN = ("failed_attempts", *_COMPARED[:1], "busiest_rank_share", "hit_share_of_possible", *_COMPARED[1:])
+
+
+def summary(turns: Sequence[Turn], elapsed_s: float) -> Row:
+    """Of at least two turns of a conversation.
+
+    A turn is on its rank when the turn before ran there. `possible` hits are all full pages of the prompt
+    whose KV was made before. Tokens that reach the client together have gaps of 0 between them, so the time
+    per output token of a turn (tpot) says more than the gaps (itl) where answers are short.
+    """
+    later = [turn for turn in turns if turn.turn > 0]
+    rank_of = {(turn.conversation, turn.turn): turn.rank for turn in turns}
+    on_rank = sum(turn.rank == rank_of[turn.conversation, turn.turn - 1] for turn in later)
+    possible = sum(turn.known_tokens // PAGE_SIZE * PAGE_SIZE for turn in later)
+    ttft_s, gaps_s = [turn.ttft_s for turn in turns], [gap for turn in turns for gap in turn.gaps_s]
+    return {
+        "turns": len(turns),
+        "failed_attempts": sum(turn.attempts - 1 for turn in turns),
+        "on_rank_share": on_rank / len(later),
+        "busiest_rank_share": max(Counter(turn.rank for turn in turns).values()) / len(turns),
+        "prompt_tokens": sum(len(turn.prompt) for turn in turns),
+        "hit_tokens": sum(turn.decode_prefix_len for turn in turns),
+        "hit_share_of_possible": sum(turn.decode_prefix_len for turn in later) / possible,
+        "kv_bytes_moved": sum(turn.kv_bytes_moved for turn in turns),
+        "ttft_p50_s": percentile(ttft_s, 0.50),
+        "ttft_p99_s": percentile(ttft_s, 0.99),
+        "itl_p50_s": median(gaps_s),
+        "tpot_p50_s": median(sum(turn.gaps_s) / len(turn.gaps_s) for turn in turns if turn.gaps_s),
+        "output_tokens_per_s": sum(len(turn.token_ids) for turn in turns) / elapsed_s,
+        "elapsed_s": elapsed_s,
+    }
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least `share` of all do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def differing(ours: Sequence[Turn], others: Sequence[Turn]) -> int:
+    """Turns whose greedy answer is another one."""
+    answers = {turn.name: turn.token_ids for turn in ours}
+    return sum(answers[turn.name] != turn.token_ids for turn in others)
+
+
+def ratios(ours: Row, theirs: Row) -> Row:
+    """Ours divided by theirs; nothing where theirs is 0."""
+    pairs = {name: (_number(ours[name]), _number(theirs[name])) for name in _COMPARED}
+    return {name: mine / other for name, (mine, other) in pairs.items() if other}
+
+
+def all_ratios(ours: Row, policies_of: dict[str, dict[str, Row]]) -> dict[str, dict[str, Row]]:
+    return {
+        system: {policy: ratios(ours, row) for policy, row in policies.items()}
+        for system, policies in policies_of.items()
+    }
+
+
+def rows(ours: Row | None, policies_of: dict[str, dict[str, Row]]) -> list[Row]:
+    """One per system and policy, for a person."""
+    named = {} if ours is None else {"ours": ours}
+    for system, policies in policies_of.items():
+        named |= {f"{system}/{policy}": row for policy, row in policies.items()}
+    return [{"system": name, **{key: row[key] for key in _SHOWN}} for name, row in named.items()]
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
