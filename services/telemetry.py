@@ -29,7 +29,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.errors import ConfigError
+from services.errors import Aborted, ConfigError
 
 TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, also the metadata key
 
@@ -149,14 +149,14 @@ def span(name: str, parent: str) -> Iterator[trace.Span]:
     """A server's span under the traceparent `parent`, ended with the block, whichever way that ends.
 
     An empty or malformed parent begins a new trace. The attribute `outcome` is finished, cancelled or the
-    error's class; an error is the span's status as well, a cancelled call is none. The span is never the
-    current one: an async generator may hold it over a yield and be closed from another task.
+    error's class; an error is the span's status as well, a call that its client gave up is none. The span
+    is never the current one: an async generator may hold it over a yield and be closed from another task.
     """
     held = tracer().start_span(name, _context_from(parent), SpanKind.SERVER)
     outcome = "finished"
     try:
         yield held
-    except (asyncio.CancelledError, GeneratorExit):
+    except (asyncio.CancelledError, GeneratorExit, Aborted):
         outcome = "cancelled"
         raise
     except BaseException as error:

@@ -103,4 +103,5 @@ class PrefillEngine(Engine, Protocol):
         Raises:
             InvalidRequest, NoCapacity: as for generate.
             PeerFailed: no ticket came, the ticket was refused, or a write failed.
+            Aborted: the decode rank gave the transfer up; nobody awaits the answer.
         """

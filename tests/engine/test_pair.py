@@ -8,7 +8,7 @@ import pytest
 
 from pair import FAKE, Pair, settled
 from services.engine.fake import FakeRunner, continuation
-from services.errors import InvalidRequest, NoCapacity, PeerFailed, Unavailable
+from services.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable
 from services.kv.types import Plan, RankAddress, RankId
 from services.request import FinishReason
 from services.transfer.local import LocalTransport
@@ -152,6 +152,31 @@ class StuckPrefill:
 
     async def __call__(self, request, rendezvous):
         await asyncio.get_running_loop().create_future()
+
+
+class UncancelledPrefill:
+    """A call that goes on when its caller is cancelled, as if the cancellation were still on its way."""
+
+    def __init__(self, pair):
+        self.peer = pair.peer
+        self._engine = pair.prefill
+        self.began = asyncio.Event()
+
+    async def __call__(self, request, rendezvous):
+        self.call = asyncio.create_task(self._engine.prefill(request, rendezvous))
+        self.began.set()
+        return await asyncio.shield(self.call)
+
+
+async def test_an_abort_that_overtakes_the_cancellation_is_no_failure():
+    async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
+        leg = UncancelledPrefill(pair)
+        task = asyncio.create_task(anext(pair.decode.generate(pair.request(range(60)), leg)))
+        await leg.began.wait()
+        task.cancel()
+        with pytest.raises(Aborted, match="the decode rank aborted"):
+            await leg.call
+        await pair.assert_nothing_held()
 
 
 async def test_waiting_for_pages_costs_nothing():

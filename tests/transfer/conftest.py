@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -57,6 +59,13 @@ class PassiveRank:
         self.process.stdin.flush()
         size = self._shape[0] * self._shape[1]
         return np.frombuffer(self.process.stdout.read(size), dtype=np.uint8).reshape(self._shape)
+
+    @contextmanager
+    def stopped(self):
+        """Nothing that needs its threads ends meanwhile."""
+        self.process.send_signal(signal.SIGSTOP)
+        yield
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()

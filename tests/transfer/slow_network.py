@@ -1,4 +1,6 @@
-"""What NIXL does over TCP, where a write takes its time. Run with UCX_TLS=tcp; prints what was seen.
+"""What NIXL does over TCP, where a stopped peer keeps a write under way.
+
+Run with UCX_TLS=tcp; prints what was seen.
 
 release in flight:  returns only when every byte has landed
 peer killed:        polling ends with PeerFailed
@@ -30,13 +32,15 @@ def main() -> None:
     transport.register(PoolMemory(pages.ctypes.data, NUM_PAGES), PAGE_BYTES)
     peer = transport.add_peer(rank.metadata, rank.memory)
 
-    write = transport.write(peer, EVERYTHING)
-    under_way = not write.poll()
+    with rank.stopped():
+        write = transport.write(peer, EVERYTHING)
+        under_way = not write.poll()
     write.release()
     landed = bool((rank.snapshot() == 7).all())
 
-    write = transport.write(peer, EVERYTHING)
-    rank.kill()
+    with rank.stopped():  # or the write may be over before the signal is there
+        write = transport.write(peer, EVERYTHING)
+        rank.kill()
     failure, deadline_s = "", time.monotonic() + 10
     while not failure and time.monotonic() < deadline_s:
         try:

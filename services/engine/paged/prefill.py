@@ -9,12 +9,12 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, Failed, RoomEnded
-from services.errors import PeerFailed, ProtocolError, StaleGeneration
+from services.errors import Aborted, PeerFailed, ProtocolError, StaleGeneration
 from services.kv.types import RankId, Rendezvous
 from services.request import GenerationRequest, PrefillResult
 from services.transfer.base import Transport
 from services.transfer.handshake_server import HandshakeService
-from services.transfer.room import RoomEnd
+from services.transfer.room import Outcome, RoomEnd
 from services.transfer.sender import KvSender
 
 
@@ -113,9 +113,10 @@ async def _compute(mailbox: Mailbox) -> tuple[Reserved, Token]:
 
 async def _room_end(ended: asyncio.Future[RoomEnd]) -> RoomEnd:
     end = await ended
-    if end.error is not None:
-        raise PeerFailed(end.error)
-    return end
+    if end.error is None:
+        return end
+    # The decode rank's abort may be here before its cancellation of the call is.
+    raise (Aborted if end.outcome is Outcome.ABORTED else PeerFailed)(end.error)
 
 
 def _set_result(future: asyncio.Future[RoomEnd], end: RoomEnd) -> None:
