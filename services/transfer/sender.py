@@ -213,16 +213,24 @@ class KvSender:
             return
 
     def _end(self, rooms: RoomTable, transport: Transport) -> None:
-        self._drain(rooms)
-        rooms.fail_all("the rank is stopping")
+        """Every on_end is called, also when what ended the thread happens again here."""
+        try:
+            self._drain(rooms)
+            rooms.fail_all("the rank is stopping")
+            self._await_writes(rooms)
+        except Exception:
+            log.exception("kv_sender_end_failed rank=%s", self._own_id)
+        finally:
+            transport.close()
+            rooms.give_up_all()
+
+    def _await_writes(self, rooms: RoomTable) -> None:
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
         while rooms.open_rooms and time.monotonic() < deadline_s:
             rooms.turn()
             time.sleep(_MAX_PAUSE_S)
         if rooms.writes_in_flight:
             log.warning("kv_writes_left rank=%s writes=%d", self._own_id, rooms.writes_in_flight)
-        transport.close()
-        rooms.give_up_all()
 
     def _drain(self, rooms: RoomTable) -> None:
         """Take no more commands; apply those that are there, so that no on_end is forgotten."""
