@@ -174,15 +174,23 @@ def open_agent(name: str) -> nixl_agent:
         ConfigError: it cannot be started.
     """
     _quieten()
-    config = _bindings.nixlAgentConfig()
-    config.useProgThread = True
-    config.pthrDelay = _PROGRESS_PAUSE_US
-    config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE  # one thread owns it
     with _renaming("cannot start a NIXL agent", ConfigError):
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-        agent.agent = _bindings.nixlAgent(name, config)  # nixl_agent_config has no word for the pause
+        let_sleep(agent, one_thread=True)
         agent.create_backend("UCX")
     return agent
+
+
+def let_sleep(agent: nixl_agent, *, one_thread: bool) -> None:
+    """Have the progress thread of an agent that has no backend yet sleep when there is nothing to do.
+
+    `one_thread`: only one thread will use the agent; else NIXL takes care.
+    """
+    config = _bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = _PROGRESS_PAUSE_US  # nixl_agent_config has no word for it
+    config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE if one_thread else _bindings.NIXL_THREAD_SYNC_STRICT
+    agent.agent = _bindings.nixlAgent(agent.name, config)
 
 
 def _quieten() -> None:

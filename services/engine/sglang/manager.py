@@ -32,6 +32,7 @@ from services.engine.sglang import frames
 from services.engine.sglang.decode_streams import DecodeStreams
 from services.engine.sglang.directory import Directory, look_up
 from services.engine.sglang.frames import Frames
+from services.engine.sglang.idle_waits import room_news
 from services.engine.sglang.loop_thread import LoopThread
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.prefill_streams import PrefillStreams
@@ -40,6 +41,7 @@ from services.engine.sglang.reports import Active, Moved
 from services.errors import IsthmusError
 from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
 from services.transfer.hello import Hello
+from services.transfer.nixl import let_sleep
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class IsthmusKVManager(NixlKVManager):
         self._inbox = _Inbox()
         self._topology: dict[str, Any] = {}
         self._listening = ""
+        self._sleeps = bool(server_args.sleep_on_idle)
         # decode
         self._directories: dict[str, Directory] = {}
         self._lookups: dict[str, Future[Directory]] = {}
@@ -83,6 +86,17 @@ class IsthmusKVManager(NixlKVManager):
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         super().__init__(args, mode, server_args, is_mla_backend)
         process_reporter().report(self._active())
+
+    @property
+    def agent(self) -> Any:
+        """NIXL's, which the base constructor sets before it gives it a backend."""
+        return self._agent
+
+    @agent.setter
+    def agent(self, agent: Any) -> None:
+        if self._sleeps:
+            let_sleep(agent, one_thread=False)
+        self._agent = agent
 
     # -- who we are ---------------------------------------------------------------------------------------
 
@@ -205,6 +219,7 @@ class IsthmusKVManager(NixlKVManager):
         if status == KVPoll.Transferring:
             self._posting.room = bootstrap_room  # this thread posts for it now
         super().update_status(bootstrap_room, status)
+        room_news().set()
 
     def send_kvcache(self, peer_name: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
         handle = super().send_kvcache(peer_name, prefill_kv_indices, *args, **kwargs)

@@ -17,6 +17,7 @@ def register() -> None:
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from services.engine.sglang import idle_waits
     from services.engine.sglang.event_publisher import TreeEventPublisher
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
@@ -24,6 +25,14 @@ def register() -> None:
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
         _note_prompt_len,
         HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle", idle_waits.wait_for_news, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+        idle_waits.wait_for_requests,
+        HookType.BEFORE,
     )
     EventPublisherFactory.register_publisher("isthmus", TreeEventPublisher)
 
