@@ -6,7 +6,7 @@
                                   v
                                 free
 
-    sequence:  open --> extend, publish (any number of times) --> close
+    sequence:  open --> extend, publish, adopt (any number of times) --> close
                                                               \\-> quarantine --> end_quarantine
 
 Rule 1: every page is in exactly one of these places; `check` walks them all.
@@ -20,7 +20,7 @@ from enum import Enum
 
 from services.errors import ProtocolError
 from services.kv.page_allocator import PageAllocator
-from services.kv.radix_tree import Node, RadixTree
+from services.kv.radix_tree import Lookup, Node, RadixTree
 from services.kv.transfer_plan import pages_of
 from services.kv.types import CacheEvents, PageBooks, PageId
 
@@ -70,13 +70,20 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, index_block: int, model: str, enabled: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        index_block: int,
+        model: str,
+        enabled: bool = True,
+        protected_share: float = 0.3,
     ) -> None:
+        """`protected_share` of the pool, at most, is kept for prefixes hit at least twice."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enabled
         self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size, index_block, model)
+        self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages))
         self._sequences: set[SequencePages] = set()  # open or quarantined
         self._private_pages = 0
         self._quarantined_pages = 0
@@ -106,9 +113,45 @@ class PrefixCache:
         self._sequences.add(sequence)
         return sequence
 
+    def look_up(self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None) -> Lookup:
+        """What `open` would find; neither locks nor counts as a use."""
+        return self._tree.look_up(ids, salt, self._whole_pages(max_prefix_tokens))
+
     def match_len(self, ids: Sequence[int], salt: str) -> int:
         """Tokens of `ids` that are cached, in whole pages; neither locks nor counts as a use."""
-        return self._tree.match_len(ids, salt)
+        return self.look_up(ids, salt).cached_pages * self.page_size
+
+    def adopt(
+        self, sequence: SequencePages, ids: Sequence[int], max_prefix_tokens: int | None = None
+    ) -> None:
+        """Go on from the published pages with those that others have published since, as far as they reach.
+
+        Private pages in their place are freed, so nobody may be writing or reading those. Costs one look
+        where there is nothing new.
+        """
+        self._require(sequence, Hold.OPEN, "adopt for")
+        if sequence.node is None:
+            return
+        first = sequence.num_published
+        limit = self._whole_pages(max_prefix_tokens)
+        max_pages = None if limit is None else max(0, limit - first)
+        match = self._tree.match_below(sequence.node, ids, first * self.page_size, max_pages)
+        self._tree.lock(match.node)
+        self._tree.unlock(sequence.node)
+        sequence.node = match.node
+        sequence.num_published = end = first + len(match.pages)
+        replaced, sequence.pages[first:end] = sequence.pages[first:end], match.pages
+        self._allocator.free(replaced)
+        self._private_pages -= len(replaced)
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict at once what must go for `num_pages` to be free; False when so many are not available.
+
+        Pages that are evicted together are given out together: one large batch leaves longer runs than many
+        of one page.
+        """
+        self._evict(min(num_pages, self.available_pages) - self._allocator.free_pages)
+        return self._allocator.free_pages >= num_pages
 
     def extend(self, sequence: SequencePages, num_pages: int) -> bool:
         """Append private pages to the table, evicting what must go.
@@ -118,7 +161,7 @@ class PrefixCache:
         self._require(sequence, Hold.OPEN, "extend")
         if num_pages > self.available_pages:
             return False
-        self._evict(num_pages - self._allocator.free_pages)
+        self.make_room(num_pages)
         sequence.pages.extend(self._allocator.allocate(num_pages))
         self._private_pages += num_pages
         return True
@@ -226,8 +269,7 @@ class PrefixCache:
         return books
 
     def _open_matched(self, ids: Sequence[int], salt: str, max_tokens: int | None) -> SequencePages:
-        max_pages = None if max_tokens is None else max_tokens // self.page_size
-        match = self._tree.match(ids, salt, max_pages)
+        match = self._tree.match(ids, salt, self._whole_pages(max_tokens))
         self._tree.lock(match.node)
         return SequencePages(
             pages=match.pages,
@@ -235,6 +277,9 @@ class PrefixCache:
             node=match.node,
             num_published=len(match.pages),
         )
+
+    def _whole_pages(self, num_tokens: int | None) -> int | None:
+        return None if num_tokens is None else num_tokens // self.page_size
 
     def _let_go(self, sequence: SequencePages) -> list[PageId]:
         """Unlock what the sequence holds of the tree, empty its table, return its private pages."""

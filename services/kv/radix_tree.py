@@ -7,11 +7,16 @@ lives so:
                  |
                evict --> given back        least recently used leaf first, never a locked one
 
+A page that was asked for twice, by who brought it and by a match, is protected: leaves that are not go
+first, as long as the unlocked protected pages are no more than their share. Above it age alone decides. So
+prompts that come once do not wash out those that come again, and what was hot once does not stay for ever
+(a segmented LRU, after Karedla, Love and Wherry 1994, without their demotion).
+
 Rule 1: a locked node's ancestors are locked. So an unlocked node has no locked descendant, and every
         unlocked page can be evicted, leaf upward.
-Rule 2: a use of a node is a use of its ancestors, yet only the deepest node of a path is stamped. That is
-        enough: the leaf that goes was the oldest, so a parent with an older stamp than its own last leaf
-        is the next to go, as it would be with the leaf's stamp.
+Rule 2: a use of a node is a use of its ancestors, yet only the deepest node of a path is stamped. A leaf
+        that goes hands its stamp up, which is early enough: only leaves are compared.
+Rule 3: a match through a node goes through its ancestors. So a protected node's ancestors are protected.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +51,8 @@ class Node:
     holders: int = 0  # locks of which this is the deepest node
     locked_children: int = 0
     last_use: int = 0  # as the deepest node of a path, see Rule 2
-    queued: bool = False  # stands in the eviction heap
+    protected: bool = False  # a match went through it
+    queued: bool = False  # stands in one of the eviction heaps
     block_hash: BlockHash | None = None  # set where an index block is complete
 
     @property
@@ -74,10 +80,24 @@ class Inserted:
     duplicates: list[PageId]
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How many pages of a prompt are cached, and how many of those are locked by somebody."""
+
+    cached_pages: int
+    locked_pages: int
+
+
+# (last use when pushed, page, node). An entry may be out of date (the node was used since, locked, grown
+# or protected), which is put right when it comes to the front.
+_Heap = list[tuple[int, PageId, Node]]
+
+
 class RadixTree:
     """Owns the page ids inserted, until `evict` returns them."""
 
-    def __init__(self, page_size: int, index_block: int, model: str) -> None:
+    def __init__(self, page_size: int, index_block: int, model: str, protected_share_pages: int = 0) -> None:
+        """With `protected_share_pages` 0 eviction is by age alone."""
         if page_size < 1 or index_block < 1 or index_block % page_size:
             raise ConfigError(f"index block {index_block} must be a multiple of page size {page_size}")
         self.page_size = page_size
@@ -87,9 +107,11 @@ class RadixTree:
         self._clock = 0
         self._cached_pages = 0
         self._locked_pages = 0
-        # (last use when pushed, page, node). Holds every unlocked leaf once; an entry may be out of
-        # date (used since, locked, grown), which is put right when it is popped.
-        self._leaves: list[tuple[int, PageId, Node]] = []
+        self._protected_share_pages = protected_share_pages
+        self._protected_pages = 0  # unlocked ones
+        # Between the two every unlocked leaf stands once.
+        self._leaves: _Heap = []
+        self._protected_leaves: _Heap = []
         self._events: dict[BlockHash, bool] = {}  # True stored, False removed, since last taken
 
     def __repr__(self) -> str:
@@ -112,18 +134,31 @@ class RadixTree:
         return root
 
     def match(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Match:
-        """The longest cached prefix of `ids` in whole pages; counts as a use of it."""
-        root = self.root(salt)
-        path = list(self._descend(root, ids, max_pages))
-        deepest = path[-1] if path else root
-        self._use(deepest)
-        return Match(deepest, [node.page for node in path])
+        """The longest cached prefix of `ids` in whole pages; counts as a use of it and protects it."""
+        match = self.match_below(self.root(salt), ids, 0, max_pages)
+        node = match.node
+        while node.parent is not None and not node.protected:
+            node.protected = True
+            self._protected_pages += not node.locked
+            node = node.parent
+        return match
 
-    def match_len(self, ids: Sequence[int], salt: str) -> int:
-        """Tokens of the longest cached prefix; not a use."""
+    def match_below(self, node: Node, ids: Sequence[int], start: int, max_pages: int | None = None) -> Match:
+        """The longest cached continuation of `node` by ids[start:]; a use, but not a second demand
+        for it: who asks has come while it was computed."""
+        path = list(self._descend(node, ids, max_pages, start))
+        deepest = path[-1] if path else node
+        self._use(deepest)
+        return Match(deepest, [hit.page for hit in path])
+
+    def look_up(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Lookup:
+        """What `match` would find; not a use."""
         root = self._roots.get(salt)
-        num_pages = 0 if root is None else sum(1 for _ in self._descend(root, ids, None))
-        return num_pages * self.page_size
+        cached_pages = locked_pages = 0
+        for node in () if root is None else self._descend(root, ids, max_pages):
+            cached_pages += 1
+            locked_pages += node.locked
+        return Lookup(cached_pages, locked_pages)
 
     def insert(self, under: Node, ids: Sequence[int], pages: Sequence[PageId]) -> Inserted:
         """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use.
@@ -153,6 +188,7 @@ class RadixTree:
         while newly_locked and node.parent is not None:
             self._cached_pages -= 1
             self._locked_pages += 1
+            self._protected_pages -= node.protected
             node = node.parent
             newly_locked = not node.locked
             node.locked_children += 1
@@ -170,15 +206,16 @@ class RadixTree:
         while not node.locked and node.parent is not None:
             self._cached_pages += 1
             self._locked_pages -= 1
+            self._protected_pages += node.protected
             self._queue_if_evictable(node)
             node = node.parent
             node.locked_children -= 1
         self._forget_idle_root(node)
 
     def evict(self, num_pages: int) -> list[PageId]:
-        """Remove up to `num_pages` unlocked pages, least recently used first, and give them back."""
+        """Remove up to `num_pages` unlocked pages and give them back, see the module's head for which."""
         pages: list[PageId] = []
-        while len(pages) < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
+        while len(pages) < num_pages and (leaf := self._pop_next_leaf()) is not None:
             self._remove(leaf)
             pages.append(leaf.page)
         return pages
@@ -206,35 +243,43 @@ class RadixTree:
         Raises:
             AssertionError: what is wrong, and with which node.
         """
-        queued = {node for _, _, node in self._leaves}
-        assert len(queued) == len(self._leaves), "a node stands in the eviction heap twice"
-        num_locked = num_cached = 0
+        entries = [*self._leaves, *self._protected_leaves]
+        queued = {node for _, _, node in entries}
+        assert len(queued) == len(entries), "a node stands in the eviction heaps twice"
+        num_locked = num_cached = num_protected = 0
         for node in self.nodes():
             num_locked += node.locked
             num_cached += not node.locked
-            assert node.queued == (node in queued), f"{node} is wrong about standing in the heap"
+            num_protected += node.protected and not node.locked
+            assert node.queued == (node in queued), f"{node} is wrong about standing in a heap"
             assert node.queued or node.locked or node.children, f"{node} can never be evicted"
             self._check_node(node, holders.get(node, 0))
         for salt, root in self._roots.items():
             assert root.children or root.locked, f"the root of salt {salt!r} is idle"
             self._check_node(root, holders.get(root, 0))
-        assert (num_cached, num_locked) == (self._cached_pages, self._locked_pages), f"{self} counted wrong"
+        walked = num_cached, num_locked, num_protected
+        counted = self._cached_pages, self._locked_pages, self._protected_pages
+        assert walked == counted, f"cached, locked, protected: walked {walked}, counted {counted}"
 
     def _check_node(self, node: Node, holders: int) -> None:
         locked_children = sum(child.locked for child in node.children.values())
         assert node.holders == holders, f"{node} should have {holders} holders"
         assert node.locked_children == locked_children, f"{node} has {locked_children} locked children"
+        below_plain = node.parent is not None and node.parent.parent is not None and not node.parent.protected
+        assert not (node.protected and below_plain), f"{node} is protected, but not what leads to it"
 
-    def _keys(self, ids: Sequence[int], max_pages: int | None = None) -> Iterator[bytes]:
-        num_pages = len(ids) // self.page_size
+    def _keys(self, ids: Sequence[int], max_pages: int | None = None, start: int = 0) -> Iterator[bytes]:
+        num_pages = (len(ids) - start) // self.page_size
         if max_pages is not None:
             num_pages = min(num_pages, max_pages)
         # Packed page by page: a match that ends early costs no more than what it matched.
-        for start in range(0, num_pages * self.page_size, self.page_size):
-            yield pack_tokens(ids[start : start + self.page_size])
+        for first in range(start, start + num_pages * self.page_size, self.page_size):
+            yield pack_tokens(ids[first : first + self.page_size])
 
-    def _descend(self, node: Node, ids: Sequence[int], max_pages: int | None) -> Iterator[Node]:
-        for key in self._keys(ids, max_pages):
+    def _descend(
+        self, node: Node, ids: Sequence[int], max_pages: int | None, start: int = 0
+    ) -> Iterator[Node]:
+        for key in self._keys(ids, max_pages, start):
             child = node.children.get(key)
             if child is None:
                 return
@@ -264,7 +309,9 @@ class RadixTree:
         parent = leaf.parent
         assert parent is not None, "a root is never evicted"
         del parent.children[leaf.key]
+        parent.last_use = max(parent.last_use, leaf.last_use)
         self._cached_pages -= 1
+        self._protected_pages -= leaf.protected
         if leaf.block_hash is not None:
             self._record(leaf.block_hash, stored=False)
         self._queue_if_evictable(parent)
@@ -283,15 +330,38 @@ class RadixTree:
     def _queue_if_evictable(self, node: Node) -> None:
         if node.parent is not None and not (node.queued or node.locked or node.children):
             node.queued = True
-            heappush(self._leaves, (node.last_use, node.page, node))
+            heappush(self._heap_of(node), (node.last_use, node.page, node))
 
-    def _pop_oldest_leaf(self) -> Node | None:
-        while self._leaves:
-            last_use, _, node = heappop(self._leaves)
-            node.queued = False
-            if last_use == node.last_use and not node.locked and not node.children:
+    def _heap_of(self, node: Node) -> _Heap:
+        return self._protected_leaves if node.protected else self._leaves
+
+    def _pop_next_leaf(self) -> Node | None:
+        """The leaf to evict next; None when every page is locked."""
+        plain = self._front(self._leaves)  # first, for this may move entries to the other heap
+        protected = self._front(self._protected_leaves)
+        if plain is None or (protected is not None and self._competes(protected, plain)):
+            leaf = protected
+        else:
+            leaf = plain
+        if leaf is not None:
+            heappop(self._heap_of(leaf))
+            leaf.queued = False
+        return leaf
+
+    def _competes(self, protected: Node, plain: Node) -> bool:
+        """Whether a protected leaf goes before one that is not: the share is exceeded, and it is older."""
+        return self._protected_pages > self._protected_share_pages and protected.last_use < plain.last_use
+
+    def _front(self, heap: _Heap) -> Node | None:
+        """The oldest leaf of a heap, once entries that are out of date have been put right."""
+        while heap:
+            last_use, _, node = heap[0]
+            in_place = self._heap_of(node) is heap and last_use == node.last_use
+            if in_place and not node.locked and not node.children:
                 return node
-            self._queue_if_evictable(node)  # at its present last use
+            heappop(heap)
+            node.queued = False
+            self._queue_if_evictable(node)
         return None
 
     def _forget_idle_root(self, node: Node) -> None:

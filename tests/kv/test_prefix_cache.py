@@ -20,6 +20,7 @@ class Prefix:
     def __init__(self, page):
         self.page = page
         self.last_use = 0
+        self.protected = False
 
 
 class Held:
@@ -40,10 +41,12 @@ class CacheMachine(RuleBasedStateMachine):
         num_pages=st.integers(1, 9),
         page_size=st.integers(1, 4),
         pages_per_block=st.integers(1, 3),
+        share=st.sampled_from([0.0, 0.3, 0.6]),
     )
-    def start(self, num_pages, page_size, pages_per_block):
+    def start(self, num_pages, page_size, pages_per_block, share):
         self.page_size, self.index_block = page_size, page_size * pages_per_block
-        self.cache = PrefixCache(num_pages, page_size, self.index_block, "m")
+        self.cache = PrefixCache(num_pages, page_size, self.index_block, "m", protected_share=share)
+        self.share = int(share * num_pages)
         self.free = set(range(num_pages))
         self.total = num_pages
         self.prefixes = {}
@@ -72,10 +75,13 @@ class CacheMachine(RuleBasedStateMachine):
     def locked(self):
         return {key for held in self.held for key in self.held_path(held)}
 
-    def evict_oldest(self):
+    def evict_one(self):
         locked = self.locked()
         parents = {(salt, ids[: -self.page_size]) for salt, ids in self.prefixes}
         leaves = [key for key in self.prefixes if key not in parents and key not in locked]
+        protected = {key for key, prefix in self.prefixes.items() if prefix.protected}
+        if len(protected - locked) <= self.share:
+            leaves = [key for key in leaves if key not in protected] or leaves
         oldest = min(leaves, key=lambda key: self.prefixes[key].last_use)
         self.free.add(self.prefixes.pop(oldest).page)
 
@@ -98,6 +104,8 @@ class CacheMachine(RuleBasedStateMachine):
         held = Held(real, salt, ids, [self.prefixes[key].page for key in path])
         assert real.prefix_len == len(path) * self.page_size
         self.use(path)
+        for key in path:
+            self.prefixes[key].protected = True
         self.held.append(held)
         return held
 
@@ -110,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not fits:
             return
         while len(self.free) < num_pages:
-            self.evict_oldest()
+            self.evict_one()
         added = held.real.pages[len(held.table) :]
         assert len(added) == num_pages and self.free.issuperset(added)
         self.free.difference_update(added)
@@ -133,6 +141,27 @@ class CacheMachine(RuleBasedStateMachine):
                 held.private.remove(page)
         held.published = num_pages
         self.use(path)
+
+    @rule(held=open_sequences, limit=st.none() | st.integers(0, 10))
+    def adopt(self, held, limit):
+        ids = held.ids[: len(held.table) * self.page_size]
+        path = self.cached_path(held.salt, ids)
+        if limit is not None:
+            path = path[: max(held.published, limit // self.page_size)]
+        self.cache.adopt(held.real, ids, limit)
+        for index in range(held.published, len(path)):
+            held.private.remove(held.table[index])
+            self.free.add(held.table[index])
+            held.table[index] = self.prefixes[path[index]].page
+        held.published = max(held.published, len(path))
+        self.use(path)
+
+    @rule(num_pages=st.integers(0, 9))
+    def make_room(self, num_pages):
+        available = self.cache.available_pages
+        assert self.cache.make_room(num_pages) == (num_pages <= available)
+        while len(self.free) < min(num_pages, available):
+            self.evict_one()
 
     @rule(held=open_sequences)
     def publish_more_than_there_are_pages_for(self, held):
@@ -279,6 +308,17 @@ def test_a_refused_extension_evicts_nothing():
     cache.close(filled(cache, [1, 2]))
     assert not cache.extend(cache.open([9], ""), 4)
     assert cache.match_len([1, 2], "") == 2
+
+
+def test_who_goes_on_with_anothers_pages_gives_its_own_back():
+    cache = PrefixCache(8, page_size=1, index_block=1, model="m")
+    one, other = cache.open([1, 2, 3], ""), cache.open([1, 2, 3], "")
+    assert cache.extend(one, 3) and cache.extend(other, 3)
+    last = other.pages[2]
+    cache.publish(one, [1, 2])
+    cache.adopt(other, [1, 2, 3], 2)
+    assert other.pages == [*one.pages[:2], last]
+    assert cache.check() == PageBooks(8, free=4, cached=0, locked=2, private=2, quarantined=0)
 
 
 def test_disabled_it_lends_pages_and_remembers_nothing():

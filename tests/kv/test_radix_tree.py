@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from services.errors import ConfigError, ProtocolError
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.radix_tree import RadixTree
+from services.kv.radix_tree import Lookup, RadixTree
 from services.kv.types import CacheEvents
 
 
@@ -47,7 +47,8 @@ def test_matches_whole_pages_at_most_so_many_and_in_the_same_salt():
     assert tree.match([1, 2, 3], "").pages == [0]
     assert tree.match([1, 2, 3, 4], "", max_pages=1).pages == [0]
     assert tree.match([1, 2, 3, 4], "other").pages == []
-    assert (tree.match_len([1, 2, 3, 4, 5], ""), tree.match_len([1, 2], "other")) == (4, 0)
+    assert tree.look_up([1, 2, 3, 4, 5], "") == Lookup(cached_pages=2, locked_pages=0)
+    assert tree.look_up([1, 2], "other") == Lookup(0, 0)
 
 
 def test_evicts_least_recently_used_leaf_first_and_upward():
@@ -74,8 +75,8 @@ STEPS = st.tuples(st.sampled_from(["insert", "insert", "match", "lock", "unlock"
 class EagerTree:
     """The same order of eviction, kept the slow way: a use stamps every page of the path."""
 
-    def __init__(self):
-        self.last_use, self.locks, self.clock = {}, [], 0
+    def __init__(self, share):
+        self.last_use, self.locks, self.clock, self.protected, self.share = {}, [], 0, set(), share
 
     def path(self, ids):
         return [ids[:end] for end in range(1, len(ids) + 1) if ids[:end] in self.last_use]
@@ -84,16 +85,28 @@ class EagerTree:
         self.clock += 1
         self.last_use.update(dict.fromkeys(path, self.clock))
 
-    def oldest(self):
+    def match(self, ids):
+        path = self.path(ids)
+        self.use(path)
+        self.protected.update(path)
+
+    def next_to_go(self):
         locked = {ids[:end] for ids in self.locks for end in range(1, len(ids) + 1)}
         parents = {ids[:-1] for ids in self.last_use}
-        return min(self.last_use.keys() - locked - parents, key=self.last_use.__getitem__, default=None)
+        leaves = self.last_use.keys() - locked - parents
+        if len(self.protected - locked) <= self.share:
+            leaves = leaves - self.protected or leaves
+        return min(leaves, key=self.last_use.__getitem__, default=None)
+
+    def remove(self, ids):
+        self.last_use.pop(ids, None)
+        self.protected.discard(ids)
 
 
 @settings(max_examples=150)
-@given(st.lists(STEPS, min_size=25, max_size=40))
-def test_order_of_eviction_against_stamping_every_page(steps):
-    tree, eager, locked, pages = RadixTree(1, 1, "m"), EagerTree(), [], {}
+@given(st.lists(STEPS, min_size=25, max_size=40), st.integers(0, 4))
+def test_order_of_eviction_against_stamping_every_page(steps, share):
+    tree, eager, locked, pages = RadixTree(1, 1, "m", share), EagerTree(share), [], {}
     for number, (step, ids) in enumerate(steps):
         match step:
             case "insert":
@@ -103,26 +116,51 @@ def test_order_of_eviction_against_stamping_every_page(steps):
                 eager.use([ids[:end] for end in range(1, len(ids) + 1)])
             case "match":
                 tree.match(ids, "")
-                eager.use(eager.path(ids))
+                eager.match(ids)
             case "lock":
                 match = tree.match(ids, "")
                 tree.lock(match.node)
                 locked.append(match.node)
-                eager.use(eager.path(ids))
+                eager.match(ids)
                 eager.locks.append(ids[: len(match.pages)])
             case "unlock" if locked:
                 tree.unlock(locked.pop())
                 eager.use(eager.path(eager.locks.pop()))
             case "evict":
-                oldest = eager.oldest()
-                assert [pages[page] for page in tree.evict(1)] == ([] if oldest is None else [oldest])
-                eager.last_use.pop(oldest, None)
+                leaf = eager.next_to_go()
+                assert [pages[page] for page in tree.evict(1)] == ([] if leaf is None else [leaf])
+                eager.remove(leaf)
         assert tree.cached_pages + tree.locked_pages == len(eager.last_use)
 
 
-def test_looking_up_a_length_is_not_a_use():
+def test_a_scan_does_not_wash_out_what_was_asked_for_twice():
+    tree = RadixTree(1, 1, "m", protected_share_pages=2)
+    tree.insert(tree.root(""), [1, 2], [0, 1])
+    tree.match([1, 2], "")
+    for number in range(3, 9):
+        tree.insert(tree.root(""), [number], [number])
+    assert tree.evict(6) == [3, 4, 5, 6, 7, 8]
+    assert tree.evict(2) == [1, 0]
+
+
+def test_above_its_share_a_protected_page_is_as_old_as_it_is():
+    tree = RadixTree(1, 1, "m", protected_share_pages=1)
+    for number in (1, 2, 3):
+        tree.insert(tree.root(""), [number], [number])
+    tree.match([1], "")
+    tree.match([2], "")
+    assert tree.evict(3) == [3, 1, 2]
+    for number in (1, 2):
+        tree.insert(tree.root(""), [number], [number])
+        tree.match([number], "")
+    tree.insert(tree.root(""), [4], [4])
+    assert tree.evict(3) == [1, 4, 2]
+    tree.check({})
+
+
+def test_looking_up_is_not_a_use():
     tree = tree_of([1], [2])
-    tree.match_len([1], "")
+    tree.look_up([1], "")
     assert tree.evict(1) == [0]
 
 
