@@ -121,6 +121,14 @@ class PrefixCache:
         """Tokens of `ids` that are cached, in whole pages; neither locks nor counts as a use."""
         return self.look_up(ids, salt).cached_pages * self.page_size
 
+    def own_pages(self, sequence: SequencePages) -> int:
+        """Of its table, those that nobody else has asked for: available again when it ends. O(that many)."""
+        num_pages, node = len(sequence.pages) - sequence.num_published, sequence.node
+        while node is not None and node.parent is not None and not node.protected:
+            num_pages += 1
+            node = node.parent
+        return num_pages
+
     def adopt(
         self, sequence: SequencePages, ids: Sequence[int], max_prefix_tokens: int | None = None
     ) -> None:

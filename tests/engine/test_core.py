@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.fake import FakeRunner, _mix, continuation
-from services.engine.paged.core import EngineCore, Limits, Offered, Reserved, Token
+from services.engine.paged.admission import Patience
+from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.events import Offered, Reserved, Token
 from services.engine.paged.runner import Sampled
 from services.engine.paged.sequence import Phase, Sequence
 from services.errors import InvalidRequest, NoCapacity
@@ -13,14 +15,31 @@ from services.kv.prefix_cache import PrefixCache
 from services.request import FinishReason, GenerationRequest, SamplingParams
 
 
+class CountingRunner:
+    """The rank's runner, and how many tokens it was asked for."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def __getattr__(self, name):
+        return getattr(self._rank.runner, name)
+
+    def run(self, chunks):
+        self._rank.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        return self._rank.runner.run(chunks)
+
+
 class Rank:
     """A core with a logical clock, and what it said."""
 
-    def __init__(self, num_pages=32, page_size=4, chunk_size=8, cache=True, max_running=8):
+    def __init__(self, num_pages=32, page_size=4, chunk_size=8, cache=True, max_running=8, **limits):
         self.now = 0.0
+        self.computed_tokens = 0
         self.runner = FakeRunner(num_pages=num_pages, page_size=page_size)
         prefix_cache = PrefixCache(num_pages, page_size, page_size, "fake", enabled=cache)
-        self.core = EngineCore(self.runner, prefix_cache, Limits(max_running, chunk_size), self._clock)
+        self.core = EngineCore(
+            CountingRunner(self), prefix_cache, Limits(max_running, chunk_size, **limits), self._clock
+        )
         self.tokens: dict[Sequence, list[int]] = {}
         self.finished: dict[Sequence, FinishReason] = {}
         self.reserved: dict[Sequence, Reserved] = {}
@@ -104,6 +123,208 @@ def test_retraction_goes_on_with_the_same_tokens():
     assert rank.core.retractions > 0
     for seq, prompt in zip(seqs, prompts, strict=True):
         assert rank.tokens[seq] == continuation(prompt, 20)
+
+
+def test_with_enough_kept_back_for_growth_nobody_is_retracted():
+    """Each one fits alone with all it may generate; how many do together is the reserve's to say."""
+    outcomes = {}
+    for share in (0.0, 1.0):
+        rank = Rank(num_pages=12, page_size=4, expected_output=share)
+        prompts = [[i, i + 1, i + 2] for i in range(6)]
+        seqs = [rank.submit(p, 20) for p in prompts]
+        rank.run(seqs)
+        assert [rank.tokens[seq] for seq in seqs] == [continuation(p, 20) for p in prompts]
+        outcomes[share] = rank.core.retractions
+    assert outcomes[0.0] > 0
+    assert outcomes[1.0] == 0
+
+
+def test_the_reserve_counts_what_those_who_end_earlier_give_back():
+    rank = Rank(num_pages=10, page_size=4, expected_output=1.0)
+    ends_soon = rank.submit(range(15), 5)  # 5 pages at its end
+    rank.step()
+    # 8 pages at its end, which do not fit beside it, but it is not there any more by then.
+    long = rank.submit(range(100, 107), 25)
+    rank.step()
+    assert long.phase is not Phase.WAITING
+    rank.run([ends_soon, long])
+    assert rank.core.retractions == 0
+
+
+def test_a_retracted_sequence_computes_again_only_what_was_evicted():
+    rank = Rank(num_pages=12, page_size=4, expected_output=0.0)
+    seqs = [rank.submit([i] * 10, 20) for i in range(2)]
+    rank.run(seqs)
+    assert rank.core.retractions == seqs[1].retractions == 1
+    # Retracted at 6 pages of 8, and the first needed two of them: no more was lost, nor computed again.
+    recomputed = rank.computed_tokens - 2 * (10 + 19)
+    assert 0 < recomputed <= 2 * 4
+    assert [rank.tokens[s] for s in seqs] == [continuation([i] * 10, 20) for i in range(2)]
+
+
+def test_retractions_die_out():
+    """Each one lifts what is expected of the others, so newcomers wait: no two take turns for ever."""
+    rank = Rank(num_pages=16, page_size=2, max_running=16, expected_output=0.0)
+    seqs = [rank.submit([i, i + 1], 24) for i in range(16)]
+    rank.run(seqs, max_steps=2000)
+    assert 0 < rank.core.retractions <= 3 * len(seqs)
+    for i, seq in enumerate(seqs):
+        assert rank.tokens[seq] == continuation([i, i + 1], 24)
+
+
+def test_a_room_that_may_be_read_is_never_retracted():
+    rank = Rank(num_pages=12, page_size=4, chunk_size=1, expected_output=0.0)
+    growing = [rank.submit([i], 30) for i in range(2)]
+    rank.step()
+    room = rank.submit(range(100, 124), 1, room=7)  # the last to come, hence the first that would go
+    rank.run([room])
+    rank.core.room_ended(room)
+    rank.run(growing)
+    assert rank.core.retractions > 0
+    assert room.retractions == 0
+    spans = [(o.start_token, o.end_token) for o in rank.offered[room]]
+    assert spans[0][0] == 0 and spans[-1][1] == 24
+
+
+def test_a_small_one_does_not_wait_behind_one_that_does_not_fit():
+    rank = Rank(num_pages=10, page_size=4)
+    running = rank.submit(range(16), 12)
+    rank.step()
+    large = rank.submit(range(100, 130), 2)
+    small = rank.submit([1, 2], 2)
+    rank.step()
+    assert large.phase is Phase.WAITING and small.phase is not Phase.WAITING
+    assert rank.core.load().overtakes == 1
+    rank.run([running, large, small])
+
+
+def test_those_that_come_in_small_do_not_starve_a_large_one():
+    patience = Patience(overtakes=4, wait_s=1e9)
+    rank = Rank(num_pages=10, page_size=4, patience=patience)
+    running = [rank.submit([i, i + 1], 6) for i in range(4)]
+    rank.step()
+    large = rank.submit(range(100, 136), 2)
+    number = 0
+    while large not in rank.finished:
+        number += 1
+        running.append(rank.submit([200 + number, number], 6))
+        rank.step()
+        assert large.overtaken <= 4
+        assert number < 60
+    assert rank.core.load().overtakes == 4
+
+
+def test_those_who_share_what_is_running_come_in_first():
+    rank = Rank(num_pages=64, page_size=4, max_running=2)
+    prefix = list(range(40, 56))
+    first = rank.submit([*prefix, 1], 12)
+    other = rank.submit([9, 9], 3)
+    while len(rank.tokens.get(first, ())) < 1:
+        rank.step()
+    stranger = rank.submit([8, 8, 8], 3)
+    mate = rank.submit([*prefix, 2], 3)
+    rank.run([first, other, stranger, mate])
+    order = list(rank.finished)
+    assert order.index(mate) < order.index(stranger)
+
+
+def test_the_same_prompt_is_computed_once_also_while_it_is_computed():
+    rank = Rank(num_pages=64, page_size=4, chunk_size=8)
+    prompt = list(range(50, 83))
+    first = rank.submit(prompt, 3)
+    second = rank.submit(prompt, 3)
+    rank.step()
+    third = rank.submit([*prompt, 5, 6], 3)
+    rank.run([first, second, third])
+    for seq in (first, second, third):
+        assert rank.tokens[seq] == continuation(seq.request.prompt_ids, 3)
+    assert first.reused_tokens == 0
+    assert (second.reused_tokens, third.reused_tokens) == (32, 32)
+    # The prompt once, its last token again for the second, three for the third, and two answers each.
+    assert rank.computed_tokens == 33 + 1 + 3 + 3 * 2
+
+
+def test_a_half_done_prefill_is_offered_to_the_second_room_too():
+    rank = Rank(num_pages=64, page_size=4, chunk_size=6)
+    rooms = [rank.submit(range(18), 1, room=70 + i) for i in range(2)]
+    rank.run(rooms)
+    for seq in rooms:
+        offers = rank.offered[seq]
+        assert [o.start_token for o in offers] == [0, *(o.end_token for o in offers[:-1])]
+        assert offers[-1].end_token == 18
+        slots = rank.runner._slots[[page for o in offers for page in o.pages]].reshape(-1)[:18]
+        assert [int(slot) for slot in slots] == [_mix(token, token) for token in range(18)]
+    assert rank.computed_tokens == 18 + 2
+    for seq in rooms:
+        rank.core.room_ended(seq)
+    assert rank.core.check().private == 0
+
+
+def test_who_waited_for_anothers_pages_goes_on_alone_when_that_one_is_cancelled():
+    rank = Rank(num_pages=64, page_size=4, chunk_size=6)
+    prompt = list(range(50, 83))
+    first, second = rank.submit(prompt, 3), rank.submit(prompt, 3)
+    rank.step()
+    rank.core.cancel(first)
+    rank.run([second])
+    assert rank.tokens[second] == continuation(prompt, 3)
+    assert second.reused_tokens == 4
+
+
+def test_nothing_is_matched_before_it_is_written():
+    """Pages reserved for a delta, or not computed yet, are nobody's prefix."""
+    rank = Rank(num_pages=64, page_size=4, chunk_size=4)
+    prompt = list(range(50, 83))
+    receiving = rank.submit(prompt, 3, receives=True)
+    rank.step()
+    assert receiving.phase is Phase.RECEIVING
+    assert rank.core.cache.match_len(prompt, "") == 0
+    computing = rank.submit(prompt, 3)
+    for steps in range(1, 4):
+        rank.step()
+        assert rank.core.cache.match_len(prompt, "") == computing.computed == 4 * steps
+
+
+def test_a_target_for_the_time_between_tokens_bounds_the_batch():
+    """A step takes 1 ms and another for each sequence."""
+    rank = Rank(num_pages=64, page_size=4, max_running=32, itl_target_s=0.0085)
+
+    class Timed(CountingRunner):
+        def run(self, chunks):
+            rank.now += 0.001 * len(chunks)  # the clock's own tick is the fixed part
+            return super().run(chunks)
+
+    rank.core.runner = Timed(rank)
+    seqs = [rank.submit([i, i + 1], 40) for i in range(20)]
+    batches = []
+    while len(rank.finished) < len(seqs):
+        rank.step()
+        batches.append(rank.core.load().running)
+    assert max(batches) == 7
+    assert batches.count(7) > len(batches) / 2
+
+
+def test_a_target_bounds_prompt_chunks_beside_tokens_but_prompts_are_done():
+    rank = Rank(num_pages=256, page_size=4, chunk_size=256, itl_target_s=0.010)
+    sizes = []
+
+    class Timed(CountingRunner):
+        def run(self, chunks):
+            tokens = [len(chunk.token_ids) for chunk in chunks]
+            sizes.append(sum(size for size in tokens if size > 1))
+            rank.now += 0.0001 * sum(tokens)
+            return super().run(chunks)
+
+    rank.core.runner = Timed(rank)
+    decoding = rank.submit([1, 2], 200)
+    warm = rank.submit(range(200, 300), 1)
+    rank.run([warm])
+    del sizes[:]
+    prompt = rank.submit([i % 500 for i in range(700)], 1)
+    rank.run([prompt])
+    assert all(16 <= size <= 100 for size in sizes if size)
+    assert rank.tokens[prompt] == continuation(prompt.request.prompt_ids, 1)
+    rank.run([decoding])
 
 
 def test_output_so_far_counts_as_output():
@@ -337,12 +558,12 @@ def test_who_waits_for_pages_is_matched_again_only_when_there_are_more(monkeypat
     running = rank.submit(range(4), 20)
     rank.step()
     waiting = rank.submit(range(100, 134), 2)
-    opened = []
-    cache_open = rank.core.cache.open
-    monkeypatch.setattr(rank.core.cache, "open", lambda *args: opened.append(1) or cache_open(*args))
+    looks = []
+    look_up = rank.core.cache.look_up
+    monkeypatch.setattr(rank.core.cache, "look_up", lambda *args: looks.append(1) or look_up(*args))
     for _ in range(10):
         rank.step()
     assert waiting.phase is Phase.WAITING
-    assert len(opened) == 1
+    assert len(looks) == 1
     rank.run([running, waiting])
     assert rank.tokens[waiting] == continuation(range(100, 134), 2)

@@ -3,58 +3,40 @@
 A step is: admit what fits -> build a batch of chunks -> run it -> account for it. Everything that
 happened comes back as events, in order, for the shell to hand on.
 
+Under pressure, in this order: unlocked pages are evicted (services/kv/radix_tree.py says which); newcomers
+wait (gate.py); those that came last are retracted (sequence.py).
+
 The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from services.engine.paged.admission import Patience
+from services.engine.paged.batch import chunk_of, computes_next_page_of, lacks_slot
+from services.engine.paged.events import Event, Offered, Reserved, Token
+from services.engine.paged.gate import Gate
 from services.engine.paged.runner import Chunk, ModelRunner, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
+from services.engine.paged.step_time import StepTimes
+from services.engine.paged.waiting_queue import place_in_line
 from services.errors import InvalidRequest, NoCapacity
 from services.kv.prefix_cache import PrefixCache
-from services.kv.types import PageBooks, PageId, RankLoad, Room
-from services.request import FinishReason, TokenLogprobs
+from services.kv.types import PageBooks, RankLoad
+from services.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a step."""
+    """What bounds a step, and who comes in."""
 
     max_running_requests: int = 64
     chunk_size: int = 512  # prompt tokens per step
+    itl_target_s: float | None = None  # bounds the batch, and prompt chunks beside it
+    expected_output: float = 0.5  # share of max_tokens expected of a sequence, until some have ended
+    patience: Patience = field(default_factory=Patience)
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """The sequence has its pages; `delta_pages` lie past the locked prefix, in token order."""
-
-    prefix_len: int
-    delta_pages: tuple[PageId, ...]
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token; `finished` when it is the last."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-    finished: FinishReason | None
-    compute_s: float = 0.0  # admission until now, on the first token only
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """Prefill role: the KV of [start_token, end_token) is final, in these pages, in token order."""
-
-    room: Room
-    start_token: int
-    end_token: int
-    pages: tuple[PageId, ...]
-
-
-Event = Reserved | Token | Offered
 Clock = Callable[[], float]
 
 
@@ -66,15 +48,13 @@ class EngineCore:
         self.cache = cache
         self._limits = limits
         self._clock = clock
-        self._waiting: list[Sequence] = []
+        self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
         self._active: list[Sequence] = []  # RECEIVING, COMPUTING, DECODING, in order of admission
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
         self._quarantined: set[Sequence] = set()
-        # The head of the queue, and how many pages were available when they were too few for it.
-        self._refused: tuple[Sequence, int] | None = None
         self._events: list[tuple[Sequence, Event]] = []
         self._step_s = 0.0
-        self._prefill_tokens_per_s = 0.0
+        self._step_times = StepTimes()
         self.retractions = 0
 
     @property
@@ -105,7 +85,7 @@ class EngineCore:
             )
         seq.submitted_s = self._clock()
         seq.uncached_tokens = len(seq.ids) - self.cache.match_len(seq.ids, seq.request.cache_salt)
-        self._queue(seq)
+        self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled) -> None:
         """Every page of a RECEIVING sequence is there and its first token is known."""
@@ -115,13 +95,25 @@ class EngineCore:
         self._publish(seq)
         self._append(seq, first_token)
 
+    def renegotiate(self, seq: Sequence, start: int) -> None:
+        """Nobody writes a RECEIVING sequence's pages; its delta is to start at `start`, earlier than now.
+
+        It is admitted anew, with a shorter prefix: the pages of a prefix are never written.
+        """
+        if seq.phase is not Phase.RECEIVING:
+            return  # cancelled meanwhile
+        self._active.remove(seq)
+        self._release(seq)
+        seq.receives, seq.prefix_limit = True, start
+        self._wait(seq)
+
     def cancel(self, seq: Sequence, *, quarantine: bool = False) -> None:
         """End a sequence in whatever phase it is. With `quarantine` a writer may still write its
         pages: they come back by `end_quarantine` only."""
         if seq.phase in (Phase.NEW, Phase.ENDED):
             return
         if seq.phase is Phase.WAITING:
-            self._waiting.remove(seq)
+            self._gate.remove(seq)
         else:
             self._active.remove(seq)
         self._end(seq, quarantine=quarantine)
@@ -133,6 +125,7 @@ class EngineCore:
             assert seq.pages is not None
             self.cache.end_quarantine(seq.pages)
             seq.pages = None
+            self._gate.note_news()
 
     def room_ended(self, seq: Sequence) -> None:
         """Prefill role: nothing reads the sequence's pages on behalf of its room any more."""
@@ -150,12 +143,14 @@ class EngineCore:
         """
         retractions = self.retractions
         admitted = self._admit()
-        batch = list(self._decode_chunks()) + list(self._prompt_chunks())
+        batch = list(self._decode_chunks())
+        num_decoding = len(batch)
+        batch += self._prompt_chunks(num_decoding)
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
         sampled = self.runner.run([chunk for _, chunk in batch])
-        self._measure(batch, self._clock() - began)
+        self._measure(batch, num_decoding, self._clock() - began)
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
         return True
@@ -175,15 +170,21 @@ class EngineCore:
     # -- reports ----------------------------------------------------------------------------------
 
     def load(self) -> RankLoad:
-        pending = sum(s.uncached_tokens for s in self._waiting)
+        pending = sum(s.uncached_tokens for s in self._gate)
         pending += sum(s.remaining_tokens for s in self._active)
+        decoding = sum(s.phase is Phase.DECODING for s in self._active)
         return RankLoad(
             running=len(self._active),
-            waiting=len(self._waiting),
+            waiting=len(self._gate),
             pending_tokens=pending,
             books=self.cache.books(),
             step_s=self._step_s,
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            prefill_tokens_per_s=self._step_times.effective_tokens_per_s(
+                decoding, self._chunk_budget(decoding)
+            ),
+            retractions=self.retractions,
+            overtakes=self._gate.overtakes,
+            reserved_pages=self._gate.reserved_pages,
         )
 
     def check(self) -> PageBooks:
@@ -197,50 +198,36 @@ class EngineCore:
         assert self.cache.num_open == holders, f"{self.cache.num_open} open, {holders} sequences hold pages"
         return books
 
-    # -- internals --------------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
-    def _queue(self, seq: Sequence) -> None:
+    def _wait(self, seq: Sequence) -> None:
         seq.phase = Phase.WAITING
-        self._waiting.append(seq)
-        self._waiting.sort(key=_rank_in_queue)
+        self._gate.add(seq)
 
     def _admit(self) -> bool:
         """True when a sequence came in."""
-        before = len(self._waiting)
-        while self._waiting and len(self._active) < self._limits.max_running_requests:
-            if self._lacks_pages(self._waiting[0]) or not self._reserve(self._waiting[0]):
-                break
-            self._enter(self._waiting.pop(0))
-        return len(self._waiting) < before
+        admitted = False
+        while self._batch_may_grow() and (seq := self._gate.next(self._active)) is not None:
+            if self._gate.reserve(seq):
+                self._enter(seq)
+                admitted = True
+        return admitted
 
-    def _lacks_pages(self, seq: Sequence) -> bool:
-        """Known without matching its prompt again, which for a long one takes as long as a step."""
-        if self._refused is None or self._refused[0] is not seq:
+    def _batch_may_grow(self) -> bool:
+        batch, target_s = len(self._active) + 1, self._limits.itl_target_s
+        if batch > self._limits.max_running_requests:
             return False
-        return self.cache.available_pages <= self._refused[1]
-
-    def _reserve(self, seq: Sequence) -> bool:
-        """Lock the cached prefix and take pages for the rest and one more token."""
-        # Where the next token is computed here, its logits need the last id to be computed too.
-        limit = None if seq.receives else len(seq.ids) - 1
-        pages = self.cache.open(seq.ids, seq.request.cache_salt, limit)
-        growth = 0 if seq.single_token else 1
-        needed = -(-(len(seq.ids) + growth) // self.page_size) - len(pages.pages)
-        if not self.cache.extend(pages, needed):
-            self.cache.close(pages)
-            self._refused = seq, self.cache.available_pages
-            return False
-        self._refused = None
-        seq.pages = pages
-        return True
+        return target_s is None or self._step_times.allows(batch, target_s)
 
     def _enter(self, seq: Sequence) -> None:
         assert seq.pages is not None
         seq.phase = Phase.RECEIVING if seq.receives else Phase.COMPUTING
         seq.computed = seq.pages.prefix_len
         self._active.append(seq)
-        if seq.admitted_s is None:
-            seq.admitted_s = self._clock()
+        if seq.admitted_s is None or seq.receives:
+            if seq.admitted_s is None:
+                seq.admitted_s = self._clock()
+            seq.reused_tokens = seq.pages.prefix_len
             first = seq.pages.prefix_len // self.page_size
             last = -(-len(seq.ids) // self.page_size)
             delta = tuple(seq.pages.pages[first:last])
@@ -248,41 +235,52 @@ class EngineCore:
         self._offer(seq)
         seq.receives = False  # after a retraction the tail is computed here
 
+    # -- the batch --------------------------------------------------------------------------------
+
     def _decode_chunks(self) -> Iterator[tuple[Sequence, Chunk]]:
-        # Growing may retract sequences, earlier ones included, so the batch is read off afterwards.
         decoding = [s for s in self._active if s.phase is Phase.DECODING]
+        self.cache.make_room(sum(lacks_slot(seq, self.page_size) for seq in decoding))
+        # Growing may retract sequences, earlier ones included, so the batch is read off afterwards.
         grown = [s for s in decoding if s.phase is Phase.DECODING and self._grow(s)]
         for seq in grown:
             if seq.phase is Phase.DECODING:
-                yield seq, self._chunk(seq, 1)
+                yield seq, chunk_of(seq, 1, self.page_size)
 
-    def _prompt_chunks(self) -> Iterator[tuple[Sequence, Chunk]]:
-        budget = self._limits.chunk_size
+    def _prompt_chunks(self, num_decoding: int) -> list[tuple[Sequence, Chunk]]:
+        budget = self._chunk_budget(num_decoding)
+        chunks: list[tuple[Sequence, Chunk]] = []
         for seq in self._active:
-            if seq.phase is Phase.COMPUTING and budget > 0:
-                size = min(budget, seq.remaining_tokens)
-                budget -= size
-                yield seq, self._chunk(seq, size)
+            if budget <= 0:
+                break
+            if seq.phase is not Phase.COMPUTING:
+                continue
+            self._catch_up(seq)
+            if any(computes_next_page_of(other, seq, self.page_size) for other, _ in chunks):
+                continue  # its pages are in the tree at the next step
+            chunk = chunk_of(seq, min(budget, seq.remaining_tokens), self.page_size)
+            budget -= len(chunk.token_ids)
+            chunks.append((seq, chunk))
+        return chunks
 
-    def _chunk(self, seq: Sequence, size: int) -> Chunk:
+    def _chunk_budget(self, num_decoding: int) -> int:
+        limits = self._limits
+        return self._step_times.chunk_tokens(num_decoding, limits.itl_target_s, limits.chunk_size)
+
+    def _catch_up(self, seq: Sequence) -> None:
+        """Take over what others have computed of its prompt since it was admitted."""
         assert seq.pages is not None
-        end = seq.computed + size
-        last = end == len(seq.ids)
-        return Chunk(
-            token_ids=seq.ids[seq.computed : end],
-            start=seq.computed,
-            pages=seq.pages.pages[: -(-end // self.page_size)],
-            sample=last,
-            sampling=seq.request.sampling,
-            history=seq.ids if last else (),
-            num_output_ids=seq.num_output if last else 0,
-            eos_token_ids=seq.request.eos_token_ids,
-        )
+        self.cache.adopt(seq.pages, seq.ids, seq.matchable_tokens)
+        published = seq.pages.num_published * self.page_size
+        if published > seq.computed:
+            if seq.retractions == 0:  # else it has computed them itself before
+                seq.reused_tokens += published - seq.computed
+            seq.computed = published
+            self._offer(seq)
 
     def _grow(self, seq: Sequence) -> bool:
         """Make sure that the newest token has a slot; False when it cannot have one this step."""
-        assert seq.pages is not None
-        while len(seq.pages.pages) * self.page_size < len(seq.ids):
+        while lacks_slot(seq, self.page_size):
+            assert seq.pages is not None
             if self.cache.extend(seq.pages, 1):
                 return True
             victim = self._retraction_victim()
@@ -294,9 +292,14 @@ class EngineCore:
         return True
 
     def _retraction_victim(self) -> Sequence | None:
-        """The last in the queue's order whose pages can be had, unless it is the only one."""
-        candidates = [s for s in self._active if s.phase in (Phase.DECODING, Phase.COMPUTING)]
-        return max(candidates, key=_rank_in_queue) if len(candidates) > 1 else None
+        """The last in line whose pages can be had, unless it is the only one.
+
+        So the first in line is never retracted and ends some time; then the next is the first.
+        """
+        candidates = [
+            s for s in self._active if s.room is None and s.phase in (Phase.DECODING, Phase.COMPUTING)
+        ]
+        return max(candidates, key=place_in_line) if len(candidates) > 1 else None
 
     def _retract(self, seq: Sequence) -> None:
         """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted."""
@@ -304,7 +307,11 @@ class EngineCore:
         self._active.remove(seq)
         self._release(seq)
         self.retractions += 1
-        self._queue(seq)
+        seq.retractions += 1
+        self._gate.note_retraction()
+        self._wait(seq)
+
+    # -- afterwards -------------------------------------------------------------------------------
 
     def _account(self, seq: Sequence, chunk: Chunk, sampled: Sampled | None) -> None:
         seq.computed = chunk.end
@@ -318,6 +325,8 @@ class EngineCore:
         # Only full pages go to the tree; publishing is skipped while the last one is filling.
         if seq.computed // self.page_size > seq.pages.num_published:
             self.cache.publish(seq.pages, seq.ids[: seq.computed])
+            if seq.phase is not Phase.DECODING:
+                self._gate.note_news()
 
     def _offer(self, seq: Sequence) -> None:
         """Tell the room of every page that is final: full ones, and at the end of the prompt the last."""
@@ -340,9 +349,10 @@ class EngineCore:
         if seq.single_token and finished is None:
             finished = FinishReason.LENGTH
         compute_s = self._clock() - seq.admitted_s if first else 0.0
-        self._emit(seq, Token(sampled.token_id, sampled.logprobs, finished, compute_s))
+        self._emit(seq, Token(sampled.token_id, sampled.logprobs, finished, compute_s, seq.reused_tokens))
         if finished is not None:
             self._active.remove(seq)
+            self._gate.note_end(seq)
             self._end(seq)
 
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
@@ -350,6 +360,7 @@ class EngineCore:
         seq.phase = Phase.ENDED
         if not held:
             return
+        self._gate.note_news()  # its place in the batch is free, if not its pages
         if quarantine:
             assert seq.pages is not None
             self.cache.quarantine(seq.pages)
@@ -363,22 +374,12 @@ class EngineCore:
         assert seq.pages is not None
         self.cache.close(seq.pages)
         seq.pages = None
+        self._gate.note_news()
 
     def _emit(self, seq: Sequence, event: Event) -> None:
         self._events.append((seq, event))
 
-    def _measure(self, batch: list[tuple[Sequence, Chunk]], took_s: float) -> None:
-        self._step_s = _average(self._step_s, took_s)
-        tokens = sum(len(chunk.token_ids) for _, chunk in batch)
-        # Steps of single tokens say nothing of the rate at which prompts are computed.
-        if tokens >= 2 * len(batch) and took_s > 0:
-            self._prefill_tokens_per_s = _average(self._prefill_tokens_per_s, tokens / took_s)
-
-
-def _rank_in_queue(seq: Sequence) -> tuple[int, int]:
-    """Who waits first, and who keeps its pages longest: larger priority, then earlier arrival."""
-    return -seq.request.priority, seq.arrival
-
-
-def _average(old: float, new: float, weight: float = 0.1) -> float:
-    return new if old == 0.0 else old + weight * (new - old)
+    def _measure(self, batch: list[tuple[Sequence, Chunk]], num_decoding: int, took_s: float) -> None:
+        self._step_s = took_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * took_s
+        prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
+        self._step_times.note(num_decoding, prompt_tokens, took_s)

@@ -16,8 +16,9 @@ import grpc
 
 from services import rpc
 from services.engine.base import RemotePrefill
-from services.engine.paged.core import Limits, Reserved, Token
+from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
+from services.engine.paged.events import Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
@@ -200,12 +201,13 @@ class PagedDecodeEngine(PagedEngine):
     ) -> Admitted:
         prompt_tokens = len(seq.request.all_ids)
         prefill = received.prefill if received is not None else None
-        computed = prompt_tokens - reserved.prefix_len if prefill is None else prefill.computed_tokens
         return Admitted(
             prompt_tokens=prompt_tokens,
-            decode_prefix_len=reserved.prefix_len,
+            decode_prefix_len=first.reused_tokens,
             prefill_prefix_len=prefill.prefill_prefix_len if prefill is not None else 0,
-            computed_tokens=computed,
+            computed_tokens=prompt_tokens - first.reused_tokens
+            if prefill is None
+            else prefill.computed_tokens,
             kv_bytes_moved=received.bytes_moved if received is not None else 0,
             kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
             decode_queue_s=reserved.queue_s,

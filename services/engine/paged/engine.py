@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from services.engine.paged.core import EngineCore, Event, Limits
+from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.events import Event
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit

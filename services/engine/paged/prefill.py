@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from services.engine.paged.core import Event, Limits, Offered, Reserved, Token
+from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
+from services.engine.paged.events import Event, Offered, Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
@@ -78,8 +79,8 @@ class PagedPrefillEngine(PagedEngine):
         return PrefillResult(
             first_token_id=token.token_id,
             first_token_logprobs=token.logprobs,
-            prefill_prefix_len=reserved.prefix_len,
-            computed_tokens=len(request.all_ids) - reserved.prefix_len,
+            prefill_prefix_len=token.reused_tokens,
+            computed_tokens=len(request.all_ids) - token.reused_tokens,
             kv_bytes_moved=end.bytes_moved,
             queue_s=reserved.queue_s,
             compute_s=token.compute_s,

@@ -4,8 +4,13 @@
     WAITING --admitted, plan local or prefill role--> COMPUTING --last chunk--> DECODING --> ENDED
        |                                                  ^                        |
        |--admitted, plan remote--> RECEIVING --landed-----|--------> DECODING      |
-       ^                                                  |                        |
+       ^                            |                     |                        |
+       +<--renegotiated (the delta must start earlier)    |                        |
        +------------------------retracted (pages were short)-----------------------+
+
+Retraction keeps the full pages in the tree, unlocked: whoever is retracted matches its own prefix when it
+comes in again, and computes what was evicted meanwhile. In the prefill role nobody is retracted: a room
+may be reading the pages.
 
 ENDED can follow any phase (cancelled, failed). In the prefill role a sequence ends after its first
 token; its pages stay until the room has let go of them (`room_open`).
@@ -15,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.kv.prefix_cache import SequencePages
+from services.kv.radix_tree import Lookup
 from services.kv.types import Room
 from services.request import FinishReason, GenerationRequest
 
@@ -50,6 +56,14 @@ class Sequence:
     submitted_s: float = 0.0
     admitted_s: float | None = None
     uncached_tokens: int = 0  # estimated at submission, for the load report
+    prefix_limit: int | None = None  # tokens of its prompt that may be matched; None: all
+    reused_tokens: int = 0  # of its prompt, that others had computed
+    retractions: int = 0
+    # While it waits, for the gate:
+    overtaken: int = 0
+    overtaken_since_s: float | None = None
+    lookup: Lookup | None = None
+    looked_up_at: int = -1  # the gate's count of news
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.all_ids)
@@ -63,6 +77,14 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Prompt tokens still to be computed here."""
         return len(self.ids) - self.computed if self.phase is Phase.COMPUTING else 0
+
+    @property
+    def matchable_tokens(self) -> int | None:
+        """How many of its ids may be matched; None: all.
+
+        Where the next token is computed here, its logits need the last id to be computed too.
+        """
+        return self.prefix_limit if self.receives else len(self.ids) - 1
 
     def __repr__(self) -> str:
         return (

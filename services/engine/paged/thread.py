@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from services.engine.paged.core import EngineCore, Event
+from services.engine.paged.core import EngineCore
+from services.engine.paged.events import Event
 from services.engine.paged.runner import Sampled
 from services.engine.paged.sequence import Sequence
 from services.errors import IsthmusError, Unavailable

@@ -1,0 +1,56 @@
+"""Who comes in next. Pure: values in, a decision out.
+
+Those that wait stand in the queue's order (priority, then arrival). Normally the first that fits comes in;
+two things may put another one before it, both within bounds:
+
+    it does not fit now and a smaller one behind it does    so that pages do not lie idle
+    another one's prefix is held by those that run          so that the batch shares what it reads
+
+Rule: who has been overtaken `overtakes` times, or first was `wait_s` ago, is overtaken by nobody any more. It
+comes in as soon as enough of those that run have ended, so nobody starves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How far the order of the queue may be left."""
+
+    overtakes: int = 16
+    wait_s: float = 10.0
+    window: int = 32  # the first so many are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What one that waits would take of the pool."""
+
+    new_pages: int  # for what is not cached
+    unheld_pages: int  # of its cached prefix, those that nobody holds: no longer evictable once it is in
+    shares: bool  # those that run hold half of its prompt or more
+    overtaken: int
+    overtaken_for_s: float  # since the first time
+
+    @property
+    def num_pages(self) -> int:
+        """By which the available pages fall."""
+        return self.new_pages + self.unheld_pages
+
+
+def next_admission(queue: Sequence[Waiting], fits: Callable[[int], bool], patience: Patience) -> int | None:
+    """The index of who comes in next; `fits(index)` says whether there is room."""
+    reach = _reach(queue, patience)
+    for index in sorted(range(reach), key=lambda index: (not queue[index].shares, index)):
+        if fits(index):
+            return index
+    return None
+
+
+def _reach(queue: Sequence[Waiting], patience: Patience) -> int:
+    """How many, from the first on, may be chosen from: nobody behind one whose patience is at its end."""
+    for index, waiting in enumerate(queue):
+        if waiting.overtaken >= patience.overtakes or waiting.overtaken_for_s >= patience.wait_s:
+            return index + 1
+    return len(queue)

@@ -1,0 +1,52 @@
+"""Those that wait to be admitted, in order; who of them is next is decided in admission.py."""
+
+from collections.abc import Callable, Iterator
+
+from services.engine.paged.admission import Patience, Waiting, next_admission
+from services.engine.paged.sequence import Sequence
+
+
+class WaitingQueue:
+    """Ordered by priority, then by arrival; a retracted sequence keeps its arrival."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def add(self, seq: Sequence) -> None:
+        seq.overtaken, seq.overtaken_since_s, seq.lookup = 0, None, None
+        self._sequences.append(seq)
+        self._sequences.sort(key=place_in_line)
+
+    def remove(self, seq: Sequence) -> None:
+        self._sequences.remove(seq)
+
+    def next(
+        self, weigh: Callable[[Sequence], Waiting], fits: Callable[[Sequence, Waiting], bool]
+    ) -> Sequence | None:
+        """Who would come in now; None: nobody has room."""
+        window = self._sequences[: self._patience.window]
+        weighed = [weigh(seq) for seq in window]
+        index = next_admission(weighed, lambda index: fits(window[index], weighed[index]), self._patience)
+        return None if index is None else window[index]
+
+    def take(self, seq: Sequence, now_s: float) -> int:
+        """It comes in; returns how many it has overtaken."""
+        index = self._sequences.index(seq)
+        for passed in self._sequences[:index]:
+            passed.overtaken += 1
+            if passed.overtaken_since_s is None:
+                passed.overtaken_since_s = now_s
+        del self._sequences[index]
+        return index
+
+
+def place_in_line(seq: Sequence) -> tuple[int, int]:
+    """Who waits first, and who keeps its pages longest: larger priority, then earlier arrival."""
+    return -seq.request.priority, seq.arrival
