@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.kv.types import RankLoad
@@ -22,5 +22,14 @@ class PoolCollector(Collector):
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
         yield GaugeMetricFamily(
             "isthmus_pending_tokens", "Prompt tokens still to compute.", load.pending_tokens
+        )
+        yield GaugeMetricFamily(
+            "isthmus_reserved_pages", "Kept back for the growth of what runs.", load.reserved_pages
+        )
+        yield CounterMetricFamily(
+            "isthmus_retractions", "Sequences that gave their pages to others for a while.", load.retractions
+        )
+        yield CounterMetricFamily(
+            "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
         )
         yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)

@@ -61,10 +61,15 @@ class RankConfig(ClusterConfig):
     num_threads: int | None = setting(None, "CPU threads of a rank; default: cores / dp-size")
     kv_pages: int = setting(2048, "pages in a rank's KV pool")
     page_size: int = setting(64, "tokens per page")
-    cache: Literal["on", "off"] = setting("on", "keep a radix cache of finished prefixes")
+    decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
+    prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
+    protected_cache_share: float = setting(0.3, "of the pool, kept for prefixes asked for more than once")
     transport: Literal["nixl", "local"] = setting("nixl", "how KV crosses; local: same host only")
     chunk_size: int = setting(512, "prompt tokens computed per step")
     max_running_requests: int = setting(64, "sequences in a batch")
+    itl_target_ms: float | None = setting(
+        None, "bounds batch and prompt chunks by measured step time (decode)"
+    )
     write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
     fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
     lease_ttl_s: int = setting(10, "seconds without etcd after which the rank counts as suspect")
@@ -80,6 +85,12 @@ class RankConfig(ClusterConfig):
             raise ConfigError(f"--model is required with --engine={self.engine}")
         if self.engine_arg and self.engine != "sglang":
             raise ConfigError("--engine-arg is for --engine=sglang")
+        if self.itl_target_ms is not None and (self.itl_target_ms <= 0 or self.engine == "sglang"):
+            raise ConfigError("--itl-target-ms must be above 0, and is not for --engine=sglang")
+        if not 0 <= self.protected_cache_share <= 1:
+            raise ConfigError(
+                f"--protected-cache-share is between 0 and 1, got {self.protected_cache_share:g}"
+            )
         if self.write_lease_s <= 0 or self.fence_margin_s < 0:
             raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
 
@@ -92,9 +103,11 @@ class RankConfig(ClusterConfig):
     def served_name(self) -> str:
         return self.model_name or Path(self.model).name or "fake"
 
-    def engine_settings(self) -> EngineSettings:
+    def engine_settings(self, role: Role) -> EngineSettings:
         """Raises ConfigError when the values do not go together."""
         cores = os.cpu_count() or 1
+        cache = self.decode_cache if role is Role.DECODE else self.prefill_cache
+        itl_target_ms = self.itl_target_ms if role is Role.DECODE else None
         return EngineSettings(
             engine=self.engine,
             model_path=self.model,
@@ -105,9 +118,14 @@ class RankConfig(ClusterConfig):
             num_pages=self.kv_pages,
             page_size=self.page_size,
             index_block=self.index_block,
-            cache_enabled=self.cache == "on",
+            cache_enabled=cache == "on",
+            protected_cache_share=self.protected_cache_share,
             transport=self.transport,
-            limits=Limits(self.max_running_requests, self.chunk_size),
+            limits=Limits(
+                self.max_running_requests,
+                self.chunk_size,
+                itl_target_s=itl_target_ms / 1e3 if itl_target_ms is not None else None,
+            ),
             lease=Lease(self.write_lease_s, self.fence_margin_s),
             fake_step_s=self.fake_step_s,
             fake_prompt_token_s=self.fake_prompt_token_s,

@@ -38,6 +38,7 @@ class EngineSettings:
     transport: str
     limits: Limits
     lease: Lease
+    protected_cache_share: float = 0.3
     fake_step_s: float = 0.0
     fake_prompt_token_s: float = 0.0
     # Of an engine that listens itself:
@@ -135,7 +136,9 @@ def _sglang_worker(
 
 
 def _cache(settings: EngineSettings) -> CacheSettings:
-    return CacheSettings(settings.model_name, settings.index_block, settings.cache_enabled)
+    return CacheSettings(
+        settings.model_name, settings.index_block, settings.cache_enabled, settings.protected_cache_share
+    )
 
 
 def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:

@@ -16,7 +16,10 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_
 
 def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
     """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
-    return [_role(engine) for engine in prefill_engines(config.engine_settings(), own_ids, config.tls())]
+    return [
+        _role(engine)
+        for engine in prefill_engines(config.engine_settings(Role.PREFILL), own_ids, config.tls())
+    ]
 
 
 def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:

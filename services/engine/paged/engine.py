@@ -24,6 +24,7 @@ class CacheSettings:
     model: str  # name that seeds the block hashes
     index_block: int = 64  # tokens
     enabled: bool = True
+    protected_share: float = 0.3  # of the pool, for prefixes asked for more than once
 
 
 class Mailbox:
@@ -165,6 +166,7 @@ class PagedEngine:
             settings.index_block,
             settings.model,
             enabled=settings.enabled,
+            protected_share=settings.protected_share,
         )
         return EngineCore(runner, cache, self._limits, time.monotonic)
 

@@ -1,0 +1,43 @@
+"""Flags of a rank, and what its engine is told by them."""
+
+import pytest
+
+from services.config import load
+from services.errors import ConfigError
+from services.kv.types import Role
+from services.rank import RankConfig
+
+
+def config_of(*flags):
+    return load(RankConfig, ["--worker=w", "--engine=fake", "--etcd=e:1", *flags])
+
+
+def test_each_role_has_its_own_cache_switch():
+    config = config_of("--decode-cache=off")
+    assert not config.engine_settings(Role.DECODE).cache_enabled
+    assert config.engine_settings(Role.PREFILL).cache_enabled
+    assert not config_of("--prefill-cache=off").engine_settings(Role.PREFILL).cache_enabled
+
+
+def test_the_target_for_the_time_between_tokens_is_decodes():
+    config = config_of("--itl-target-ms=40")
+    assert config.engine_settings(Role.DECODE).limits.itl_target_s == 0.040
+    assert config.engine_settings(Role.PREFILL).limits.itl_target_s is None
+    assert config_of().engine_settings(Role.DECODE).limits.itl_target_s is None
+
+
+def test_the_protected_share_reaches_the_engine():
+    assert config_of("--protected-cache-share=0.5").engine_settings(Role.DECODE).protected_cache_share == 0.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"itl_target_ms": 0.0},
+        {"itl_target_ms": 40.0, "engine": "sglang", "model": "m"},
+        {"protected_cache_share": 1.5},
+    ],
+)
+def test_what_cannot_work_is_refused(changes):
+    with pytest.raises(ConfigError, match="--"):
+        RankConfig(**{"worker": "w", "engine": "fake", "etcd": ("e:1",), **changes})
