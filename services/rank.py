@@ -1,7 +1,8 @@
 """What every rank process does around its engine, in either role.
 
     engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
-    SIGTERM -> NOT_SERVING, deregistered -> running requests finish or the grace ends -> engine stopped
+    SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
+            -> deregistered -> engine stopped
 
 `python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with
 `--rank-index`. With an engine that has all DP ranks in one (sglang) there is one such process, with a
@@ -34,6 +35,8 @@ from services.errors import ConfigError, root_cause
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.membership import Membership
+from services.index.metrics import EtcdMetrics, MembershipCollector
+from services.index.publisher import PublisherSettings
 from services.index.registry import Registration, Schema
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
@@ -42,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
 _AFTER_GRACE_S = 5.0
+# Routers hear within this that a rank drains; until then it still takes what they send.
+_NOTICE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,11 @@ class RankConfig(ClusterConfig):
     write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
     fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
     lease_ttl_s: int = setting(10, "seconds without etcd after which the rank counts as suspect")
+    index_flush_ms: float = setting(50.0, "least time between two writes of a rank's index to etcd")
+    index_writes_per_s: float = setting(
+        2000.0,
+        "index writes of all ranks of the cluster together; each flushes less often to keep to its share",
+    )
     fake_step_s: float = setting(0.0, "engine fake: seconds per step")
     fake_prompt_token_s: float = setting(0.0, "engine fake: seconds per prompt token")
 
@@ -93,6 +103,8 @@ class RankConfig(ClusterConfig):
             )
         if self.write_lease_s <= 0 or self.fence_margin_s < 0:
             raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
+        if self.index_flush_ms < 0 or self.index_writes_per_s <= 0:
+            raise ConfigError("--index-flush-ms must be 0 or more and --index-writes-per-s above 0")
 
     @property
     def ranks_per_process(self) -> int:
@@ -162,7 +174,7 @@ class OpenRank:
     address: RankAddress
     engine: Engine
     server: rpc.RpcServer
-    drain: Callable[[], Awaitable[None]]  # leave the cluster; returns when nothing is running
+    drain: Callable[[], Awaitable[None]]  # tell the routers; returns when nothing is running
     metrics_port: int
     failed: asyncio.Event
 
@@ -265,11 +277,12 @@ async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> Async
         metrics_port, stop_metrics = telemetry.serve_metrics(config.host, config.metrics_port, registry)
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
-        leave = await _join(stack, config, role, address, failed)
+        membership = await _join(stack, config, role, address, registry, failed)
         await server.set_serving(True)
 
         async def drain() -> None:
-            await leave()
+            if await membership.drain():
+                await asyncio.sleep(_NOTICE_S)
             await services.drain()
 
         watchdog = asyncio.create_task(_note_crash(engine, failed))
@@ -292,17 +305,26 @@ async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:
 
 
 async def _join(
-    stack: AsyncExitStack, config: RankConfig, role: RankRole, address: RankAddress, failed: asyncio.Event
-) -> Callable[[], Awaitable[None]]:
-    """Register and publish in the background; returns how to leave the cluster."""
-    etcd = await stack.enter_async_context(Etcd(config.etcd_settings(), rng=random.Random()))
+    stack: AsyncExitStack,
+    config: RankConfig,
+    role: RankRole,
+    address: RankAddress,
+    registry: CollectorRegistry,
+    failed: asyncio.Event,
+) -> Membership:
+    """Register and publish in the background, until the stack is closed."""
+    etcd = await stack.enter_async_context(
+        Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
+    )
     membership = Membership(
         etcd,
         ClusterKeys(config.cluster),
         Schema(config.index_block, SCHEME),
         _registration(config, role, address),
         ttl_s=config.lease_ttl_s,
+        publisher_settings=PublisherSettings(config.index_flush_ms / 1000, config.index_writes_per_s),
     )
+    registry.register(MembershipCollector(membership))
     task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
     # A schema that differs, or a later life in our place: nothing that waiting would mend.
     task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
@@ -318,7 +340,7 @@ async def _join(
             await task
 
     stack.push_async_callback(leave)
-    return leave
+    return membership
 
 
 def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> Registration:

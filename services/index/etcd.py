@@ -2,12 +2,13 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 
-from services.index.etcd_connection import EtcdConnection, Method
-from services.index.etcd_errors import EtcdCompacted
+from services.index.etcd_connection import EtcdConnection, Method, Observe, unobserved
+from services.index.etcd_errors import EtcdCompacted, EtcdTooLarge
 from services.index.etcd_settings import EtcdSettings
 from services.wire.etcd import etcd_pb2
 
@@ -21,7 +22,9 @@ _REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", etcd_pb2.LeaseRevokeRequest,
 _STATUS = Method("/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest, etcd_pb2.StatusResponse)
 
 # Our largest values are 1 MiB, so a page of this many keys stays below the response limit.
-_PAGE_KEYS = 120
+_FIRST_PAGE_KEYS = 120
+_MAX_PAGE_KEYS = 5_000
+_PAGE_BYTES = 2 << 20  # small enough to take in without holding up the loop
 _LIST_ATTEMPTS = 5
 
 
@@ -35,10 +38,23 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded`: every comparison held. `revision`: of the store after the transaction."""
+    """`succeeded`: every comparison held. `revision`: of the store after the transaction.
+
+    `inner`: whether the comparisons of each nested transaction held, in order.
+    """
 
     succeeded: bool
     revision: int
+    inner: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of a prefix's keys at `revision`, in key order."""
+
+    revision: int
+    kvs: list["KeyValue"]
+    next_key: bytes | None  # None: this is the last page
 
 
 def prefix_end(prefix: bytes) -> bytes:
@@ -60,6 +76,12 @@ def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
     return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=start, range_end=end))
 
 
+def put_if_unchanged_op(key: bytes, value: bytes, mod_revision: int, lease_id: int) -> etcd_pb2.RequestOp:
+    """A nested transaction: a compare_and_swap of its own among others."""
+    swap = etcd_pb2.TxnRequest(compare=[unchanged(key, mod_revision)], success=[put_op(key, value, lease_id)])
+    return etcd_pb2.RequestOp(request_txn=swap)
+
+
 def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
     """Holds while the key was last written at `mod_revision`; 0: while it does not exist."""
     compare = etcd_pb2.Compare
@@ -74,11 +96,16 @@ class Etcd:
     """
 
     def __init__(
-        self, settings: EtcdSettings, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: EtcdSettings,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Observe = unobserved,
     ) -> None:
         self.clock = clock
         self.rng = rng
-        self.connection = EtcdConnection(settings, rng=rng, clock=clock)
+        self.connection = EtcdConnection(settings, rng=rng, clock=clock, observe=observe)
 
     async def __aenter__(self) -> "Etcd":
         return self
@@ -100,26 +127,52 @@ class Etcd:
         request = etcd_pb2.RangeRequest(key=b"\0", count_only=True)
         return (await self.connection.unary(_RANGE, request)).header.revision
 
-    async def snapshot(self, prefix: bytes, page_keys: int = _PAGE_KEYS) -> tuple[int, list[KeyValue]]:
+    async def snapshot(self, prefix: bytes, page_keys: int = _FIRST_PAGE_KEYS) -> tuple[int, list[KeyValue]]:
         """A revision, and every key with the prefix at exactly that revision, in key order."""
-        for _ in range(_LIST_ATTEMPTS - 1):
+        for attempt in range(1, _LIST_ATTEMPTS + 1):
+            kvs: list[KeyValue] = []
             try:
-                return await self._snapshot(prefix, page_keys)
+                async with aclosing(self.pages(prefix, prefix_end(prefix), page_keys=page_keys)) as pages:
+                    async for page in pages:
+                        kvs.extend(page.kvs)
+                return page.revision, kvs
             except EtcdCompacted:
-                continue  # compacted between two pages: begin again at a newer revision
-        return await self._snapshot(prefix, page_keys)
+                # Compacted between two pages: begin again at a newer revision.
+                if attempt == _LIST_ATTEMPTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
-    async def _snapshot(self, prefix: bytes, page_keys: int) -> tuple[int, list[KeyValue]]:
-        start, end, revision = prefix, prefix_end(prefix), 0
-        kvs: list[KeyValue] = []
-        while True:
-            request = etcd_pb2.RangeRequest(key=start, range_end=end, limit=page_keys, revision=revision)
-            page = await self.connection.unary(_RANGE, request)
-            revision = revision or page.header.revision
-            kvs.extend(_key_value(kv) for kv in page.kvs)
-            if not page.more:
-                return revision, kvs
-            start = kvs[-1].key + b"\0"
+    async def pages(
+        self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
+    ) -> AsyncGenerator[Page, None]:
+        """The keys in [start, end) at `revision` (0: now), in pages of about 2 MiB; one page at least.
+
+        Raises EtcdCompacted when the revision is compacted meanwhile.
+        """
+        next_key: bytes | None = start
+        while next_key is not None:
+            try:
+                page = await self._page(next_key, end, revision, page_keys)
+            except EtcdTooLarge:
+                page_keys = max(1, page_keys // 4)
+                continue
+            yield page
+            revision, next_key = page.revision, page.next_key
+            page_keys = _next_page_keys(page, page_keys)
+
+    async def _page(self, start: bytes, end: bytes, revision: int, page_keys: int) -> Page:
+        request = etcd_pb2.RangeRequest(key=start, range_end=end, limit=page_keys, revision=revision)
+        response = await self.connection.unary(_RANGE, request)
+        kvs = [_key_value(kv) for kv in response.kvs]
+        next_key = kvs[-1].key + b"\0" if response.more else None
+        return Page(revision or response.header.revision, kvs, next_key)
+
+    async def count(self, prefix: bytes) -> int:
+        """How many keys have the prefix, as one member knows it."""
+        request = etcd_pb2.RangeRequest(
+            key=prefix, range_end=prefix_end(prefix), count_only=True, serializable=True
+        )
+        return (await self.connection.unary(_RANGE, request)).count
 
     async def put(self, key: bytes, value: bytes, lease_id: int = 0) -> int:
         """Returns the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
@@ -147,7 +200,8 @@ class Etcd:
         """At most 128 operations and 1.5 MiB. `idempotent`: doing it twice is the same as once."""
         request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
         response = await self.connection.unary(_TXN, request, idempotent=idempotent)
-        return TxnResult(response.succeeded, response.header.revision)
+        inner = tuple(op.response_txn.succeeded for op in response.responses if op.HasField("response_txn"))
+        return TxnResult(response.succeeded, response.header.revision, inner)
 
     async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
         """Put unless the key exists. False: it exists."""
@@ -175,6 +229,13 @@ class Etcd:
     async def status(self) -> etcd_pb2.StatusResponse:
         """Of the member that we talk to."""
         return await self.connection.unary(_STATUS, etcd_pb2.StatusRequest())
+
+
+def _next_page_keys(page: Page, page_keys: int) -> int:
+    """As many as fill a page if they are like the last; at most four times as many, lest they are not."""
+    size_bytes = sum(len(kv.value) for kv in page.kvs)
+    fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
+    return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
 
 
 def _key_value(pb: etcd_pb2.KeyValue) -> KeyValue:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+Observe = Callable[[str, float, bool], None]  # method, seconds, whether it failed
 _Metadata = tuple[tuple[str, str], ...]
 
 # A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).
@@ -59,6 +60,10 @@ class Method(Generic[_Request, _Response]):
     request_type: type[_Request]
     response_type: type[_Response]
 
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
     def serializers(self) -> dict[str, Any]:
         return {
             "request_serializer": self.request_type.SerializeToString,  # type: ignore[attr-defined]
@@ -69,6 +74,10 @@ class Method(Generic[_Request, _Response]):
 _AUTHENTICATE = Method(
     "/etcdserverpb.Auth/Authenticate", etcd_pb2.AuthenticateRequest, etcd_pb2.AuthenticateResponse
 )
+
+
+def unobserved(method: str, took_s: float, failed: bool) -> None:
+    pass
 
 
 class EtcdStream(Generic[_Request, _Response]):
@@ -116,14 +125,23 @@ class EtcdStream(Generic[_Request, _Response]):
 
 
 class EtcdConnection:
-    """Knows which endpoint answers and which token is good. Owned by one event loop."""
+    """Knows which endpoint answers and which token is good. Owned by one event loop.
+
+    `observe` is called after each attempt at a unary call.
+    """
 
     def __init__(
-        self, settings: EtcdSettings, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: EtcdSettings,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Observe = unobserved,
     ) -> None:
         self._settings = settings
         self._rng = rng
         self._clock = clock
+        self._observe = observe
         credentials = settings.tls.credentials() if settings.tls else None
         self._channels = [_open_channel(endpoint, credentials) for endpoint in settings.endpoints]
         # Clients spread over the members; each stays where it is while that works.
@@ -195,7 +213,12 @@ class EtcdConnection:
         left_s = max(0.01, deadline - self._clock())
         call = channel.unary_unary(method.path, **method.serializers())
         timeout_s = min(left_s, self._settings.attempt_timeout_s)
-        response: _Response = await call(request, timeout=timeout_s, metadata=metadata)
+        started, failed = self._clock(), True
+        try:
+            response: _Response = await call(request, timeout=timeout_s, metadata=metadata)
+            failed = False
+        finally:
+            self._observe(method.name, self._clock() - started, failed)
         return response
 
     async def _authenticate(self, channel: grpc.aio.Channel, deadline: float) -> None:

@@ -26,6 +26,10 @@ class EtcdCompacted(IsthmusError):
     """The revision asked for has been compacted away; list again."""
 
 
+class EtcdTooLarge(IsthmusError):
+    """The answer is larger than we take; ask for less at a time."""
+
+
 class EtcdNoSpace(NoCapacity):
     """etcd's database has reached its quota: it refuses writes until an operator
     compacts, defragments and disarms the alarm."""
@@ -49,6 +53,8 @@ def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
         return EtcdCompacted(text)
     if "requested lease not found" in text:
         return LeaseNotFound(text)
+    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
+        return EtcdTooLarge(text)
     if code is _Code.NOT_FOUND:
         return NotFound(f"etcd: {text}")
     if code in (_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED) or "authentication failed" in text:

@@ -5,6 +5,8 @@ evict x, store x, x was told      told again: a mirror that was corrected meanwh
 cleared, or too much to tell      only a whole snapshot will do
 """
 
+from itertools import filterfalse, islice
+
 from services.kv.types import CacheEvents
 
 _MAX_UNTOLD = 1 << 17
@@ -18,8 +20,9 @@ class HashLedger:
         self.needs_snapshot = True
         self._max_untold = max_untold
         # Dicts, for they keep the order: parents are stored first and evicted last.
-        self._added: dict[int, bool] = {}  # hash -> etcd believes that it is there
+        self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
+        self._again: set[int] = set()  # those of the added that etcd believes to be there
         self._oldest_s: float | None = None
 
     def __repr__(self) -> str:
@@ -40,30 +43,36 @@ class HashLedger:
         if events.cleared:
             self.held.clear()
             self.forget_told()
-        for block in events.stored:
-            self._store(block)
-        for block in events.removed:
-            self._remove(block)
+        self._store(dict.fromkeys(filterfalse(self.held.__contains__, events.stored)))
+        self._remove(dict.fromkeys(filter(self.held.__contains__, events.removed)))
         if len(self._added) + len(self._removed) > self._max_untold:
             self.forget_told()
         if not self.has_news:
             self._oldest_s = None
 
-    def _store(self, block: int) -> None:
-        if block in self.held:
-            return
-        self.held.add(block)
-        if not self.needs_snapshot:
-            self._added[block] = block in self._removed
-            self._removed.pop(block, None)
+    # Both take whole batches: an engine may store hundreds of thousands of blocks a second.
 
-    def _remove(self, block: int) -> None:
-        if block not in self.held:
+    def _store(self, blocks: dict[int, None]) -> None:
+        self.held.update(blocks)
+        if self.needs_snapshot:
             return
-        self.held.discard(block)
-        # Not among the added: told long ago.
-        if not self.needs_snapshot and self._added.pop(block, True):
-            self._removed[block] = None
+        back = blocks.keys() & self._removed.keys()
+        self._again |= back
+        for block in back:
+            del self._removed[block]
+        self._added.update(blocks)
+
+    def _remove(self, blocks: dict[int, None]) -> None:
+        self.held.difference_update(blocks)
+        if self.needs_snapshot:
+            return
+        untold = blocks.keys() & self._added.keys()
+        for block in untold:
+            del self._added[block]
+            if block not in self._again:
+                del blocks[block]
+        self._again -= untold
+        self._removed.update(blocks)
 
     def take_delta(self, max_hashes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The next (added, removed), oldest first, at most `max_hashes` together; the rest stays.
@@ -72,14 +81,15 @@ class HashLedger:
         """
         removed = _take(self._removed, max_hashes)
         added = _take(self._added, max_hashes - len(removed))
+        if self._again:
+            self._again.difference_update(added)
         if not self.has_news:
             self._oldest_s = None
         return added, removed
 
     def take_snapshot(self) -> tuple[int, ...]:
         """All that is held. If the snapshot does not reach etcd, call `forget_told`."""
-        self._added.clear()
-        self._removed.clear()
+        self.forget_told()
         self._oldest_s = None
         self.needs_snapshot = False
         return tuple(self.held)
@@ -88,11 +98,16 @@ class HashLedger:
         """Nothing that etcd was told counts any more: tell all of it."""
         self._added.clear()
         self._removed.clear()
+        self._again.clear()
         self.needs_snapshot = True
 
 
-def _take(untold: "dict[int, bool] | dict[int, None]", count: int) -> tuple[int, ...]:
-    taken = tuple(block for block, _ in zip(untold, range(count), strict=False))
+def _take(untold: dict[int, None], count: int) -> tuple[int, ...]:
+    if count >= len(untold):
+        taken = tuple(untold)
+        untold.clear()
+        return taken
+    taken = tuple(islice(untold, count))
     for block in taken:
         del untold[block]
     return taken

@@ -13,7 +13,8 @@ Epochs, chunks and sequence numbers are padded with zeros, so that key order is 
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from services.errors import ConfigError
 from services.kv.types import RankKey
@@ -82,21 +83,24 @@ class ClusterKeys:
     """Builds and parses the keys of one cluster. Raises ConfigError on a name that cannot stand in a key."""
 
     cluster: str
+    # Every key of the cluster begins with it, and none of another cluster.
+    prefix: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_name("cluster", self.cluster)
-
-    @property
-    def prefix(self) -> bytes:
-        """Every key of the cluster begins with it, and none of another cluster."""
-        return f"/isthmus/{self.cluster}/".encode()
+        prefix = f"/isthmus/{check_name('cluster', self.cluster)}/".encode()
+        object.__setattr__(self, "prefix", prefix)
 
     @property
     def schema(self) -> bytes:
         return self.prefix + b"schema"
 
+    @property
+    def registrations(self) -> bytes:
+        """Of every rank's registration."""
+        return self.prefix + b"ranks/"
+
     def registration(self, rank: RankKey) -> bytes:
-        return self.prefix + b"ranks/" + _rank_path(rank)
+        return self.registrations + _rank_path(rank)
 
     def rank_prefix(self, rank: RankKey) -> bytes:
         """Of the rank's head, snapshot and log."""
@@ -138,6 +142,7 @@ class ClusterKeys:
             return None
 
 
+@lru_cache(maxsize=1 << 14)
 def _rank_path(rank: RankKey) -> bytes:
     return f"{check_name('worker', rank.worker)}/{rank.rank}".encode()
 
@@ -165,6 +170,7 @@ def _parse(parts: list[str]) -> ParsedKey | None:
     return None
 
 
+@lru_cache(maxsize=1 << 14)  # a mirror parses thousands of keys a second, of the same ranks
 def _parse_rank(worker: str, rank: str) -> RankKey:
     if not (rank.isascii() and rank.isdigit()) or (rank != "0" and rank.startswith("0")) or len(rank) > 9:
         raise ConfigError(f"not a rank number: {rank!r}")

@@ -1,16 +1,19 @@
 """One rank's place in the cluster: lease, registration and published blocks, for as long as it runs.
 
-run --> schema checked --> lease --> registered --> publisher attached --+
-                             ^                                           |
-                             +---- lease lost: publisher detached -------+     the engine notices none of it
+run --> schema checked --> lease --> registered --> publisher attached --drain--> registered as draining
+                             ^                            |                             |
+                             +-lease lost: publisher detached, the engine notices nothing-+
 cancelled --> lease revoked: everything of the rank is gone from etcd
+
+What etcd does after it has once let us register never ends a rank: whatever it says, we try again.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from services.errors import IsthmusError, NoCapacity, NotFound, Unavailable
+from services.errors import ConfigError, IsthmusError, StaleGeneration
 from services.index.backoff import Backoff
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
@@ -21,7 +24,8 @@ from services.kv.types import CacheEvents
 
 logger = logging.getLogger(__name__)
 
-_REVOKE_TIMEOUT_S = 2.0
+_LAST_WORDS_S = 2.0
+_COUNT_INTERVAL_S = 30.0
 
 
 class Membership:
@@ -38,6 +42,7 @@ class Membership:
         publisher_settings: PublisherSettings | None = None,
     ) -> None:
         self.registered = asyncio.Event()
+        self.lease_losses = 0
         self.publisher = Publisher(etcd, keys, registration.id, publisher_settings)
         self._etcd = etcd
         self._keys = keys
@@ -47,10 +52,10 @@ class Membership:
         self._lease: Lease | None = None
 
     async def run(self, events: AsyncIterator[CacheEvents]) -> None:
-        """Until cancelled; then the rank deregisters. An outage of etcd is waited out.
+        """Until cancelled; then the rank deregisters. An outage of etcd is waited out, however long.
 
         Raises an ExceptionGroup with:
-            ConfigError: the cluster was set up with another schema, or etcd refuses this user.
+            ConfigError: at the start, the cluster was set up with another schema or etcd refuses this user.
             StaleGeneration: a later life of this rank has taken over; this one must stop.
             What `events` raises.
         """
@@ -59,9 +64,26 @@ class Membership:
                 group.create_task(self.publisher.collect(events))
                 group.create_task(self.publisher.publish())
                 group.create_task(self._stay_registered())
+                group.create_task(self._share_the_budget())
         finally:
             self.registered.clear()
             await self._deregister()
+
+    async def drain(self) -> bool:
+        """Say that this rank takes no new requests, so that no router tries; what it holds stays published.
+
+        False: nobody could be told.
+        """
+        self._registration = replace(self._registration, draining=True)
+        if not self.registered.is_set():
+            return False  # told with the next registration, if there is one
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._register(take_over=False)
+        except (IsthmusError, TimeoutError) as error:
+            logger.warning("membership.drains_untold rank=%s error=%s", self._registration.id, error)
+            return False
+        return True
 
     async def _stay_registered(self) -> None:
         backoff = Backoff(self._etcd.rng)
@@ -72,7 +94,11 @@ class Membership:
                     await check_schema(self._etcd, self._keys, self._schema)
                     checked = True
                 lease = await self._register(take_over=not has_registered)
-            except (Unavailable, NoCapacity, NotFound) as error:
+            except StaleGeneration:
+                raise
+            except IsthmusError as error:
+                if isinstance(error, ConfigError) and not has_registered:
+                    raise
                 logger.warning("membership.retry rank=%s error=%s", self._registration.id, error)
                 await backoff.sleep()
                 continue
@@ -81,6 +107,7 @@ class Membership:
             self.publisher.attach(lease.id)
             self.registered.set()
             await lease.lost.wait()
+            self.lease_losses += 1
             self.registered.clear()
             self.publisher.detach()
 
@@ -90,11 +117,21 @@ class Membership:
         await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)
         return self._lease
 
+    async def _share_the_budget(self) -> None:
+        """Tell the publisher now and then how many ranks there are to share the write budget with."""
+        while True:
+            await self.registered.wait()
+            try:
+                self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
+            except IsthmusError as error:
+                logger.debug("membership.uncounted rank=%s error=%s", self._registration.id, error)
+            await asyncio.sleep(_COUNT_INTERVAL_S * self._etcd.rng.uniform(0.5, 1.0))
+
     async def _deregister(self) -> None:
         if self._lease is None:
             return
         try:
-            async with asyncio.timeout(_REVOKE_TIMEOUT_S):
+            async with asyncio.timeout(_LAST_WORDS_S):
                 await self._lease.revoke()
         except (IsthmusError, TimeoutError) as error:
             logger.warning("membership.lapses rank=%s error=%s", self._registration.id, error)

@@ -6,6 +6,9 @@ a rank:  --registration--> LIVE --its key goes (lease lapsed)--> SUSPECT, blocks
                             +------------ mark_dead (key is there) ---+
                                                                    +--mark_dead (key is gone)--> forgotten
          --registration of a new generation--> LIVE, blocks of the old life forgotten
+         --registration says draining--its key goes--> forgotten: a lapsed lease never says so first
+
+The ranks are listed first, so that they can be used while millions of blocks are still being read.
 """
 
 import asyncio
@@ -16,7 +19,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from services.errors import IsthmusError, ProtocolError
+from services.errors import ProtocolError
+from services.index.block_mirror import BlockMirror, RankProgress
+from services.index.degraded import Degraded, reason_of
 from services.index.etcd import Etcd
 from services.index.keys import (
     ClusterKeys,
@@ -25,22 +30,22 @@ from services.index.keys import (
     PinKey,
     ProbeKey,
     RegistrationKey,
+    SchemaKey,
     SnapshotKey,
     pin_name,
 )
-from services.index.pins import Pin, decode_pin
-from services.index.prefix_codec import decode_record
-from services.index.prefix_index import PrefixIndex
+from services.index.pins import KnownPin, Pin, decode_pin
 from services.index.probe import Probe
-from services.index.rank_history import RankHistory, Step, Verdict
 from services.index.registry import Registration, decode_registration
+from services.index.staleness import Staleness
 from services.index.watch import KeyChange, PrefixWatch, WatchBatch
-from services.kv.types import RankId, RankKey
+from services.kv.types import RankKey
 
 logger = logging.getLogger(__name__)
 
 Subscriber = Callable[[RankKey], None]
-_RecordKey = HeadKey | SnapshotKey | LogKey
+_CHANGE_COST = 64  # of one change, in hashes
+_BEHIND_S = 10.0
 
 
 class RankState(Enum):
@@ -57,12 +62,16 @@ class RankView:
     since_s: float
     registered: bool = True
 
+    @property
+    def draining(self) -> bool:
+        """It said itself that it takes no new requests."""
+        return self.registration.draining
+
 
 class Mirror:
     """Owned by one event loop; `ranks`, `pins` and `index` are for reading.
 
-    `ready` is set after the first listing and stays set. `torn_values` counts values that nobody of
-    ours can have written, or not whole; they are skipped.
+    `ranks_known` is set when the registrations have been read, `ready` when all has; both stay set.
     """
 
     def __init__(
@@ -74,21 +83,23 @@ class Mirror:
         max_pins: int = 100_000,
         idle_timeout_s: float = 10.0,
         probe_interval_s: float = 1.0,
+        observe_staleness: Callable[[float], None] = lambda staleness_s: None,
     ) -> None:
-        self.index = PrefixIndex()
+        self.blocks = BlockMirror(etcd, keys, self._told)
+        self.index = self.blocks.index
         self.ranks: dict[RankKey, RankView] = {}
-        self.pins: OrderedDict[str, Pin] = OrderedDict()  # by keys.pin_name(conversation)
+        self.pins: OrderedDict[str, KnownPin] = OrderedDict()  # by keys.pin_name(conversation)
+        self.ranks_known = asyncio.Event()
         self.ready = asyncio.Event()
-        self.torn_values = 0
-        self.resyncs = 0
+        self.torn_values = 0  # that nobody of ours can have written, or not whole; they are skipped
         self._etcd = etcd
         self._keys = keys
         self._max_pins = max_pins
-        self._watch = PrefixWatch(etcd, keys.prefix, idle_timeout_s=idle_timeout_s)
+        self._observe_staleness = observe_staleness
+        self._watch = PrefixWatch(etcd, keys.prefix, first=keys.registrations, idle_timeout_s=idle_timeout_s)
         self._probe = Probe(etcd, keys, router, interval_s=probe_interval_s)
-        self._histories: dict[RankKey, RankHistory] = {}
         self._subscribers: list[Subscriber] = []
-        self._delta_age_s = 0.0
+        self._staleness = Staleness()
 
     @property
     def revision(self) -> int:
@@ -100,27 +111,45 @@ class Mirror:
         return self._watch.listings
 
     @property
+    def degraded_reason(self) -> Degraded | None:
+        """None while the mirror follows etcd."""
+        if (trouble := self._watch.trouble or self._probe.trouble) is not None:
+            return reason_of(trouble)
+        return Degraded.BEHIND if self._probe.delay_s > _BEHIND_S else None
+
+    @property
     def degraded(self) -> str | None:
         """Why the mirror may be behind; None while it follows etcd. Routing goes on from memory."""
-        trouble = self._watch.trouble or self._probe.trouble
-        return trouble if self.ready.is_set() else f"the index has not been read yet: {trouble}"
+        reason = self.degraded_reason
+        if reason is None:
+            return None
+        trouble = self._watch.trouble or self._probe.trouble or f"no news for {self._probe.delay_s:.0f} s"
+        unread = "" if self.ready.is_set() else "the index has not been read yet: "
+        return f"{reason.value}: {unread}{trouble}"
 
     @property
     def staleness_s(self) -> float:
-        """How far the index is behind the ranks: the last delta's age when written, plus the way here."""
-        return self._delta_age_s + self._probe.delay_s
+        """How far the index is behind the ranks: the oldest age told of late, plus the way here."""
+        return self._staleness.age_s(self._etcd.clock()) + self._probe.delay_s
 
     def is_current(self, rank: RankKey) -> bool:
         """A snapshot of the rank has been read, and no delta is missing."""
-        history = self._histories.get(rank)
-        return history is not None and history.current
+        return self.progress(rank).current
+
+    def progress(self, rank: RankKey) -> RankProgress:
+        return self.blocks.progress(rank)
 
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
         """See PrefixIndex.match_all."""
         return self.index.match_all(hashes)
 
     def pin(self, conversation: str) -> Pin | None:
-        return self.pins.get(pin_name(conversation))
+        known = self.known_pin(pin_name(conversation))
+        return known.pin if known else None
+
+    def known_pin(self, name: str) -> KnownPin | None:
+        """`name` is from keys.pin_name."""
+        return self.pins.get(name)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call `subscriber` whenever a rank appears, changes or is forgotten. Returns how to stop that."""
@@ -134,122 +163,93 @@ class Mirror:
             self._set_view(rank, replace(view, state=RankState.LIVE, since_s=self._etcd.clock()))
 
     def mark_dead(self, rank: RankKey) -> None:
-        """The rank failed a direct health check: suspect while it is registered, forgotten otherwise."""
+        """The rank failed a direct health check. Forgotten if its key is gone; else it is suspect.
+
+        While etcd is away it is suspect in any case: it could not say that it has come back.
+        """
         view = self.ranks.get(rank)
         if view is None:
             return
-        if view.registered:
+        if view.registered or self._watch.trouble is not None:
             self._suspect(rank, view)
         else:
-            self.index.remove_rank(rank)
-            self._histories.pop(rank, None)
-            del self.ranks[rank]
-            self._tell(rank)
+            self._forget(rank)
 
     async def run(self) -> None:
-        """Until cancelled. Raises an ExceptionGroup with ConfigError when etcd refuses us for good."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow())
-            group.create_task(self._probe.run())
+        """Until cancelled. Raises an ExceptionGroup with ConfigError when etcd refuses us from the start."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow())
+                group.create_task(self._probe.run())
+        finally:
+            self.blocks.close()
 
     async def _follow(self) -> None:
         async with aclosing(self._watch.batches()) as batches:
             async for batch in batches:
-                await self._apply(batch)
-                if batch.listed:
+                async with self.blocks.turn:
+                    await self._apply(batch)
+                if not batch.first:
+                    self.ranks_known.set()
+                if batch.listed and batch.complete:
                     self.ready.set()
 
     async def _apply(self, batch: WatchBatch) -> None:
         if batch.rewound:
-            for history in self._histories.values():
-                history.restart()
-        changes: Sequence[KeyChange] = batch.changes
-        if batch.listed:
-            # One revision, so any order will do: who lives is known before what the dead have left.
-            changes = sorted(changes, key=lambda change: not self._is_registration(change))
-        for change in changes:
+            self.blocks.restart()
+        for change in batch.changes:
             try:
                 await self._apply_change(change)
             except ProtocolError as error:
                 self.torn_values += 1
                 logger.warning("mirror.skipped key=%s error=%s", change.key, error)
-
-    def _is_registration(self, change: KeyChange) -> bool:
-        return isinstance(self._keys.parse(change.key), RegistrationKey)
+            await self.blocks.give_way(_CHANGE_COST)
+        if batch.complete:
+            self.blocks.look_for_gaps()
 
     async def _apply_change(self, change: KeyChange) -> None:
         match self._keys.parse(change.key):
-            case RegistrationKey(rank):
-                self._apply_registration(rank, change.value)
             case (HeadKey() | SnapshotKey() | LogKey()) as key:
                 # What was deleted has been summed up by a snapshot, or its lease has lapsed.
-                if change.value is not None:
-                    await self._apply_record(key, change.value, change.mod_revision)
+                await self.blocks.apply(key, change)
+                if isinstance(key, HeadKey) and change.value is None and key.rank not in self.ranks:
+                    self.blocks.forget(key.rank)
             case PinKey(name):
-                self._apply_pin(name, change.value)
+                self._apply_pin(name, change)
+            case RegistrationKey(rank):
+                self._apply_registration(rank, change.value)
             case ProbeKey(router):
                 self._probe.seen(router, change.value or b"")
+            case SchemaKey():
+                pass  # each process compares it when it starts
             case None:
-                self.torn_values += 1
+                self.torn_values += change.value is not None
+
+    def _told(self, age_s: float) -> None:
+        if self.ready.is_set():  # what a listing shows may be hours old
+            self._staleness.told(age_s, self._etcd.clock())
+            self._observe_staleness(age_s + self._probe.delay_s)
+
+    # -- ranks ------------------------------------------------------------------------------------
 
     def _apply_registration(self, rank: RankKey, value: bytes | None) -> None:
         if value is None:
-            if (view := self.ranks.get(rank)) is not None:
-                self._suspect(rank, replace(view, registered=False))
+            self._deregistered(rank)
             return
         registration = decode_registration(value)
         if registration.id.key != rank:
             raise ProtocolError(f"the registration of {registration.id} lies at {rank}")
-        self._history(rank).expect(registration.id.generation)
-        if self.index.generation(rank) != registration.id.generation:
-            self.index.remove_rank(rank)
+        self.blocks.expect(rank, registration.id.generation)
         self._set_view(rank, RankView(registration, RankState.LIVE, self._etcd.clock()))
 
-    async def _apply_record(self, key: _RecordKey, value: bytes, revision: int) -> None:
-        step = self._history(key.rank).offer(decode_record(key, value), revision)
-        self._take(key.rank, step)
-        if step.verdict is Verdict.RESYNC:
-            await self._read_again(key.rank)
-        if isinstance(key, SnapshotKey):
-            await asyncio.sleep(0)  # up to 1 MiB was unpacked: let the requests have a turn
-
-    def _take(self, rank: RankKey, step: Step) -> None:
-        if step.verdict is not Verdict.APPLY or step.generation is None:
+    def _deregistered(self, rank: RankKey) -> None:
+        view = self.ranks.get(rank)
+        if view is None:
             return
-        life = RankId(rank.worker, rank.rank, step.generation)
-        if step.snapshot is not None:
-            self.index.apply_snapshot(life, step.snapshot)
-        for delta in step.deltas:
-            self.index.apply_delta(life, delta.added, delta.removed)
-            self._delta_age_s = delta.age_s
-
-    async def _read_again(self, rank: RankKey) -> None:
-        """A delta is missing. Should it be lost, the rank's next snapshot makes up for it."""
-        self.resyncs += 1
-        logger.warning("mirror.resync rank=%s", rank)
-        try:
-            _, kvs = await self._etcd.snapshot(self._keys.rank_prefix(rank))
-        except IsthmusError as error:
-            logger.warning("mirror.resync_failed rank=%s error=%s", rank, error)
-            return
-        for kv in kvs:
-            key = self._keys.parse(kv.key)
-            if isinstance(key, HeadKey | SnapshotKey | LogKey):
-                try:
-                    self._take(rank, self._history(rank).offer(decode_record(key, kv.value), kv.mod_revision))
-                except ProtocolError:
-                    continue  # counted when the watch delivered it
-
-    def _apply_pin(self, name: str, value: bytes | None) -> None:
-        self.pins.pop(name, None)
-        if value is None:
-            return
-        self.pins[name] = decode_pin(value)
-        if len(self.pins) > self._max_pins:
-            self.pins.popitem(last=False)
-
-    def _history(self, rank: RankKey) -> RankHistory:
-        return self._histories.setdefault(rank, RankHistory())
+        if view.draining:
+            self._forget(rank)
+        else:
+            self._suspect(rank, replace(view, registered=False))
 
     def _suspect(self, rank: RankKey, view: RankView) -> None:
         since_s = view.since_s if view.state is RankState.SUSPECT else self._etcd.clock()
@@ -260,6 +260,21 @@ class Mirror:
             self.ranks[rank] = view
             self._tell(rank)
 
+    def _forget(self, rank: RankKey) -> None:
+        self.blocks.forget(rank)
+        if self.ranks.pop(rank, None) is not None:
+            self._tell(rank)
+
     def _tell(self, rank: RankKey) -> None:
         for subscriber in tuple(self._subscribers):
             subscriber(rank)
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def _apply_pin(self, name: str, change: KeyChange) -> None:
+        self.pins.pop(name, None)
+        if change.value is None:
+            return
+        self.pins[name] = KnownPin(decode_pin(change.value), change.mod_revision)
+        if len(self.pins) > self._max_pins:
+            self.pins.popitem(last=False)

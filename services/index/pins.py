@@ -1,19 +1,21 @@
 """Pins: on which ranks a conversation lives. Advisory, and written behind the request.
 
 pin() --changed, or half expired--> queue --up to 100 in one transaction--> etcd --watch--> every mirror
-        |--else: nothing                   |--etcd away: stays queued; full: forgotten
+        |--else: nothing                   |--each a compare-and-swap; another router was first: its pin stays
+                                           |--etcd away: stays queued; full: forgotten
 """
 
 import asyncio
 import itertools
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.errors import NoCapacity, NotFound, Unavailable
+from services.errors import IsthmusError
 from services.index.backoff import Backoff
-from services.index.etcd import Etcd, put_op
-from services.index.etcd_errors import LeaseNotFound
+from services.index.etcd import Etcd, put_if_unchanged_op
+from services.index.etcd_errors import EtcdNoSpace, LeaseNotFound
 from services.index.keys import ClusterKeys, pin_name
 from services.index.lease import BucketLease
 from services.index.message import fill, to_bytes
@@ -30,6 +32,23 @@ _MAX_PUTS = 100  # etcd's limit is 128 operations
 class Pin:
     decode: RankId
     prefill: RankId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPin:
+    """A pin as etcd holds it; `revision` is that of its last write."""
+
+    pin: Pin
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """By us, at `put_at` on our clock."""
+
+    pin: Pin
+    revision: int
+    put_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +76,29 @@ def decode_pin(value: bytes) -> Pin:
 
 
 class PinWriter:
-    """Owned by one event loop. `written` and `dropped` count pins."""
+    """Owned by one event loop. `known` looks a pin up in the mirror, by the name of keys.pin_name.
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, settings: PinSettings | None = None) -> None:
+    `written`, `dropped` and `lost` count pins: in etcd, given up for want of room, left to another router
+    that moved the same conversation.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        known: Callable[[str], KnownPin | None],
+        settings: PinSettings | None = None,
+    ) -> None:
         self.written = 0
         self.dropped = 0
+        self.lost = 0
         self._etcd = etcd
         self._keys = keys
+        self._known = known
         self._settings = settings or PinSettings()
         self._lease = BucketLease(etcd, life_s=self._settings.life_s, bucket_s=self._settings.bucket_s)
         self._queue: OrderedDict[str, Pin] = OrderedDict()
-        self._remembered: OrderedDict[str, tuple[Pin, float]] = OrderedDict()  # name -> pin, when it was put
+        self._remembered: OrderedDict[str, _Written] = OrderedDict()
         self._wake = asyncio.Event()
 
     def pin(self, conversation: str, decode: RankId, prefill: RankId | None = None) -> None:
@@ -87,12 +118,20 @@ class PinWriter:
         name = pin_name(conversation)
         if name in self._queue:
             return self._queue[name]
-        pin, put_at = self._remembered.get(name, (None, 0.0))
-        return pin if self._etcd.clock() - put_at < self._settings.recent_s else None
+        written = self._recently_written(name)
+        return written.pin if written else None
+
+    def _recently_written(self, name: str) -> _Written | None:
+        written = self._remembered.get(name)
+        if written is None or self._etcd.clock() - written.put_at >= self._settings.recent_s:
+            return None
+        return written
 
     def _is_fresh(self, name: str, pin: Pin) -> bool:
-        known, put_at = self._remembered.get(name, (None, 0.0))
-        return known == pin and self._etcd.clock() - put_at < self._settings.life_s / 2
+        written = self._remembered.get(name)
+        if written is None or written.pin != pin:
+            return False
+        return self._etcd.clock() - written.put_at < self._settings.life_s / 2
 
     async def run(self) -> None:
         """Write what is queued, for ever."""
@@ -105,13 +144,13 @@ class PinWriter:
             try:
                 await self._write_some()
                 backoff.reset()
-            except NoCapacity as error:
+            except EtcdNoSpace as error:
                 # A full etcd is answered by writing less, and pins are what is missed least.
                 self.dropped += len(self._queue)
                 self._queue.clear()
                 logger.warning("pins.dropped error=%s", error)
                 await backoff.sleep()
-            except (Unavailable, NotFound) as error:
+            except IsthmusError as error:
                 logger.warning("pins.retry queued=%d error=%s", len(self._queue), error)
                 await backoff.sleep()
 
@@ -120,20 +159,33 @@ class PinWriter:
         if not batch:
             return
         lease_id = await self._lease.id()
-        puts = [put_op(self._keys.pin(name), encode_pin(pin), lease_id) for name, pin in batch.items()]
+        swaps = [
+            put_if_unchanged_op(self._keys.pin(name), encode_pin(pin), self._revision(name), lease_id)
+            for name, pin in batch.items()
+        ]
         try:
-            await self._etcd.txn([], puts, idempotent=True)
+            # Not idempotent: done twice, the second time would find our own pins and call them another's.
+            result = await self._etcd.txn([], swaps)
         except LeaseNotFound:
             self._lease.forget()
             raise
-        self.written += len(batch)
-        for name, pin in batch.items():
-            self._note_written(name, pin)
+        for (name, pin), was_written in zip(batch.items(), result.inner, strict=True):
+            if self._queue.get(name) == pin:
+                del self._queue[name]
+            if was_written:
+                self._note_written(name, pin, result.revision)
+            else:
+                self.lost += 1
+                self._remembered.pop(name, None)
 
-    def _note_written(self, name: str, pin: Pin) -> None:
-        if self._queue.get(name) == pin:
-            del self._queue[name]
-        self._remembered[name] = (pin, self._etcd.clock())
+    def _revision(self, name: str) -> int:
+        """Of the pin that we mean to move; 0: of none. What we wrote may not have come back yet."""
+        known, recent = self._known(name), self._recently_written(name)
+        return max(known.revision if known else 0, recent.revision if recent else 0)
+
+    def _note_written(self, name: str, pin: Pin, revision: int) -> None:
+        self.written += 1
+        self._remembered[name] = _Written(pin, revision, self._etcd.clock())
         self._remembered.move_to_end(name)
         if len(self._remembered) > self._settings.max_remembered:
             self._remembered.popitem(last=False)

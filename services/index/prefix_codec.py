@@ -26,6 +26,7 @@ def encode_head(head: PrefixHead) -> bytes:
             epoch=head.epoch,
             base_seq=head.base_seq,
             snapshot_chunks=head.snapshot_chunks,
+            age_s=head.age_s,
         )
     )
 
@@ -69,7 +70,7 @@ def decode_record(
 def _decode_head(value: bytes) -> PrefixHead:
     pb = index_pb2.PrefixHead()
     fill(pb, value)
-    return PrefixHead(Generation(pb.generation), pb.epoch, pb.base_seq, pb.snapshot_chunks)
+    return PrefixHead(Generation(pb.generation), pb.epoch, pb.base_seq, pb.snapshot_chunks, _age_s(pb.age_s))
 
 
 def _decode_snapshot(key: SnapshotKey, value: bytes) -> PrefixSnapshot:
@@ -85,7 +86,11 @@ def _decode_delta(key: LogKey, value: bytes) -> PrefixDelta:
     fill(pb, value)
     if pb.seq != key.seq:
         raise ProtocolError(f"a delta with seq {pb.seq} lies at {key}")
-    if not (math.isfinite(pb.age_s) and pb.age_s >= 0):
-        raise ProtocolError(f"a delta's age must be a number of seconds, got {pb.age_s}")
     added, removed = unpack_hashes(pb.added), unpack_hashes(pb.removed)
-    return PrefixDelta(Generation(pb.generation), pb.epoch, pb.seq, added, removed, pb.age_s)
+    return PrefixDelta(Generation(pb.generation), pb.epoch, pb.seq, added, removed, _age_s(pb.age_s))
+
+
+def _age_s(age_s: float) -> float:
+    if not (math.isfinite(age_s) and age_s >= 0):
+        raise ProtocolError(f"an age must be a number of seconds, got {age_s}")
+    return age_s

@@ -17,9 +17,9 @@ class _RankBlocks:
 
     __slots__ = ("generation", "hashes")
 
-    def __init__(self, generation: Generation, hashes: Iterable[int]) -> None:
+    def __init__(self, generation: Generation, hashes: set[int]) -> None:
         self.generation = generation
-        self.hashes = set(hashes)
+        self.hashes = hashes
 
 
 class PrefixIndex:
@@ -44,8 +44,16 @@ class PrefixIndex:
         blocks = self._ranks.get(key)
         return blocks is not None and block in blocks.hashes
 
+    @property
+    def total_blocks(self) -> int:
+        return sum(len(blocks.hashes) for blocks in self._ranks.values())
+
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
         """The rank holds exactly these; whatever was known of this or another life is forgotten."""
+        self.take_snapshot(rank, set(hashes))
+
+    def take_snapshot(self, rank: RankId, hashes: set[int]) -> None:
+        """The same at once, however many they are: the set is the index's from now on."""
         self._ranks[rank.key] = _RankBlocks(rank.generation, hashes)
 
     def apply_delta(self, rank: RankId, added: Iterable[int], removed: Iterable[int]) -> bool:

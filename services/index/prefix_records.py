@@ -3,22 +3,35 @@
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from services.errors import ProtocolError
 from services.kv.types import Generation
 
 HASH_BYTES = 8
+_BIG_ENDIAN = sys.byteorder == "big"
+
+# 64-bit hashes, 8 bytes each in memory: millions of them wait here for their turn. Nobody changes one.
+Hashes: TypeAlias = "array[int]"  # of typecode "Q"
+
+
+def hashes_of(blocks: Iterable[int] = ()) -> Hashes:
+    return array("Q", blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHead:
-    """Names the snapshot that counts. It holds the effect of every delta with seq < base_seq."""
+    """Names the snapshot that counts. It holds the effect of every delta with seq < base_seq.
+
+    `age_s`: how long the oldest event that the snapshot is the first to tell waited.
+    """
 
     generation: Generation
     epoch: int
     base_seq: int
     snapshot_chunks: int
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +41,7 @@ class PrefixSnapshot:
     generation: Generation
     epoch: int
     chunk: int
-    hashes: tuple[int, ...]
+    hashes: Hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +51,25 @@ class PrefixDelta:
     generation: Generation
     epoch: int
     seq: int
-    added: tuple[int, ...] = ()
-    removed: tuple[int, ...] = ()
+    added: Hashes = field(default_factory=hashes_of)
+    removed: Hashes = field(default_factory=hashes_of)
     age_s: float = 0.0
 
 
-def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """64-bit hashes, 8 bytes each, little-endian."""
-    return _little_endian(array("Q", hashes)).tobytes()
+def pack_hashes(hashes: Hashes) -> bytes:
+    """8 bytes each, little-endian."""
+    return _swapped(hashes).tobytes() if _BIG_ENDIAN else hashes.tobytes()
 
 
-def unpack_hashes(packed: bytes) -> tuple[int, ...]:
+def unpack_hashes(packed: bytes) -> Hashes:
     """Raises ProtocolError when the bytes are not whole hashes."""
     if len(packed) % HASH_BYTES:
         raise ProtocolError(f"packed hashes of {len(packed)} bytes are torn")
-    hashes = array("Q")
-    hashes.frombytes(packed)
-    return tuple(_little_endian(hashes))
+    hashes = array("Q", packed)
+    return _swapped(hashes) if _BIG_ENDIAN else hashes
 
 
-def _little_endian(hashes: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        hashes.byteswap()
-    return hashes
+def _swapped(hashes: Hashes) -> Hashes:
+    swapped = hashes[:]
+    swapped.byteswap()
+    return swapped

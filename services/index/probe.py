@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from services.errors import NoCapacity, NotFound, Unavailable
+from services.errors import IsthmusError
 from services.index.etcd import Etcd
 from services.index.etcd_errors import LeaseNotFound
 from services.index.keys import ClusterKeys
@@ -16,7 +16,7 @@ class Probe:
     """Puts a number under the router's probe key from time to time. `trouble`: why it could not."""
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, router: str, *, interval_s: float = 1.0) -> None:
-        self.trouble: str | None = None
+        self.trouble: IsthmusError | None = None
         self._etcd = etcd
         self._router = router
         self._key = keys.probe(router)
@@ -44,8 +44,8 @@ class Probe:
             try:
                 await self._put()
                 self.trouble = None
-            except (Unavailable, NoCapacity, NotFound) as error:
-                self.trouble = str(error)
+            except IsthmusError as error:
+                self.trouble = error
                 logger.warning("probe.failed error=%s", error)
             await asyncio.sleep(self._interval_s)
 

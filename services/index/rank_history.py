@@ -3,7 +3,8 @@
     NOTHING --head--> WAITING for its chunks --all there--> FOLLOWING: deltas base_seq, base_seq + 1, ...
                          ^                                     |--head of a newer epoch or life--+
                          +-------------------------------------|---------------------------------+
-                                                               |--delta out of turn--> RESYNC, once an epoch
+                         |--a chunk never comes--+             |--delta out of turn: waits for its turn
+                         +--> a gap, told once an epoch: read the rank's records again
 
 What fences out the past: a head counts only if etcd wrote it after the last one that counted (its
 revision); a chunk or delta only if generation and epoch are the head's; a delta only in its turn. And
@@ -13,7 +14,7 @@ once a registration has named the generation, records of any other life are igno
 from dataclasses import dataclass
 from enum import Enum
 
-from services.index.prefix_records import PrefixDelta, PrefixHead, PrefixSnapshot
+from services.index.prefix_records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot
 from services.kv.types import Generation
 
 _Life = tuple[Generation, int]  # generation, epoch
@@ -25,16 +26,19 @@ class Verdict(Enum):
     APPLY = "apply"
     WAIT = "wait"  # kept; something it stands on has yet to come
     IGNORE = "ignore"  # of the past, of another life, or a duplicate
-    RESYNC = "resync"  # a record is missing that should have come: read the rank's records again
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """With APPLY: first the snapshot, where there is one, takes the place of all blocks; then the deltas."""
+    """With APPLY: first the snapshot, where there is one, takes the place of all blocks; then the deltas.
+
+    The snapshot comes in the chunks it was written in.
+    """
 
     verdict: Verdict
     generation: Generation | None = None
-    snapshot: tuple[int, ...] | None = None
+    snapshot: tuple[Hashes, ...] | None = None
+    snapshot_age_s: float = 0.0
     deltas: tuple[PrefixDelta, ...] = ()
 
 
@@ -51,9 +55,9 @@ class RankHistory:
         self._head_revision = 0
         self._following = False  # the head's snapshot has been applied
         self._next_seq = 0
-        self._chunks: dict[_Life, dict[int, tuple[int, ...]]] = {}
+        self._chunks: dict[_Life, dict[int, Hashes]] = {}
         self._deltas: dict[int, PrefixDelta] = {}  # of the head's epoch, waiting for their turn
-        self._resynced: _Life | None = None
+        self._gap_told: _Life | None = None
 
     def __repr__(self) -> str:
         return f"RankHistory(head={self._head}, following={self._following}, next_seq={self._next_seq})"
@@ -62,6 +66,22 @@ class RankHistory:
     def current(self) -> bool:
         """A snapshot has been applied, and no delta is missing."""
         return self._following and not self._deltas
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch that counts and the sequence number of the delta that comes next; zeros before any."""
+        return (self._head.epoch if self._head else 0, self._next_seq)
+
+    def gap(self) -> bool:
+        """Ask when everything up to some revision has been offered: True if a record is missing.
+
+        Said once an epoch: where reading again does not help, the rank's next snapshot will.
+        """
+        head = self._head
+        if head is None or self.current or self._gap_told == (head.generation, head.epoch):
+            return False
+        self._gap_told = (head.generation, head.epoch)
+        return True
 
     def expect(self, generation: Generation) -> None:
         """A registration has named the rank's present life: others are past."""
@@ -74,7 +94,7 @@ class RankHistory:
     def restart(self) -> None:
         """Take the records from the beginning again; revisions seen so far mean nothing any more."""
         self._head, self._head_revision, self._following = None, 0, False
-        self._resynced = None
+        self._gap_told = None
         self._chunks.clear()
         self._deltas.clear()
 
@@ -142,14 +162,17 @@ class RankHistory:
             return _WAIT
         deltas = self._take_deltas_in_turn()
         if snapshot is None and not deltas:
-            return self._missing(head) if self._deltas else _WAIT
-        return Step(Verdict.APPLY, head.generation, snapshot, deltas)
+            return _WAIT
+        return Step(Verdict.APPLY, head.generation, snapshot, head.age_s, deltas)
 
-    def _whole_snapshot(self, head: PrefixHead) -> tuple[int, ...] | None:
+    def _whole_snapshot(self, head: PrefixHead) -> tuple[Hashes, ...] | None:
         chunks = self._chunks.get((head.generation, head.epoch), {})
-        if any(chunk not in chunks for chunk in range(head.snapshot_chunks)):
+        # A torn head may ask for billions.
+        if len(chunks) < head.snapshot_chunks or not all(
+            map(chunks.__contains__, range(head.snapshot_chunks))
+        ):
             return None
-        return tuple(block for chunk in range(head.snapshot_chunks) for block in chunks[chunk])
+        return tuple(chunks[chunk] for chunk in range(head.snapshot_chunks))
 
     def _take_deltas_in_turn(self) -> tuple[PrefixDelta, ...]:
         taken = []
@@ -157,10 +180,3 @@ class RankHistory:
             taken.append(delta)
             self._next_seq += 1
         return tuple(taken)
-
-    def _missing(self, head: PrefixHead) -> Step:
-        life = (head.generation, head.epoch)
-        if self._resynced == life:
-            return _WAIT  # reading again did not help; the next snapshot will
-        self._resynced = life
-        return Step(Verdict.RESYNC)

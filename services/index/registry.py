@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from services.errors import ConfigError, StaleGeneration, Unavailable
+from services.errors import ConfigError, ProtocolError, StaleGeneration, Unavailable
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.message import fill, to_bytes
@@ -41,6 +41,7 @@ class Registration:
     engine: str
     model_path: str = ""
     capabilities: tuple[str, ...] = ()
+    draining: bool = False  # takes no new requests, and will deregister
 
     @property
     def id(self) -> RankId:
@@ -59,6 +60,7 @@ def encode_registration(registration: Registration) -> bytes:
             total_pages=registration.total_pages,
             model_path=registration.model_path,
             engine=registration.engine,
+            draining=registration.draining,
         )
     )
 
@@ -77,6 +79,7 @@ def decode_registration(value: bytes) -> Registration:
         engine=pb.engine,
         model_path=pb.model_path,
         capabilities=tuple(pb.capabilities),
+        draining=pb.draining,
     )
 
 
@@ -133,7 +136,7 @@ async def register(
     for _ in range(_ATTEMPTS):
         found = await etcd.get(key)
         if found is not None and not take_over:
-            _check_own(registration.id, decode_registration(found.value).id)
+            _check_own(registration.id, found.value)
         revision = found.mod_revision if found else 0
         if await etcd.compare_and_swap(key, value, revision, lease_id):
             logger.info("registry.registered rank=%s lease_id=%x", registration.id, lease_id)
@@ -141,6 +144,11 @@ async def register(
     raise Unavailable(f"the registration of rank {registration.id} is written by others all the time")
 
 
-def _check_own(ours: RankId, found: RankId) -> None:
+def _check_own(ours: RankId, value: bytes) -> None:
+    try:
+        found = decode_registration(value).id
+    except ProtocolError as error:
+        logger.warning("registry.overwrites rank=%s error=%s", ours, error)
+        return  # whoever wrote that is no life of this rank
     if found.generation != ours.generation:
         raise StaleGeneration(f"another life of rank {ours} has registered: {found.generation:016x}")

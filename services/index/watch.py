@@ -1,12 +1,13 @@
 """A prefix of etcd as a stream of changes that always adds up to what etcd holds.
 
-    LIST at revision R --> WATCH from R+1 --events--> WATCH
-      ^                      |--stream breaks, or or is silent--> WATCH from the last delivered revision + 1
+    LIST at revision R, page by page --> WATCH from R+1 --events--> WATCH
+      ^                      |--stream breaks, or is silent--> WATCH from the last delivered revision + 1
       |                      |--compacted: that revision is gone--+
       |                      |--etcd is younger than we (restored)-+
       +------ the difference to what was delivered is emitted -----+
 
-All events of one revision are in one batch; fragments are joined before they are delivered.
+All events of one revision are in one batch; fragments are joined before they are delivered. A listing
+is delivered page by page, so that millions of entries are never in memory twice.
 """
 
 import logging
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH = Method("/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest, etcd_pb2.WatchResponse)
 _WatchStream = EtcdStream[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]
+_OLD_HISTORY = -1  # in place of a revision
 _OUR_WATCH_ID = 0  # the only watch of its stream; answers to progress requests carry -1
 
 
@@ -41,14 +43,21 @@ class KeyChange:
 class WatchBatch:
     """Changes in etcd's order; after them the prefix is what etcd held at `revision`.
 
-    `listed`: from a listing (in key order), not from the watch. `rewound`: etcd has gone back to an
-    earlier revision, so that revisions seen before mean nothing any more.
+    `listed`: a page of a listing, not from the watch; only after its last page, `complete`, is the prefix
+    as etcd held it. `first`: of what is listed before the rest. `rewound`, on a first page: etcd has gone
+    back to an earlier revision, so that revisions seen before mean nothing any more.
     """
 
     revision: int
     changes: tuple[KeyChange, ...]
     listed: bool = False
+    complete: bool = True
+    first: bool = False
     rewound: bool = False
+
+
+class NotListed(IsthmusError):
+    """What etcd holds must be listed, and has not been."""
 
 
 class _Silent(IsthmusError):
@@ -56,52 +65,86 @@ class _Silent(IsthmusError):
 
 
 class PrefixWatch:
-    """Lists and watches one prefix for ever. `trouble` says why it is behind, None while it is not."""
+    """Lists and watches one prefix for ever. `trouble` says why it is behind, None while it is not.
 
-    def __init__(self, etcd: Etcd, prefix: bytes, *, idle_timeout_s: float = 10.0) -> None:
-        self.trouble: str | None = "not listed yet"
+    `first`: a prefix within the prefix that is listed before the rest.
+    """
+
+    def __init__(
+        self, etcd: Etcd, prefix: bytes, *, first: bytes | None = None, idle_timeout_s: float = 10.0
+    ) -> None:
+        self.trouble: IsthmusError | None = NotListed("not listed yet")
         self.revision = 0  # the last one delivered
         self.listings = 0
         self._etcd = etcd
         self._prefix = prefix
+        self._has_first = first is not None
+        self._ranges = _ranges(prefix, first)
         self._idle_timeout_s = idle_timeout_s
         self._delivered: dict[bytes, int] = {}  # key -> mod_revision
         self._must_list = True
 
     async def batches(self) -> AsyncGenerator[WatchBatch, None]:
-        """Never ends. Raises ConfigError when etcd refuses us for good."""
+        """Never ends. Raises ConfigError when etcd refuses us from the start."""
         backoff = Backoff(self._etcd.rng)
         while True:
             try:
                 if self._must_list:
-                    yield await self._list()
+                    async with aclosing(self._list()) as pages:
+                        async for page in pages:
+                            yield page
                 async with aclosing(self._follow(backoff)) as batches:
                     async for batch in batches:
                         yield batch
-            except ConfigError:
-                raise
+            except ConfigError as error:
+                if self.listings == 0:
+                    raise
+                self.trouble = error  # what has worked may work again
+                logger.error("watch.refused revision=%d error=%s", self.revision, error)
             except EtcdCompacted as error:
-                self._must_list = True
+                self._must_list, self.trouble = True, NotListed(str(error))
                 logger.info("watch.list_again revision=%d reason=%s", self.revision, error)
             except _Silent as error:
                 logger.debug("watch.silent revision=%d error=%s", self.revision, error)
             except IsthmusError as error:
-                self.trouble = str(error)
+                self.trouble = error
                 logger.warning("watch.retry revision=%d error=%s", self.revision, error)
             await backoff.sleep()
 
-    async def _list(self) -> WatchBatch:
-        revision, kvs = await self._etcd.snapshot(self._prefix)
-        rewound = revision < self.revision
-        present = {kv.key: kv.mod_revision for kv in kvs}
-        gone = [KeyChange(key, None, revision) for key in self._delivered if key not in present]
-        news = [KeyChange(kv.key, kv.value, kv.mod_revision) for kv in kvs if rewound or self._is_new(kv)]
-        self._delivered, self.revision, self._must_list = present, revision, False
+    async def _list(self) -> AsyncGenerator[WatchBatch, None]:
+        """What differs from what was delivered; broken off, the next one does the rest."""
+        revision, rewound = 0, False
+        present: set[bytes] = set()
+        for number, (start, end) in enumerate(self._ranges):
+            first = self._has_first and number == 0
+            async with aclosing(self._etcd.pages(start, end, revision)) as pages:
+                async for page in pages:
+                    if revision == 0:
+                        revision, rewound = page.revision, self._begin_listing(page.revision)
+                    present.update(kv.key for kv in page.kvs)
+                    news = self._news(page.kvs)
+                    yield WatchBatch(revision, news, True, complete=False, first=first, rewound=rewound)
+                    rewound = False
+        gone = tuple(KeyChange(key, None, revision) for key in self._delivered.keys() - present)
+        for change in gone:
+            del self._delivered[change.key]
+        self._must_list = False
         self.listings += 1
-        return WatchBatch(revision, tuple(gone + news), listed=True, rewound=rewound)
+        yield WatchBatch(revision, gone, listed=True)
 
-    def _is_new(self, kv: KeyValue) -> bool:
-        return self._delivered.get(kv.key) != kv.mod_revision
+    def _begin_listing(self, revision: int) -> bool:
+        """True: etcd has gone back."""
+        rewound = revision < self.revision
+        if rewound:
+            # No revision of the new history is one of the old, whatever its number.
+            self._delivered = dict.fromkeys(self._delivered, _OLD_HISTORY)
+        self.revision = revision
+        return rewound
+
+    def _news(self, kvs: list[KeyValue]) -> tuple[KeyChange, ...]:
+        news = [kv for kv in kvs if self._delivered.get(kv.key) != kv.mod_revision]
+        self._delivered.update((kv.key, kv.mod_revision) for kv in news)
+        return tuple(KeyChange(kv.key, kv.value, kv.mod_revision) for kv in news)
 
     async def _follow(self, backoff: Backoff) -> AsyncGenerator[WatchBatch, None]:
         stream = await self._etcd.connection.open_stream(_WATCH)
@@ -174,6 +217,15 @@ class PrefixWatch:
                 self._delivered[change.key] = change.mod_revision
         self.revision = max(self.revision, changes[-1].mod_revision)
         return WatchBatch(self.revision, changes)
+
+
+def _ranges(prefix: bytes, first: bytes | None) -> list[tuple[bytes, bytes]]:
+    """The half-open ranges of keys to list, in order."""
+    whole = (prefix, prefix_end(prefix))
+    if first is None:
+        return [whole]
+    ranges = [(first, prefix_end(first)), (prefix, first), (prefix_end(first), prefix_end(prefix))]
+    return [(start, end) for start, end in ranges if start != end]
 
 
 def _change(event: etcd_pb2.Event) -> KeyChange:

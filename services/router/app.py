@@ -16,9 +16,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from services import rpc, telemetry
-from services.errors import ConfigError, Unavailable, root_cause
+from services.errors import ConfigError, IsthmusError, root_cause
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
+from services.index.metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
 from services.index.mirror import Mirror
 from services.index.pins import PinWriter
 from services.index.registry import Schema, check_schema
@@ -31,10 +32,12 @@ from services.router.metrics import RouterMetrics
 from services.router.openai import openai_app
 from services.router.placement import Weights
 from services.router.server import GenerationService
+from services.router.suspects import SuspectChecks
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
-_READY_TIMEOUT_S = 10.0
+_RANKS_TIMEOUT_S = 10.0
+_INDEX_TIMEOUT_S = 1.0
 _SCHEMA_RETRY_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -65,9 +68,12 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint))
         keys = ClusterKeys(config.cluster)
-        etcd = await stack.enter_async_context(Etcd(config.etcd_settings(), rng=random.Random()))
-        mirror = Mirror(etcd, keys, name)
-        pins = PinWriter(etcd, keys)
+        etcd = await stack.enter_async_context(
+            Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
+        )
+        mirror = Mirror(etcd, keys, name, observe_staleness=StalenessMetrics(registry).observe)
+        pins = PinWriter(etcd, keys, mirror.known_pin)
+        registry.register(MirrorCollector(mirror, pins))
         for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config)):
             await stack.enter_async_context(_background(work, failed))
         cluster = Cluster(
@@ -79,13 +85,13 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         )
         await cluster.start()
         stack.push_async_callback(cluster.close)
+        checks = SuspectChecks(mirror, tls, cluster.failed)
+        await stack.enter_async_context(_background(checks.run(), failed))
         generator = Generator(
             config.served_name, tokenizer, cluster, metrics, max_attempts=config.max_attempts
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
-        metrics.degraded.set_function(lambda: mirror.degraded is not None)
-        metrics.staleness.set_function(lambda: mirror.staleness_s)
         server = await _serve_grpc(config, service)
         stack.push_async_callback(server.stop)
         http_port = await stack.enter_async_context(_serve_http(config, service))
@@ -121,19 +127,26 @@ async def _check_schema(etcd: Etcd, keys: ClusterKeys, config: RouterConfig) -> 
     while True:
         try:
             return await check_schema(etcd, keys, Schema(config.index_block, SCHEME))
-        except Unavailable as error:
+        except ConfigError:
+            raise
+        except IsthmusError as error:
             log.warning("schema_unchecked error=%s", error)
             await asyncio.sleep(_SCHEMA_RETRY_S)
 
 
 async def _wait_for_index(mirror: Mirror, failed: asyncio.Event) -> None:
-    """Give the first listing a moment; without it requests are placed by load alone."""
-    waits = {asyncio.create_task(mirror.ready.wait()), asyncio.create_task(failed.wait())}
-    await asyncio.wait(waits, timeout=_READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+    """Give etcd time to name the ranks, and the index a moment: until it is read, load alone decides."""
+    await _wait_for(mirror.ranks_known, failed, _RANKS_TIMEOUT_S)
+    await _wait_for(mirror.ready, failed, _INDEX_TIMEOUT_S)
     if not mirror.ready.is_set():
         telemetry.event(log, "router_degraded", level=logging.WARNING, reason=mirror.degraded)
+
+
+async def _wait_for(wanted: asyncio.Event, failed: asyncio.Event, timeout_s: float) -> None:
+    waits = {asyncio.create_task(wanted.wait()), asyncio.create_task(failed.wait())}
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 @contextlib.asynccontextmanager

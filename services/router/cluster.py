@@ -265,6 +265,8 @@ class Cluster:
         rank = view.registration.address.id.key
         if rank in excluded:
             return "it failed this request"
+        if view.draining:
+            return "draining"
         # A decode rank needs room for one more token.
         room = view.registration.max_context_tokens - (view.registration.role is Role.DECODE)
         if prompt_tokens > room:

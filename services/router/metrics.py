@@ -34,12 +34,6 @@ class RouterMetrics:
             "isthmus_request_moves", "Times a request left a failed rank for another.", registry=registry
         )
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
-        self.degraded = Gauge(
-            "isthmus_router_degraded", "1 while the index may be behind.", registry=registry
-        )
-        self.staleness = Gauge(
-            "isthmus_index_staleness_seconds", "How far the index is behind the ranks.", registry=registry
-        )
 
     def observe(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""

@@ -9,6 +9,7 @@ from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.membership import Membership
 from services.index.mirror import Mirror
+from services.index.prefix_writer import LogLimits
 from services.index.publisher import PublisherSettings
 from services.index.registry import Registration, Schema
 from services.kv.types import (
@@ -25,7 +26,9 @@ from services.kv.types import (
 
 SCHEMA = Schema(index_block=64, hash_scheme="xxh3-64/1")
 # Snapshots every few deltas and in several chunks, so that every path is walked.
-EAGER = PublisherSettings(flush_s=0.001, max_log_deltas=4, max_delta_hashes=50, max_chunk_hashes=40)
+EAGER = PublisherSettings(
+    flush_s=0.001, max_delta_hashes=50, log=LogLimits(max_deltas=4, max_chunk_hashes=40)
+)
 
 
 def registration(worker: str = "d0", generation: int = 1, role: Role = Role.DECODE) -> Registration:

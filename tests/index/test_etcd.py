@@ -149,6 +149,7 @@ async def test_users_log_in_and_log_in_again(own_server: EmbeddedEtcd, tmp_path:
         await etcd.put(b"a", b"1")
         watch = PrefixWatch(etcd, b"a").batches()
         assert len((await anext(watch)).changes) == 1
+        assert (await anext(watch)).complete
         await own_server.kill()  # etcd forgets its tokens
         await own_server.start()
         await etcd.put(b"a", b"2")

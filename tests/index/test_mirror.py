@@ -9,7 +9,7 @@ import pytest
 from index.cluster import FakeRank, mirroring, registration
 from index.real_etcd import FAST, client, running, until
 from services.errors import ConfigError, StaleGeneration
-from services.index import mirror as mirror_module
+from services.index import block_mirror
 from services.index.etcd import Etcd
 from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys, LogKey, pin_name
@@ -36,7 +36,7 @@ async def test_mirrors_hold_what_ranks_hold(etcd: Etcd, keys: ClusterKeys) -> No
             for mirror in (early, late):
                 await until(lambda m=mirror: all(rank.is_mirrored_by(m) for rank in ranks))
                 assert set(mirror.ranks) == {rank.id.key for rank in ranks}
-                assert mirror.torn_values == mirror.resyncs == 0 and mirror.degraded is None
+                assert mirror.torn_values == mirror.blocks.resyncs == 0 and mirror.degraded is None
         assert all(rank.membership.publisher.snapshots_written > 2 for rank in ranks)
         assert all(rank.membership.publisher.deltas_written > 4 for rank in ranks)
         _, kvs = await etcd.snapshot(keys.prefix + b"prefix/")
@@ -235,12 +235,12 @@ async def test_a_lost_delta_is_made_up_for(
     rank = FakeRank(etcd, keys, registration())
     async with mirroring(etcd, keys) as mirror, running(rank.run()):
         await until(lambda: rank.is_mirrored_by(mirror))
-        monkeypatch.setattr(mirror_module, "decode_record", tear_once)
+        monkeypatch.setattr(block_mirror, "decode_record", tear_once)
         for block in range(2):
             rank.store(block)
             await until(lambda n=block: rank.membership.publisher.deltas_written > n)
         await until(lambda: rank.is_mirrored_by(mirror) and mirror.is_current(rank.id.key))
-        assert (mirror.torn_values, mirror.resyncs) == (1, 1)
+        assert (mirror.torn_values, mirror.blocks.gaps, mirror.blocks.resyncs) == (1, 1, 1)
 
 
 async def test_staleness_counts_the_way_through_etcd(own_server: EmbeddedEtcd) -> None:

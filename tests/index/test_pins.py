@@ -5,11 +5,15 @@ from services.errors import ProtocolError, Unavailable
 from services.index.etcd import Etcd, TxnResult
 from services.index.etcd_errors import EtcdNoSpace
 from services.index.keys import ClusterKeys, pin_name
-from services.index.pins import Pin, PinSettings, PinWriter, decode_pin, encode_pin
+from services.index.pins import KnownPin, Pin, PinSettings, PinWriter, decode_pin, encode_pin
 from services.kv.types import Generation, RankId
 
 D0, D1 = (RankId(worker, 0, Generation(2**64 - 1)) for worker in ("d0", "d1"))
 SETTINGS = PinSettings(gather_s=0.001, life_s=100.0, max_queued=250, max_backoff_s=0.05)
+
+
+def unknown(name: str) -> KnownPin | None:
+    """A mirror that has seen nothing."""
 
 
 @pytest.mark.parametrize("pin", [Pin(D0), Pin(D0, D1)])
@@ -26,7 +30,7 @@ def test_torn_pins_are_named() -> None:
 async def test_pins_are_written_under_one_lease_in_few_transactions(
     etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = PinWriter(etcd, keys, SETTINGS)
+    writer = PinWriter(etcd, keys, unknown, SETTINGS)
     sizes: list[int] = []
     txn = etcd.txn
 
@@ -50,13 +54,16 @@ async def test_pins_are_written_under_one_lease_in_few_transactions(
 async def test_only_what_changed_or_is_half_expired_is_written(etcd: Etcd, keys: ClusterKeys) -> None:
     now = 1000.0
     etcd.clock = lambda: now
-    writer = PinWriter(etcd, keys, SETTINGS)
+    known: dict[str, KnownPin] = {}
+    writer = PinWriter(etcd, keys, known.get, SETTINGS)
 
     async def written_after(decode: RankId) -> int:
         writer.pin("c", decode)
         writer.pin("c", decode)
         while writer._queue:
             await writer._write_some()
+        _, kvs = await etcd.snapshot(keys.prefix)
+        known.update({pin_name("c"): KnownPin(decode_pin(kv.value), kv.mod_revision) for kv in kvs})
         return writer.written
 
     assert await written_after(D0) == 1
@@ -71,7 +78,7 @@ async def test_only_what_changed_or_is_half_expired_is_written(etcd: Etcd, keys:
 
 
 async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
-    writer = PinWriter(etcd, keys, SETTINGS)
+    writer = PinWriter(etcd, keys, unknown, SETTINGS)
     async with running(writer.run()):
         writer.pin("a", D0)
         await until(lambda: writer.written == 1)
@@ -82,7 +89,7 @@ async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
 
 async def test_the_queue_is_bounded_while_etcd_is_away() -> None:
     async with client("127.0.0.1:1", timeout_s=0.1) as nowhere:
-        writer = PinWriter(nowhere, ClusterKeys("c"), SETTINGS)
+        writer = PinWriter(nowhere, ClusterKeys("c"), unknown, SETTINGS)
         async with running(writer.run()) as (task,):
             for number in range(300):
                 writer.pin(f"{number}", D0)
@@ -94,7 +101,7 @@ async def test_the_queue_is_bounded_while_etcd_is_away() -> None:
 async def test_when_etcd_is_full_pins_are_given_up(
     etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = PinWriter(etcd, keys, SETTINGS)
+    writer = PinWriter(etcd, keys, unknown, SETTINGS)
     txn, failures = etcd.txn, [EtcdNoSpace("full"), Unavailable("away")]
 
     async def fail_first(*arguments: object, **options: object) -> TxnResult:

@@ -6,12 +6,13 @@ from services.index.etcd_errors import LeaseNotFound
 from services.index.keys import ClusterKeys, HeadKey, LogKey, ParsedKey, SnapshotKey
 from services.index.prefix_codec import decode_record
 from services.index.prefix_records import PrefixDelta, PrefixHead
+from services.index.prefix_writer import LogLimits
 from services.index.publisher import Publisher, PublisherSettings
 from services.kv.types import BlockHash, CacheEvents, Generation, RankId, RankKey
 
 KEYS = ClusterKeys("c")
 RANK = RankKey("w", 0)
-SMALL = PublisherSettings(max_log_deltas=3, max_chunk_hashes=4)
+SMALL = PublisherSettings(log=LogLimits(max_deltas=3, max_chunk_hashes=4))
 LEASE = 9
 
 
@@ -100,7 +101,7 @@ async def test_a_delta_says_how_long_its_oldest_event_waited() -> None:
     await writer.flush()
     delta = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
     assert isinstance(delta, PrefixDelta)
-    assert (delta.added, delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
+    assert (tuple(delta.added), delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
 
 
 async def test_without_a_lease_it_only_collects() -> None:

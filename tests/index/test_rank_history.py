@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -13,15 +14,16 @@ from services.index.etcd_errors import LeaseNotFound
 from services.index.keys import ClusterKeys
 from services.index.prefix_codec import decode_record
 from services.index.prefix_index import PrefixIndex
-from services.index.prefix_records import PrefixDelta, PrefixHead, PrefixSnapshot
-from services.index.publisher import Publisher, PublisherSettings, _HeadMoved
+from services.index.prefix_records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
+from services.index.prefix_writer import HeadMoved, LogLimits
+from services.index.publisher import Publisher, PublisherSettings
 from services.index.rank_history import RankHistory, Verdict
 from services.index.watch import KeyChange
 from services.kv.types import BlockHash, CacheEvents, Generation, RankId, RankKey
 
 KEYS = ClusterKeys("c")
 RANK = RankKey("w", 0)
-SMALL = PublisherSettings(max_log_deltas=3, max_delta_hashes=2, max_chunk_hashes=3)
+SMALL = PublisherSettings(max_delta_hashes=2, log=LogLimits(max_deltas=3, max_chunk_hashes=3))
 
 
 class Life:
@@ -47,7 +49,7 @@ class Life:
         )
 
     async def flush(self) -> None:
-        with contextlib.suppress(Unavailable, LeaseNotFound, StaleGeneration, _HeadMoved):
+        with contextlib.suppress(Unavailable, LeaseNotFound, StaleGeneration, HeadMoved):
             await self.publisher.flush()
 
     async def flush_all(self) -> None:
@@ -81,7 +83,7 @@ class Reader:
         if step.verdict is Verdict.APPLY:
             life = RankId("w", 0, step.generation or Generation(0))
             if step.snapshot is not None:
-                self.index.apply_snapshot(life, step.snapshot)
+                self.index.apply_snapshot(life, chain.from_iterable(step.snapshot))
             for delta in step.deltas:
                 assert self.index.apply_delta(life, delta.added, delta.removed)
         return step.verdict
@@ -95,7 +97,8 @@ class Reader:
     def watch(self, etcd: FakeEtcd, after: int, until: int) -> None:
         for changes in etcd.history[after + 1 : until + 1]:
             for change in changes:
-                assert self.take(change) is not Verdict.RESYNC
+                self.take(change)
+            assert not self.history.gap()
 
 
 blocks = st.sets(st.integers(0, 30), max_size=5)
@@ -193,15 +196,16 @@ HEAD = PrefixHead(GENERATION, epoch=1, base_seq=0, snapshot_chunks=0)
 
 
 def delta(seq: int, epoch: int = 1, generation: int = 7) -> PrefixDelta:
-    return PrefixDelta(Generation(generation), epoch, seq, added=(seq,))
+    return PrefixDelta(Generation(generation), epoch, seq, added=hashes_of([seq]))
 
 
 def test_a_missing_delta_asks_once_to_read_again_and_nothing_after_it_is_applied() -> None:
     history = RankHistory()
     assert history.offer(HEAD, 5).verdict is Verdict.APPLY
-    assert history.offer(delta(1), 6).verdict is Verdict.RESYNC
-    assert history.offer(delta(2), 7).verdict is Verdict.WAIT
+    assert history.offer(delta(1), 6).verdict is Verdict.WAIT
     assert not history.current
+    assert [history.gap(), history.gap()] == [True, False]
+    assert history.offer(delta(2), 7).verdict is Verdict.WAIT
     found = history.offer(delta(0), 5)
     assert [step.seq for step in found.deltas] == [0, 1, 2]
     assert history.current
@@ -211,9 +215,9 @@ def test_a_missing_delta_is_made_up_for_by_the_next_snapshot() -> None:
     history = RankHistory()
     history.offer(HEAD, 5)
     history.offer(delta(1), 6)
-    history.offer(PrefixSnapshot(GENERATION, 2, 0, (1, 2)), 7)
+    history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([1, 2])), 7)
     step = history.offer(PrefixHead(GENERATION, epoch=2, base_seq=2, snapshot_chunks=1), 8)
-    assert (step.snapshot, history.current) == ((1, 2), True)
+    assert (step.snapshot, history.current) == ((hashes_of([1, 2]),), True)
 
 
 def test_who_missed_no_delta_waits_for_the_next_snapshot_all_the_same() -> None:
@@ -223,11 +227,15 @@ def test_who_missed_no_delta_waits_for_the_next_snapshot_all_the_same() -> None:
     listed = [
         history.offer(PrefixHead(GENERATION, epoch=2, base_seq=1, snapshot_chunks=2), 9),
         history.offer(delta(1, epoch=2), 10),
-        history.offer(PrefixSnapshot(GENERATION, 2, 0, (5,)), 7),
+        history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([5])), 7),
     ]
     assert [step.verdict for step in listed] == [Verdict.WAIT] * 3
-    step = history.offer(PrefixSnapshot(GENERATION, 2, 1, (6,)), 8)
-    assert (step.snapshot, step.deltas, history.current) == ((5, 6), (delta(1, epoch=2),), True)
+    step = history.offer(PrefixSnapshot(GENERATION, 2, 1, hashes_of([6])), 8)
+    assert (step.snapshot, step.deltas, history.current) == (
+        (hashes_of([5]), hashes_of([6])),
+        (delta(1, epoch=2),),
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,9 +260,9 @@ def test_chunks_of_failed_attempts_do_not_pile_up() -> None:
     history = RankHistory()
     history.offer(HEAD, 5)
     for epoch in range(2, 100):
-        history.offer(PrefixSnapshot(GENERATION, epoch, 0, (epoch,)), epoch)
+        history.offer(PrefixSnapshot(GENERATION, epoch, 0, hashes_of([epoch])), epoch)
     assert len(history._chunks) <= 3
-    assert history.offer(PrefixHead(GENERATION, 99, 1, 1), 100).snapshot == (99,)
+    assert history.offer(PrefixHead(GENERATION, 99, 1, 1), 100).snapshot == (hashes_of([99]),)
 
 
 @pytest.mark.parametrize("value", [b"\xff", b"\x22\x03abc"])

@@ -100,18 +100,18 @@ async def test_compacted_while_away_the_difference_comes(own_server: EmbeddedEtc
         for name in (b"p/kept", b"p/gone"):
             await writer.put(name, b"1")
         assert len((await anext(batches)).changes) == 2
+        assert (await anext(batches)).complete
         # The generator stands still, so it is disconnected for as long as this takes.
         await writer.delete(b"p/gone")
         await writer.put(b"p/passing", b"")
         await writer.delete(b"p/passing")
         await writer.put(b"p/new", b"2")
         await writer.compact(await writer.current_revision())
-        batch = await anext(batches)
-        assert batch.listed and not batch.rewound and watch.listings == 2
-        assert {(change.key, change.value) for change in batch.changes} == {
-            (b"p/gone", None),
-            (b"p/new", b"2"),
-        }
+        news, gone = await anext(batches), await anext(batches)
+        assert (news.listed, news.complete, gone.complete, news.rewound) == (True, False, True, False)
+        assert [(change.key, change.value) for change in news.changes] == [(b"p/new", b"2")]
+        assert [(change.key, change.value) for change in gone.changes] == [(b"p/gone", None)]
+        assert watch.listings == 2
         await batches.aclose()
 
 

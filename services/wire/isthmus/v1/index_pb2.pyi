@@ -19,7 +19,7 @@ class Schema(_message.Message):
     def __init__(self, version: _Optional[int] = ..., index_block: _Optional[int] = ..., hash_scheme: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("role", "address", "layout", "model", "max_context_tokens", "capabilities", "total_pages", "model_path", "engine")
+    __slots__ = ("role", "address", "layout", "model", "max_context_tokens", "capabilities", "total_pages", "model_path", "engine", "draining")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class Registration(_message.Message):
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     address: _common_pb2.RankAddress
     layout: _handshake_pb2.KvLayout
@@ -38,19 +39,22 @@ class Registration(_message.Message):
     total_pages: int
     model_path: str
     engine: str
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., layout: _Optional[_Union[_handshake_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., total_pages: _Optional[int] = ..., model_path: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., layout: _Optional[_Union[_handshake_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., total_pages: _Optional[int] = ..., model_path: _Optional[str] = ..., engine: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class PrefixHead(_message.Message):
-    __slots__ = ("generation", "epoch", "base_seq", "snapshot_chunks")
+    __slots__ = ("generation", "epoch", "base_seq", "snapshot_chunks", "age_s")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_SEQ_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     base_seq: int
     snapshot_chunks: int
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., base_seq: _Optional[int] = ..., snapshot_chunks: _Optional[int] = ...) -> None: ...
+    age_s: float
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., base_seq: _Optional[int] = ..., snapshot_chunks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class PrefixSnapshot(_message.Message):
     __slots__ = ("generation", "epoch", "chunk", "hashes")

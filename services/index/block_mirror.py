@@ -1,0 +1,171 @@
+"""What the ranks hold, read from their records as the watch brings them.
+
+    record --RankHistory--> apply, wait or ignore --apply--> index, in slices that requests come between
+               |--a record is missing--> a gap: the rank's records are read again, beside the watch
+
+A rank's snapshot takes effect at once, when all of it is there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.errors import IsthmusError, ProtocolError
+from services.index.backoff import Backoff
+from services.index.etcd import Etcd
+from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
+from services.index.prefix_codec import decode_record
+from services.index.prefix_index import PrefixIndex
+from services.index.prefix_records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot
+from services.index.rank_history import RankHistory, Step, Verdict
+from services.index.watch import KeyChange
+from services.kv.types import Generation, RankId, RankKey
+
+logger = logging.getLogger(__name__)
+
+RecordKey = HeadKey | SnapshotKey | LogKey
+_SLICE_HASHES = 8192  # taken in within about a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """How far one rank's records have been read. `age_s`: of its last delta or snapshot when written."""
+
+    epoch: int
+    next_seq: int
+    age_s: float
+    current: bool  # a snapshot has been read, and no delta is missing
+
+
+class BlockMirror:
+    """Owned by one event loop. Hold `turn` while applying: a rank's records may be read again meanwhile.
+
+    `told` is called with the age, when written, of each delta and snapshot that was applied.
+    """
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, told: Callable[[float], None]) -> None:
+        self.index = PrefixIndex()
+        self.turn = asyncio.Lock()
+        self.gaps = 0  # times that a record was missing
+        self.resyncs = 0  # times that a rank's records were read again for that
+        self.added_blocks = 0
+        self.removed_blocks = 0
+        self._etcd = etcd
+        self._keys = keys
+        self._told = told
+        self._histories: dict[RankKey, RankHistory] = {}
+        self._ages_s: dict[RankKey, float] = {}
+        self._touched: set[RankKey] = set()  # had records since the prefix was last whole
+        self._rereads: set[asyncio.Task[None]] = set()
+        self._cost = 0  # of what was taken in since the loop last had its turn
+
+    def progress(self, rank: RankKey) -> RankProgress:
+        history = self._histories.get(rank) or RankHistory()
+        epoch, next_seq = history.position
+        return RankProgress(epoch, next_seq, self._ages_s.get(rank, 0.0), history.current)
+
+    def expect(self, rank: RankKey, generation: Generation) -> None:
+        """This is the rank's present life: nothing of another counts."""
+        self._history(rank).expect(generation)
+        if self.index.generation(rank) != generation:
+            self.index.remove_rank(rank)
+
+    def restart(self) -> None:
+        """Revisions seen so far mean nothing any more; what the ranks held still does."""
+        for history in self._histories.values():
+            history.restart()
+
+    def forget(self, rank: RankKey) -> None:
+        self.index.remove_rank(rank)
+        self._histories.pop(rank, None)
+        self._ages_s.pop(rank, None)
+        self._touched.discard(rank)
+
+    def close(self) -> None:
+        for task in self._rereads:
+            task.cancel()
+
+    async def give_way(self, cost: int) -> None:
+        """Let the requests have their turn, once as much as `cost` hashes add up to a slice."""
+        self._cost += cost
+        if self._cost >= _SLICE_HASHES:
+            self._cost = 0
+            await asyncio.sleep(0)
+
+    async def apply(self, key: RecordKey, change: KeyChange) -> None:
+        """Raises ProtocolError when the value is torn; then nothing has changed."""
+        if change.value is not None:
+            await self._offer(key.rank, decode_record(key, change.value), change.mod_revision)
+
+    def look_for_gaps(self) -> None:
+        """All that there is up to some revision has been applied: what is missing is lost."""
+        touched, self._touched = self._touched, set()
+        for rank in touched:
+            if self._history(rank).gap():
+                self.gaps += 1
+                logger.warning("mirror.gap rank=%s", rank)
+                task = asyncio.create_task(self._read_again(rank))
+                self._rereads.add(task)
+                task.add_done_callback(self._rereads.discard)
+
+    async def _offer(
+        self, rank: RankKey, record: PrefixHead | PrefixSnapshot | PrefixDelta, revision: int
+    ) -> None:
+        history = self._history(rank)
+        self._touched.add(rank)
+        step = history.offer(record, revision)
+        if step.verdict is Verdict.APPLY and step.generation is not None:
+            await self._take(RankId(rank.worker, rank.rank, step.generation), history, step)
+
+    async def _take(self, life: RankId, history: RankHistory, step: Step) -> None:
+        rank = life.key
+        if step.snapshot is not None:
+            blocks = await self._gather(step.snapshot)
+            if self._histories.get(rank) is not history:
+                return  # forgotten meanwhile
+            self.index.take_snapshot(life, blocks)
+            self._note_age(rank, step.snapshot_age_s)
+        for delta in step.deltas:
+            self.index.apply_delta(life, delta.added, delta.removed)
+            self.added_blocks += len(delta.added)
+            self.removed_blocks += len(delta.removed)
+            self._note_age(rank, delta.age_s)
+            await self.give_way(len(delta.added) + len(delta.removed))
+
+    async def _gather(self, chunks: Sequence[Hashes]) -> set[int]:
+        blocks: set[int] = set()
+        for chunk in chunks:
+            for start in range(0, len(chunk), _SLICE_HASHES):
+                part = chunk[start : start + _SLICE_HASHES]
+                blocks.update(part)
+                await self.give_way(len(part))
+        self.added_blocks += len(blocks)
+        return blocks
+
+    def _note_age(self, rank: RankKey, age_s: float) -> None:
+        self._ages_s[rank] = age_s
+        self._told(age_s)
+
+    async def _read_again(self, rank: RankKey) -> None:
+        """Beside the watch, which goes on. Should a record be lost, the next snapshot makes up for it."""
+        backoff = Backoff(self._etcd.rng)
+        while True:
+            try:
+                _, kvs = await self._etcd.snapshot(self._keys.rank_prefix(rank))
+                break
+            except IsthmusError as error:
+                logger.warning("mirror.resync_failed rank=%s error=%s", rank, error)
+                await backoff.sleep()
+        async with self.turn:
+            for kv in kvs:
+                key = self._keys.parse(kv.key)
+                if isinstance(key, HeadKey | SnapshotKey | LogKey):
+                    try:
+                        await self._offer(rank, decode_record(key, kv.value), kv.mod_revision)
+                    except ProtocolError:
+                        continue  # counted when the watch delivered it
+        self.resyncs += 1
+
+    def _history(self, rank: RankKey) -> RankHistory:
+        return self._histories.setdefault(rank, RankHistory())

@@ -1,0 +1,31 @@
+"""Why a router's index, or a rank's publishing, is behind."""
+
+from enum import Enum
+
+from services.errors import ConfigError, IsthmusError, ProtocolError
+from services.index.etcd_errors import EtcdNoSpace, LeaseNotFound
+from services.index.watch import NotListed
+
+
+class Degraded(Enum):
+    """The value is the label of the metrics."""
+
+    LOADING = "index_loading"  # etcd is being listed
+    AWAY = "etcd_away"
+    FULL = "etcd_full"  # its quota is used up; an operator must compact, defragment and disarm the alarm
+    REFUSED = "etcd_refuses"  # this user, or what we ask
+    BEHIND = "index_behind"  # nothing fails, and yet the watch does not show what was written
+    NO_LEASE = "lease_lost"
+
+
+def reason_of(error: IsthmusError) -> Degraded:
+    match error:
+        case NotListed():
+            return Degraded.LOADING
+        case EtcdNoSpace():
+            return Degraded.FULL
+        case LeaseNotFound():
+            return Degraded.NO_LEASE
+        case ConfigError() | ProtocolError():
+            return Degraded.REFUSED
+    return Degraded.AWAY

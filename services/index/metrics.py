@@ -1,0 +1,149 @@
+"""What following and publishing the index shows Prometheus; read when scraped, but for the histograms."""
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.index.degraded import Degraded
+from services.index.membership import Membership
+from services.index.mirror import Mirror
+from services.index.pins import PinWriter
+
+_ROUND_TRIP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_STALENESS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class EtcdMetrics:
+    """Hand `observe` to Etcd."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._round_trips = Histogram(
+            "isthmus_etcd_round_trip_seconds",
+            "One attempt at one call to etcd.",
+            ["method"],
+            buckets=_ROUND_TRIP_S,
+            registry=registry,
+        )
+        self._failures = Counter(
+            "isthmus_etcd_failures",
+            "Attempts that etcd refused or did not answer.",
+            ["method"],
+            registry=registry,
+        )
+
+    def observe(self, method: str, took_s: float, failed: bool) -> None:
+        self._round_trips.labels(method).observe(took_s)
+        if failed:
+            self._failures.labels(method).inc()
+
+
+class StalenessMetrics:
+    """Hand `observe` to Mirror."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._staleness = Histogram(
+            "isthmus_index_update_staleness_seconds",
+            "Age of each delta or snapshot when the router took it in.",
+            buckets=_STALENESS_S,
+            registry=registry,
+        )
+
+    def observe(self, staleness_s: float) -> None:
+        self._staleness.observe(staleness_s)
+
+
+class MirrorCollector(Collector):
+    """A router's side."""
+
+    def __init__(self, mirror: Mirror, pins: PinWriter) -> None:
+        self._mirror = mirror
+        self._pins = pins
+
+    def collect(self) -> Iterator[Metric]:
+        mirror, blocks = self._mirror, self._mirror.blocks
+        yield _degraded(
+            "isthmus_router_degraded", "1 while the router cannot follow etcd.", mirror.degraded_reason
+        )
+        yield _gauge(
+            "isthmus_index_staleness_seconds", "How far the index is behind the ranks.", mirror.staleness_s
+        )
+        yield _gauge("isthmus_index_ready", "1 once the whole index was read.", mirror.ready.is_set())
+        yield _gauge("isthmus_index_revision", "Revision of etcd that was read.", mirror.revision)
+        yield _gauge("isthmus_index_blocks", "Index blocks over all ranks.", mirror.index.total_blocks)
+        yield _gauge("isthmus_index_pins", "Conversations with a pin.", len(mirror.pins))
+        yield self._ranks()
+        yield _counter("isthmus_index_listings", "Times the index was listed anew.", mirror.listings)
+        yield _counter("isthmus_index_gaps", "Times a rank's record was missing.", blocks.gaps)
+        yield _counter("isthmus_index_resyncs", "Times a rank was read again for that.", blocks.resyncs)
+        yield _counter("isthmus_index_torn_values", "Values in etcd skipped as torn.", mirror.torn_values)
+        yield _counter("isthmus_index_added_blocks", "Index blocks taken in.", blocks.added_blocks)
+        yield _counter("isthmus_index_removed_blocks", "Index blocks told evicted.", blocks.removed_blocks)
+        yield self._pins_written()
+
+    def _ranks(self) -> Metric:
+        ranks = GaugeMetricFamily("isthmus_index_ranks", "Ranks known, by state.", labels=["state"])
+        views = self._mirror.ranks.values()
+        tally = Tally("draining" if view.draining else view.state.value for view in views)
+        for state in ("live", "suspect", "draining"):
+            ranks.add_metric([state], tally[state])
+        return ranks
+
+    def _pins_written(self) -> Metric:
+        pins = CounterMetricFamily("isthmus_pins", "Pins by what became of them.", labels=["outcome"])
+        pins.add_metric(["written"], self._pins.written)
+        pins.add_metric(["dropped"], self._pins.dropped)
+        pins.add_metric(["lost"], self._pins.lost)
+        return pins
+
+
+class MembershipCollector(Collector):
+    """A rank's side."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def collect(self) -> Iterator[Metric]:
+        membership, publisher = self._membership, self._membership.publisher
+        yield _degraded(
+            "isthmus_publisher_degraded", "1 while the rank cannot publish its index.", publisher.degraded
+        )
+        yield _gauge(
+            "isthmus_rank_registered",
+            "1 while the rank's key is in etcd under a good lease.",
+            membership.registered.is_set(),
+        )
+        yield _counter("isthmus_lease_losses", "Leases that lapsed or were taken.", membership.lease_losses)
+        yield _gauge(
+            "isthmus_publisher_lag_seconds", "How long the oldest cache event has waited.", publisher.lag_s
+        )
+        yield _gauge(
+            "isthmus_publisher_flush_interval_seconds", "Between two writes.", publisher.pace.interval_s
+        )
+        yield _gauge("isthmus_publisher_blocks", "Index blocks that the rank holds.", publisher.num_blocks)
+        yield self._writes()
+        yield _counter("isthmus_publisher_failures", "Writes that etcd did not take.", publisher.failures)
+
+    def _writes(self) -> Metric:
+        publisher = self._membership.publisher
+        writes = CounterMetricFamily("isthmus_publisher_writes", "Writes to etcd by kind.", labels=["kind"])
+        writes.add_metric(["delta"], publisher.deltas_written)
+        writes.add_metric(["snapshot"], publisher.snapshots_written)
+        return writes
+
+
+def _degraded(name: str, documentation: str, present: Degraded | None) -> Metric:
+    gauge = GaugeMetricFamily(name, documentation, labels=["reason"])
+    for reason in Degraded:
+        gauge.add_metric([reason.value], reason is present)
+    return gauge
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, documentation, value)
+
+
+def _counter(name: str, documentation: str, value: float) -> Metric:
+    return CounterMetricFamily(name, documentation, value)
