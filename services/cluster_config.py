@@ -31,6 +31,9 @@ class ClusterConfig:
     )
     host: str = setting("127.0.0.1", "address to listen on")
     metrics_port: int = setting(0, "port of /metrics; 0: a free one")
+    health_port: int | None = setting(
+        None, "port of /startup, /ready and /live for probes, always plain HTTP; default: none"
+    )
     index_block: int = setting(64, "tokens per block of the cluster's prefix index")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least level that is logged")
     otlp_endpoint: str | None = setting(None, "send OpenTelemetry spans to http://HOST:PORT")

@@ -40,6 +40,7 @@ from services.index.publisher import PublisherSettings
 from services.index.registry import Registration, Schema
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
+from services.notify import Notifier
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +206,9 @@ def supervise(config: RankConfig, module: str) -> int:
     }
     if config.ranks_per_process > 1:  # each process chooses for its ranks
         flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
-    commands = supervisor.rank_commands(module, to_flags(config), flags_by_rank)
-    return supervisor.run(commands, config.grace_s + _AFTER_GRACE_S)
+    # Probes ask the supervisor, and it the ranks.
+    commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
+    return supervisor.run(commands, config.grace_s + _AFTER_GRACE_S, config.host, config.health_port)
 
 
 def own_rank_id(config: RankConfig) -> RankId:
@@ -230,7 +232,7 @@ async def run_ranks(
     configs: Sequence[RankConfig], own_ids: Sequence[RankId], roles: Sequence[RankRole]
 ) -> None:
     """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError as open_rank."""
-    stopping = rpc.stop_on_signals()
+    notifier, stopping = Notifier(), rpc.stop_on_signals()
     async with AsyncExitStack() as stack:
         ranks = []
         for config, own_id, role in zip(configs, own_ids, roles, strict=True):
@@ -241,7 +243,8 @@ async def run_ranks(
             _tell_ready(rank, role)
         grace_s = configs[0].grace_s
         await asyncio.gather(
-            *(rpc.serve_until_stopped(rank.server, stopping, grace_s, rank.drain) for rank in ranks)
+            notifier.serve_until(stopping),
+            *(rpc.serve_until_stopped(rank.server, stopping, grace_s, rank.drain) for rank in ranks),
         )
         failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
     for own_id in own_ids:

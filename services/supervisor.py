@@ -8,7 +8,7 @@
 A rank is a process group of its own: engines start processes too. A rank counts as gone only when
 every process of its group has been killed and reaped, so a restart is proof that nothing of the old
 life can still write. Should the supervisor itself be killed, the kernel kills the ranks
-(PR_SET_PDEATHSIG).
+(PR_SET_PDEATHSIG). What the ranks say of themselves (services/notify.py) is what probes are answered.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from services.health import Lifecycle, answering, joint_health
+from services.notify import listening
 from services.parent_death import die_with
 from services.ports import free_ports
 from services.telemetry import event
@@ -91,32 +93,43 @@ def rank_commands(
     ]
 
 
-def run(commands: Sequence[Sequence[str]], grace_s: float) -> int:
-    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread."""
-    return asyncio.run(_run(commands, grace_s))
+def run(
+    commands: Sequence[Sequence[str]], grace_s: float, host: str = "127.0.0.1", health_port: int | None = None
+) -> int:
+    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread.
+
+    Probes are answered on host:health_port; None: nowhere.
+    """
+    return asyncio.run(_run(commands, grace_s, host, health_port))
 
 
-async def _run(commands: Sequence[Sequence[str]], grace_s: float) -> int:
+async def _run(commands: Sequence[Sequence[str]], grace_s: float, host: str, health_port: int | None) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    return await supervise(commands, grace_s, stopping)
+    ranks = [Lifecycle(f"rank process {index}") for index in range(len(commands))]
+    async with answering(host, health_port, lambda: joint_health([rank.health() for rank in ranks])):
+        return await supervise(commands, grace_s, stopping, ranks)
 
 
 async def supervise(
-    commands: Sequence[Sequence[str]], grace_s: float, stopping: asyncio.Event, backoff: Backoff = Backoff()
+    commands: Sequence[Sequence[str]],
+    grace_s: float,
+    stopping: asyncio.Event,
+    ranks: Sequence[Lifecycle],
+    backoff: Backoff = Backoff(),
 ) -> int:
     """Keep one process per command running until `stopping` is set; returns the exit code.
 
-    A rank that refuses its settings sets `stopping` itself. When this returns, every process that
-    it started has been reaped.
+    `ranks` are kept up to date, one for each command. A rank that refuses its settings sets `stopping`
+    itself. When this returns, every process that it started has been reaped.
     """
     _become_subreaper()
     async with asyncio.TaskGroup() as group:
         keepers = [
-            group.create_task(_Rank(index, command, grace_s, stopping, backoff).keep_running())
-            for index, command in enumerate(commands)
+            group.create_task(_Rank(index, command, grace_s, stopping, backoff, rank).keep_running())
+            for index, (command, rank) in enumerate(zip(commands, ranks, strict=True))
         ]
     return max(keeper.result() for keeper in keepers)
 
@@ -128,6 +141,7 @@ class _Rank:
     grace_s: float
     stopping: asyncio.Event
     backoff: Backoff
+    lifecycle: Lifecycle
 
     async def keep_running(self) -> int:
         """Start the rank again and again until `stopping`; returns the exit code for the supervisor."""
@@ -135,7 +149,8 @@ class _Rank:
         failures = 0
         while not self.stopping.is_set():
             started = loop.time()
-            exit_code = await self._live_once()
+            with listening(self.lifecycle) as environment:
+                exit_code = await self._live_once(environment)
             lived_s = loop.time() - started
             event(logger, "rank_exited", rank=self.index, code=exit_code, lived_s=lived_s)
             if self.stopping.is_set():
@@ -149,13 +164,13 @@ class _Rank:
                     await self._sleep(delay_s)
         return os.EX_OK
 
-    async def _live_once(self) -> int:
-        """One life: its exit code, or minus the signal that killed it.
+    async def _live_once(self, environment: Mapping[str, str]) -> int:
+        """One life, with `environment` on top of ours: its exit code, or minus the signal that killed it.
 
         When it returns, the rank's whole process group has been reaped.
         """
         try:
-            process = _start(self.command)
+            process = _start(self.command, environment)
         except OSError as error:  # no such program, or no process to be had at present
             event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
             return os.EX_OSERR
@@ -177,11 +192,16 @@ class _Rank:
                 await self.stopping.wait()
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the
     # ranks. preexec_fn is safe here because a supervisor has one thread.
     parent = os.getpid()
-    return subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: die_with(parent))
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        start_new_session=True,
+        preexec_fn=lambda: die_with(parent),
+    )
 
 
 def _become_subreaper() -> None:

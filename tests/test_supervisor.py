@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services import supervisor
+from services.health import Health, Lifecycle
 from services.supervisor import Backoff, Restart, StopAll, on_exit
 
 LONG_S = 20.0  # a deadline for conditions, never waited out
@@ -87,9 +88,9 @@ def shell(script: str) -> list[str]:
 @contextlib.asynccontextmanager
 async def supervising(commands, grace_s=LONG_S):
     """Yields the supervising task; whatever happens, its processes are gone at the end."""
-    stopping = asyncio.Event()
-    task = asyncio.create_task(supervisor.supervise(commands, grace_s, stopping, Backoff(0.001, 0.01)))
-    task.stop = stopping.set
+    stopping, ranks = asyncio.Event(), [Lifecycle(f"rank {index}") for index in range(len(commands))]
+    task = asyncio.create_task(supervisor.supervise(commands, grace_s, stopping, ranks, Backoff(0.001, 0.01)))
+    task.stop, task.ranks = stopping.set, ranks
     try:
         yield task
     finally:
@@ -169,6 +170,50 @@ async def test_a_command_that_cannot_start_is_tried_again(tmp_path, caplog):
         script.chmod(0o755)
         script.rename(command)
         await until(lambda: lines(tmp_path / "marks") == ["up"])
+
+
+def announcing(before: str) -> list[str]:
+    """A rank that runs `before`, says that it serves, and says that it stops when it is told to."""
+    code = (
+        "import asyncio, subprocess, sys\n"
+        "from services import rpc\n"
+        "from services.notify import Notifier\n"
+        "async def run():\n"
+        "    stopping = rpc.stop_on_signals()\n"
+        "    subprocess.run(sys.argv[1], shell=True, check=True)\n"
+        "    await Notifier().serve_until(stopping)\n"
+        "asyncio.run(run())\n"
+    )
+    return [sys.executable, "-c", code, before]
+
+
+async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
+    """Started is for good; ready is for as long as the life that said so."""
+    gate, marks = tmp_path / "gate", tmp_path / "marks"
+    loading = f"echo >>{marks}; while [ ! -e {gate} ]; do sleep 0.01; done"
+    async with supervising([announcing(loading)]) as task:
+        (rank,) = task.ranks
+        await until(lambda: len(lines(marks)) == 1)
+        assert rank.health().startup == rank.health().ready == "rank 0 is starting"
+        gate.touch()
+        await until(lambda: rank.health() == Health())
+        gate.unlink()
+        await asyncio.to_thread(kill_rank, gate)
+        await until(lambda: len(lines(marks)) == 2)
+        assert rank.health() == Health(ready="rank 0 is starting")
+        gate.touch()
+        await until(lambda: rank.health() == Health())
+        task.stop()
+        await until(lambda: rank.health().ready)
+        assert await asyncio.wait_for(task, LONG_S) == 0
+
+
+def kill_rank(gate: Path) -> None:
+    """The announcing rank's own process: the one whose command line holds the gate."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(gate) in path.read_text() and "Notifier" in path.read_text():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def start_supervisor(script: str) -> subprocess.Popen[bytes]:

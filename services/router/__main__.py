@@ -4,9 +4,10 @@ import asyncio
 import logging
 import secrets
 
-from services import rpc, telemetry
+from services import health, rpc, telemetry
 from services.config import load, refusing
-from services.router.app import open_router
+from services.health import Lifecycle, Phase
+from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
 
 _PROG = "isthmus-router"
@@ -24,8 +25,11 @@ def main() -> None:
 
 async def _run(config: RouterConfig, name: str) -> None:
     """Until SIGTERM, or until it cannot go on."""
-    stopping = rpc.stop_on_signals()
-    async with open_router(config, name) as router:
+    stopping, lifecycle = rpc.stop_on_signals(), Lifecycle("the router")
+    async with (
+        health.answering(config.host, config.health_port, lifecycle.health),
+        open_router(config, name) as router,
+    ):
         telemetry.event(
             log,
             "router_ready",
@@ -33,10 +37,24 @@ async def _run(config: RouterConfig, name: str) -> None:
             http=f"{config.host}:{router.http_port}",
             metrics_port=router.metrics_port,
         )
-        watchdog = asyncio.create_task(_forward(router.failed, stopping))
-        await rpc.serve_until_stopped(router.server, stopping, config.grace_s)
-        watchdog.cancel()
+        lifecycle.enter(Phase.SERVING)
+        await _serve_until_stopped(router, stopping, lifecycle, config.grace_s)
     telemetry.event(log, "router_stopped")
+
+
+async def _serve_until_stopped(
+    router: OpenRouter, stopping: asyncio.Event, lifecycle: Lifecycle, grace_s: float
+) -> None:
+    """Both fronts get the same grace."""
+    watchdog = asyncio.create_task(_forward(router.failed, stopping))
+
+    async def stop_http() -> None:
+        await stopping.wait()
+        lifecycle.enter(Phase.STOPPING)
+        await router.http.stop()
+
+    await asyncio.gather(rpc.serve_until_stopped(router.server, stopping, grace_s), stop_http())
+    watchdog.cancel()
 
 
 async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:

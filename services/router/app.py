@@ -49,12 +49,16 @@ class OpenRouter:
 
     name: str
     server: rpc.RpcServer
-    http_port: int
+    http: "HttpFront"
     metrics_port: int
     generator: Generator
     cluster: Cluster
     mirror: Mirror
     failed: asyncio.Event
+
+    @property
+    def http_port(self) -> int:
+        return self.http.port
 
 
 @contextlib.asynccontextmanager
@@ -94,12 +98,12 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         metrics.running.set_function(lambda: generator.num_running)
         server = await _serve_grpc(config, service)
         stack.push_async_callback(server.stop)
-        http_port = await stack.enter_async_context(_serve_http(config, service))
+        http = await stack.enter_async_context(_serve_http(config, service))
         metrics_port, stop_metrics = telemetry.serve_metrics(config.host, config.metrics_port, registry)
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         await _wait_for_index(mirror, failed)
         await server.set_serving(True)
-        yield OpenRouter(name, server, http_port, metrics_port, generator, cluster, mirror, failed)
+        yield OpenRouter(name, server, http, metrics_port, generator, cluster, mirror, failed)
 
 
 async def _serve_grpc(config: RouterConfig, service: GenerationService) -> rpc.RpcServer:
@@ -166,9 +170,22 @@ async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) ->
             raise root_cause(error) from error
 
 
+@dataclass(frozen=True, slots=True)
+class HttpFront:
+    """The OpenAI-compatible API on its own port."""
+
+    port: int
+    _server: uvicorn.Server
+    _task: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        """Take no new request; returns when the running ones have ended or the grace is over."""
+        self._server.should_exit = True
+        await asyncio.shield(self._task)
+
+
 @contextlib.asynccontextmanager
-async def _serve_http(config: RouterConfig, service: GenerationService) -> AsyncIterator[int]:
-    """The OpenAI-compatible API on its own port; yields the port."""
+async def _serve_http(config: RouterConfig, service: GenerationService) -> AsyncIterator[HttpFront]:
     try:
         listener = socket.create_server((config.host, config.http_port))
     except OSError as error:
@@ -185,12 +202,11 @@ async def _serve_http(config: RouterConfig, service: GenerationService) -> Async
         ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_mutual else ssl.CERT_NONE,
     )
     server = _HttpServer(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+    front = HttpFront(listener.getsockname()[1], server, asyncio.create_task(server.serve([listener])))
     try:
-        yield listener.getsockname()[1]
+        yield front
     finally:
-        server.should_exit = True
-        await task
+        await front.stop()
 
 
 class _HttpServer(uvicorn.Server):

@@ -1,0 +1,129 @@
+"""Whether a process has started, takes requests and lives, and the answers to those who probe it.
+
+    starting --> serving --> stopping          a child's phases, as services/notify.py reports them
+                    |
+                    +-- not heard of for a minute: it hangs
+
+On --health-port, for a kubelet's probes:
+
+    GET /startup   200 once it has served: until then a model may be loading for minutes
+    GET /ready     200 while it takes requests
+    GET /live      200 unless nothing but a restart would help
+
+Otherwise 503 and the reason. Always plain HTTP: a kubelet has neither our authority nor a certificate.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from services.errors import ConfigError
+
+SILENT_S = 60.0  # a loop that has not run for so long will not run again
+_PROBE_TIMEOUT_S = 5.0
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """For each probe what is wrong; "" when it passes."""
+
+    startup: str = ""
+    ready: str = ""
+    live: str = ""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Of one process, as it or its parent knows it."""
+
+    name: str
+    clock: Callable[[], float] = time.monotonic
+    phase: Phase = Phase.STARTING
+    has_served: bool = False  # in this life or in an earlier one
+    last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.has_served = self.has_served or phase is Phase.SERVING
+
+    def begin(self) -> None:
+        """Another life."""
+        self.phase, self.last_beat = Phase.STARTING, None
+
+    def health(self) -> Health:
+        silent_s = 0.0
+        if self.phase is Phase.SERVING and self.last_beat is not None:
+            silent_s = self.clock() - self.last_beat
+        return Health(
+            startup="" if self.has_served else f"{self.name} is {self.phase.value}",
+            ready="" if self.phase is Phase.SERVING else f"{self.name} is {self.phase.value}",
+            live="" if silent_s < SILENT_S else f"{self.name} has been silent for {silent_s:.0f} s",
+        )
+
+
+def joint_health(parts: Sequence[Health]) -> Health:
+    """A probe passes when it passes for each."""
+
+    def reasons(name: str) -> str:
+        return "; ".join(filter(None, (getattr(part, name) for part in parts)))
+
+    return Health(reasons("startup"), reasons("ready"), reasons("live"))
+
+
+@contextlib.asynccontextmanager
+async def answering(host: str, port: int | None, check: Callable[[], Health]) -> AsyncIterator[int | None]:
+    """Answer probes with what `check` says; yields the port. Port 0: a free one; None: no probes.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    if port is None:
+        yield None
+        return
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot answer probes on {host}:{port}: {error}") from error
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                request_line = await reader.readline()
+                while (await reader.readline()).strip():
+                    pass
+                writer.write(_answer(request_line.decode("latin-1"), check()))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, sock=listener)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.close()
+
+
+def _answer(request_line: str, health: Health) -> bytes:
+    reasons = {"/startup": health.startup, "/ready": health.ready, "/live": health.live}
+    method, path, *_ = [*request_line.split(), "", ""]
+    path = path.partition("?")[0]
+    if method not in ("GET", "HEAD"):
+        status, text = "405 Method Not Allowed", "only GET"
+    elif path not in reasons:
+        status, text = "404 Not Found", "there are /startup, /ready and /live"
+    elif reasons[path]:
+        status, text = "503 Service Unavailable", reasons[path]
+    else:
+        status, text = "200 OK", "ok"
+    body = (text + "\n").encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+    return (head + "Connection: close\r\n\r\n").encode() + (b"" if method == "HEAD" else body)

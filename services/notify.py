@@ -1,0 +1,78 @@
+"""A child process tells its parent how it is: sd_notify(3), which systemd understands too.
+
+    READY=1 --> WATCHDOG=1 every few seconds --> STOPPING=1
+
+Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread, which a parent that forks must not
+have.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.health import Lifecycle, Phase
+
+log = logging.getLogger(__name__)
+
+NOTIFY_SOCKET = "NOTIFY_SOCKET"
+_BEAT_S = 5.0
+_MAX_MESSAGE_BYTES = 4096
+
+
+@contextlib.contextmanager
+def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
+    """Follow one life of a child process; yields what its environment needs. On the running loop.
+
+    The socket is the life's own: what an earlier life still had to say is not heard.
+    """
+    loop = asyncio.get_running_loop()
+    child.begin()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as receiver:
+        receiver.bind("")  # the kernel chooses an abstract name: unix(7), autobind
+        loop.add_reader(receiver, _hear, receiver, child)
+        try:
+            yield {NOTIFY_SOCKET: "@" + receiver.getsockname()[1:].decode()}
+        finally:
+            loop.remove_reader(receiver)
+            child.begin()
+
+
+def _hear(receiver: socket.socket, child: Lifecycle) -> None:
+    with contextlib.suppress(BlockingIOError):
+        for line in receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace").splitlines():
+            if line == "READY=1":
+                child.enter(Phase.SERVING)
+            elif line == "STOPPING=1":
+                child.enter(Phase.STOPPING)
+            child.last_beat = child.clock()
+
+
+@dataclass(slots=True)
+class Notifier:
+    """Tells whoever started us. Without NOTIFY_SOCKET nobody asked, and nothing is sent."""
+
+    address: str = field(default_factory=lambda: os.environ.pop(NOTIFY_SOCKET, ""))  # not our children's
+
+    def send(self, message: str) -> None:
+        if not self.address:
+            return
+        name = "\0" + self.address[1:] if self.address.startswith("@") else self.address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            try:
+                sender.sendto(message.encode(), name)
+            except OSError as error:
+                log.warning("notify_failed message=%s error=%r", message, str(error))
+
+    async def serve_until(self, stopping: asyncio.Event) -> None:
+        """READY=1 now, WATCHDOG=1 as long as this loop runs, STOPPING=1 once `stopping` is set."""
+        self.send("READY=1")
+        while not stopping.is_set():
+            self.send("WATCHDOG=1")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_BEAT_S):
+                    await stopping.wait()
+        self.send("STOPPING=1")

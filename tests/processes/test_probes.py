@@ -1,0 +1,90 @@
+"""Probes and SIGTERM of real processes: started, ready, live, and a stop that loses no request."""
+
+import asyncio
+import signal
+
+import httpx
+
+from processes.harness import LONG_S, ProcessCluster, until
+from services.ports import free_ports
+
+
+async def probes(port):
+    """{probe: status}; empty while nothing listens."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as client:
+        try:
+            return {name: (await client.get(f"/{name}")).status_code for name in ("startup", "ready", "live")}
+        except httpx.TransportError:
+            return {}
+
+
+STARTING = {"startup": 503, "ready": 503, "live": 200}
+SERVING = {"startup": 200, "ready": 200, "live": 200}
+STOPPING = {"startup": 200, "ready": 503, "live": 200}
+
+
+async def until_probes(port, expected):
+    async def match():
+        return await probes(port) == expected
+
+    await until(match, f"the probes on {port} say {expected}")
+
+
+async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
+    async with ProcessCluster(
+        tmp_path, model_dir, decode_dp_size=1, rank_flags=("--fake-step-s=0.1",)
+    ) as cluster:
+        worker_port, router_port, http_port = free_ports("127.0.0.1", 3)
+        worker = await start_like(
+            cluster, "decode", "--worker=probed", "--dp-size=2", f"--health-port={worker_port}"
+        )
+        flags = (f"--http-port={http_port}", f"--health-port={router_port}", "--port=0", "--name=probed")
+        router = await start_like(cluster, "router", *flags)
+        # Without etcd no rank can register: its supervisor starts, and lives.
+        (waiting_port,) = free_ports("127.0.0.1", 1)
+        flags = ("--worker=waiting", "--etcd=127.0.0.1:1", f"--health-port={waiting_port}")
+        waiting = await start_like(cluster, "decode", *flags)
+        await until_probes(waiting_port, STARTING)
+        assert await waiting.stop() == 0
+
+        await until_probes(worker_port, SERVING)
+        worker.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(LONG_S):
+            assert await worker.process.wait() == 0
+        await until_probes(router_port, SERVING)
+        await finish_what_runs(router, router_port, http_port)
+
+
+async def start_like(cluster, role, *flags):
+    """A further child: as the first one of its role, but for `flags`."""
+    _, _, module, *inherited = cluster.local.children[role].command
+    names = {flag.split("=")[0] for flag in flags}
+    inherited = [flag for flag in inherited if flag.split("=")[0] not in names]
+    name = f"{role}-{len(cluster.local.children)}"
+    return await cluster.local.start_child(name, module, [*inherited, *flags])
+
+
+async def finish_what_runs(router, router_port, http_port):
+    """Told to stop, it takes nothing new and lets the stream end."""
+    body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=LONG_S) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        router.process.send_signal(signal.SIGTERM)
+        await until_probes(router_port, STOPPING)
+        await until(lambda: refuses(http_port), "no new request over HTTP")
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+    async with asyncio.timeout(LONG_S):
+        assert await router.process.wait() == 0
+
+
+async def refuses(port):
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
