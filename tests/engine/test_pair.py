@@ -238,7 +238,6 @@ async def test_the_pool_is_freed_after_the_transports_are_closed(monkeypatch):
 async def test_a_sender_that_dies_takes_its_rank_along(monkeypatch):
     """Else the rank would go on being chosen, and fail every request."""
     async with Pair() as pair:
-
         turn = RoomTable.turn
 
         def broken(self):  # while it writes, and again when the thread winds up

@@ -67,7 +67,7 @@ async def a_decode_worker_told_to_stop_finishes_what_it_runs(cluster):
     (other,) = {*DECODE} - {rank}
     before, worker = cluster.rank(rank), cluster.local.children[rank.split("/")[0]]
     worker.process.send_signal(signal.SIGTERM)
-    await until_deregistered(cluster, rank)
+    await until_draining(cluster, rank)
     assert stream.finish is None
     newcomers = [await cluster.generate(prompt_of(51 + i)) for i in range(3)]
     assert {f"{f.placement.decode.worker}/0" for f in newcomers} == {other}
@@ -83,18 +83,18 @@ async def a_prefill_worker_told_to_stop_finishes_what_it_computes(cluster):
     rank = await one_running(cluster, PREFILL)
     before, worker = cluster.rank(rank), cluster.local.children[rank.split("/")[0]]
     worker.process.send_signal(signal.SIGTERM)
-    await until_deregistered(cluster, rank)
+    await until_draining(cluster, rank)
     assert f"{(await stream.exact()).placement.prefill.worker}/0" == rank
     assert await worker.process.wait() == 0
     assert cluster.events("request_moved") == moved
     await start_again(cluster, worker, before)
 
 
-async def until_deregistered(cluster, rank):
-    async def deregistered():
-        return rank not in await cluster.registrations()
+async def until_draining(cluster, rank):
+    async def draining():
+        return (await cluster.registrations())[rank].draining
 
-    await until(deregistered, f"{rank} has left the index")
+    await until(draining, f"{rank} is registered as one that takes no more")
 
 
 async def start_again(cluster, worker, before):
