@@ -25,6 +25,7 @@ from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0  # ten missed reports
+_TICK_S = 0.5
 _RETRY_S = 0.2
 
 
@@ -80,6 +81,7 @@ class DecodeClient:
         self._on_lost = on_lost
         self._commands: asyncio.Queue[decode_pb2.Command] = asyncio.Queue()
         self._streams: dict[str, OutputStream] = {}
+        self._silent_ticks = 0
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
 
@@ -137,18 +139,31 @@ class DecodeClient:
         self._commands = asyncio.Queue()  # what was meant for the old stream is void
         call = self._stub.Attach()
         writer = asyncio.create_task(self._write(call))
+        limit = asyncio.timeout(None)
+        watch = asyncio.create_task(self._end_when_silent(limit))
         try:
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    message = await call.read()
-                if message is grpc.aio.EOF:
-                    await _raise_status(call)
-                    return
-                self.connected.set()
-                self._receive(message)
+            async with limit:
+                await self._read(call)
         finally:
+            watch.cancel()
             writer.cancel()
             call.cancel()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Returns when the rank has ended the stream with OK."""
+        while (message := await call.read()) is not grpc.aio.EOF:
+            self._silent_ticks = 0
+            self.connected.set()
+            self._receive(message)
+        await _raise_status(call)
+
+    async def _end_when_silent(self, limit: asyncio.Timeout) -> None:
+        """Counted in ticks of our own: a router that did not run itself has not listened."""
+        self._silent_ticks = 0
+        while self._silent_ticks * _TICK_S < SILENCE_S:
+            await asyncio.sleep(_TICK_S)
+            self._silent_ticks += 1
+        limit.reschedule(asyncio.get_running_loop().time())
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         # A broken stream shows itself to the reader, which ends both.

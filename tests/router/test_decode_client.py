@@ -1,12 +1,15 @@
 """The router's end of an Attach stream, against a decode rank that misbehaves."""
 
 import asyncio
+import time
+from contextlib import asynccontextmanager
 
 import pytest
 
 from services import rpc
 from services.kv.types import Generation, Plan, RankAddress, RankId
 from services.request import GenerationRequest, SamplingParams, StartCommand
+from services.router import decode_client
 from services.router.decode_client import DecodeClient, DecodeRankLost
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
@@ -29,22 +32,68 @@ class Rank(decode_pb2_grpc.DecodeServicer):
             await context.write(decode_pb2.StepOutputs(step=2, outputs=[output]))
 
 
-async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
-    """Else every request on it would wait for ever, and none would be moved."""
-    rank = Rank(lambda request_id: decode_pb2.RequestOutput(request_id=request_id, finished=99))
+class Reporter(decode_pb2_grpc.DecodeServicer):
+    """Reports its step every 50 ms until it is told to fall silent."""
+
+    def __init__(self):
+        self.step = 0
+        self.silent = False
+
+    async def Attach(self, request_iterator, context):
+        while True:
+            if not self.silent:
+                self.step += 1
+                await context.write(decode_pb2.StepOutputs(step=self.step))
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def client_of(rank):
+    """A client of the rank, and the list that grows with every loss."""
     server = await rpc.open_server(
         "127.0.0.1:0", lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(rank, server), []
     )
     losses = []
     address = RankAddress(RANK, f"127.0.0.1:{server.port}")
     client = DecodeClient(address, None, lambda load: None, lambda: losses.append(1))
-    async with asyncio.timeout(10):
-        await client.connected.wait()
+    try:
+        async with asyncio.timeout(20):
+            await client.connected.wait()
+            yield client, losses
+    finally:
+        await client.close()
+        await server.stop()
+
+
+async def test_a_silent_rank_is_lost(monkeypatch):
+    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+    rank = Reporter()
+    async with client_of(rank) as (client, losses):
+        stream = client.start(COMMAND)
+        rank.silent = True
+        with pytest.raises(DecodeRankLost, match="silent"):
+            await stream.next()
+        assert losses == [1]
+
+
+async def test_a_router_that_did_not_run_blames_no_rank(monkeypatch):
+    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+    rank = Reporter()
+    async with client_of(rank) as (client, losses):
+        time.sleep(1.5)
+        step = rank.step
+        while rank.step < step + 5:
+            await asyncio.sleep(0.05)
+        assert losses == [] and client.connected.is_set()
+
+
+async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
+    """Else every request on it would wait for ever, and none would be moved."""
+    rank = Rank(lambda request_id: decode_pb2.RequestOutput(request_id=request_id, finished=99))
+    async with client_of(rank) as (client, losses):
         with pytest.raises(DecodeRankLost, match="finish_reason"):
             await client.start(COMMAND).next()
         assert losses == [1]
         while rank.streams < 2:
             await asyncio.sleep(0.01)
         await client.connected.wait()
-    await client.close()
-    await server.stop()
