@@ -242,12 +242,15 @@ _MESSAGE_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
-# A peer whose host died sends no FIN: pings find out within keepalive time + timeout.
+# A peer whose host died sends no FIN: pings find out within keepalive time + timeout. A process that was
+# killed is known at once without them. So the timeout is what a living peer may be kept from answering:
+# on a crowded host an ordinary process waits for its turn for more than 5 s.
+_PING_TIMEOUT_MS = 20_000
 _KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
     # It never comes into effect; this is what ends the wait for a ping's answer (grpc/grpc#39239).
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from processes.harness import KV_PAGES, ProcessCluster, prompt_of, until
 
-# Slow: that a silent process is stopped, and not busy, is known by gRPC's keepalive alone (10 s + 5 s).
+# Slow: that a silent process is stopped, and not busy, is known by gRPC's keepalive alone (10 s + 20 s).
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 PREFILL = ["prefill-0/0", "prefill-1/0"]

@@ -22,7 +22,7 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 log = logging.getLogger(__name__)
 
 _Message = handshake_pb2.HandshakeMessage
-_CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 15.0  # a peer that is not there is known at once; this is for a starved one
 
 
 class DecodeStreams:

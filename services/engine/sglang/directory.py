@@ -14,7 +14,7 @@ from services.kv.types import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 15.0  # as for a stream
 
 Place = tuple[int, int, int, int]  # dp_rank, cp_rank, tp_rank, pp_rank
 

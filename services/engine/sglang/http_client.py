@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from services.engine.sglang.settings import IDLE_CONNECTION_S
 from services.errors import InvalidRequest, IsthmusError, PeerFailed, Unavailable
 
 _CLIENT_ERRORS = (aiohttp.ClientError, ConnectionError, TimeoutError)
@@ -21,7 +22,7 @@ class SglangHttp:
     def __init__(self, port: int) -> None:
         self._base = f"http://127.0.0.1:{port}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=1 << 22,
         )

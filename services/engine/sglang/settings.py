@@ -38,6 +38,7 @@ _UNSUPPORTED = {
     "--enable-lora": "its adapters are not part of the index's hashes",
     "--lora-paths": "its adapters are not part of the index's hashes",
 }
+IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
 _CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 _SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
 
@@ -128,6 +129,8 @@ class SglangSettings:
             "SGLANG_PLUGINS": "isthmus",  # no other package's
             # NIXL would read pages before they are written: it drops the event that says when they are.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+            # We close idle connections, never SGLang: a request could meet one that is being closed.
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
         }
         if self.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -42,7 +42,7 @@ _START_TIMEOUT_S = 900.0  # weights of a large model are read from a cold disk
 _ACTIVE_TIMEOUT_S = 15.0
 _HEALTH_POLL_S = 0.2
 _LOAD_POLL_S = 0.25
-_REPORT_TIMEOUT_S = 2.0
+_REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
 _MAX_ROOMS = 4096
 
 

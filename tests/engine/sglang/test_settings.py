@@ -3,7 +3,7 @@
 import pytest
 
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
-from services.engine.sglang.settings import SglangSettings
+from services.engine.sglang.settings import IDLE_CONNECTION_S, SglangSettings
 from services.errors import ConfigError
 from services.kv.types import Role
 
@@ -107,3 +107,7 @@ def test_the_plugin_reads_what_the_service_wrote():
     assert written.tls().ca.name == "ca"
     with pytest.raises(ConfigError, match=VARIABLE):
         PluginSettings.from_environment({})
+
+
+def test_sglang_keeps_idle_connections_longer_than_we_do(tmp_path):
+    assert int(settings(tmp_path).environment({})["SGLANG_TIMEOUT_KEEP_ALIVE"]) > IDLE_CONNECTION_S
