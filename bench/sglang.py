@@ -13,11 +13,15 @@ The same conversations, one system after the other, in this order:
     sglang_router_two_workers  its best shot: each decode rank is a worker of its own, so that a policy has
                                a choice to make: the same ranks, cores and KV. (In 0.3.2 cache_aware is
                                blind in P/D mode all the same: sgl-project/sglang#23573)
+    sglang_router_waiting      as sglang_router, but SGLang waits where it spins, as our plugin has it do:
+                               so the difference to ours is that of the routers and what they ask for
     dp_aware                   sglang-router --dp-aware, with one decode worker of 2 DP ranks: one request.
                                0.3.2 fails it in P/D mode: it posts to the URL HOST:PORT@RANK as it stands
 
-All engines get the same arguments, but for those that only our plugin needs. SGLang on a CPU computes tens
-of tokens a second, and other programs share this machine's cores: what counts is hits, bytes and ratios.
+All engines get the same arguments, but for those that only our plugin needs. The load is the same; engines
+have computed some short requests before, and caches are empty. Other programs may share this machine's cores:
+what counts is hits, bytes, ratios, and the CPU time that all processes of a system took. With `--repeat`
+every system runs that often, every other round in the opposite order; the figures are then medians.
 The router's policies look at a request's text, SGLang computes its token ids: requests carry both.
 """
 
@@ -27,15 +31,27 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
 from transformers import AutoTokenizer
 
 from bench.report import Row, table
 from bench.sglang_load import Client, Load, TokenIds, Turn, drive, run_turn, warm_up
 from bench.sglang_stock import Router, StockSglang
-from bench.sglang_summary import PAGE_SIZE, all_ratios, differing, rows, summary
+from bench.sglang_summary import (
+    PAGE_SIZE,
+    Measured,
+    differing,
+    medians,
+    nested,
+    ranges,
+    ratios,
+    summary,
+    table_rows,
+)
 from services import rpc
 from services.cli.client import responses
 from services.cli.local_cluster import LocalCluster, Shape
@@ -46,12 +62,25 @@ from services.kv.types import Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 POLICIES = ("power_of_two", "cache_aware")
-# Name, decode workers, ranks of each.
-STOCK_SYSTEMS = (("sglang_router", 1, 2), ("sglang_router_two_workers", 2, 1))
-SYSTEMS = ("ours", *(name for name, _, _ in STOCK_SYSTEMS), "dp_aware")
 MAX_RUNNING, CHUNK, RESERVED = 8, 512, 64
 _WARM_UPS = 6
 _TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class StockSystem:
+    name: str
+    workers: int  # of decode
+    dp_size: int  # of each
+    waits: bool = False
+
+
+STOCK_SYSTEMS = (
+    StockSystem("sglang_router", 1, 2),
+    StockSystem("sglang_router_two_workers", 2, 1),
+    StockSystem("sglang_router_waiting", 1, 2, waits=True),
+)
+SYSTEMS = ("ours", *(system.name for system in STOCK_SYSTEMS), "dp_aware")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +129,7 @@ class Bench:
         )
 
 
-async def run_ours(bench: Bench) -> tuple[list[Turn], float]:
+async def run_ours(bench: Bench) -> Measured:
     shape = Shape(
         model=bench.model,
         data_dir=bench.folder / "etcd",
@@ -144,17 +173,29 @@ def _note_finish(turn: Turn, finish: generation_pb2.Finish) -> None:
     turn.kv_bytes_moved = finish.usage.kv_bytes_moved
 
 
-async def measure(client: Client, load: Load) -> tuple[list[Turn], float]:
+async def measure(client: Client, load: Load) -> Measured:
     for turn in warm_up(load, _WARM_UPS):
         await run_turn(client, turn)
-    return await drive(client, load)
+    before_s = _cpu_s()
+    turns, elapsed_s = await drive(client, load)
+    return Measured(turns, elapsed_s, _cpu_s() - before_s, os.getloadavg()[0])
 
 
-async def run_stock(bench: Bench, system: StockSglang, policy: str) -> tuple[list[Turn], float]:
+def _cpu_s() -> float:
+    """Of all processes that we have started and that run still: one system's."""
+    total_s = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total_s += times.user + times.system
+    return total_s
+
+
+async def run_stock(bench: Bench, system: StockSglang, policy: str) -> Measured:
     async with system.routed((f"--policy={policy}",), bench.router_path, policy) as router:
-        turns, elapsed_s = await measure(_router_client(bench, router), bench.load)
-        router.settle(turns)
-    return turns, elapsed_s
+        measured = await measure(_router_client(bench, router), bench.load)
+        router.settle(measured.turns)
+    return measured
 
 
 def _router_client(bench: Bench, router: Router) -> Client:
@@ -184,43 +225,60 @@ async def try_dp_aware(bench: Bench, system: StockSglang) -> Row:
     return {"works": True, "error": ""}
 
 
-@dataclass(slots=True)
-class Results:
-    ours: Row | None = None
-    policies_of: dict[str, dict[str, Row]] = field(default_factory=dict)  # by system
-    dp_aware: Row | None = None
-
-    def report(self) -> dict[str, object]:
-        report: dict[str, object] = {"ours": self.ours, **self.policies_of, "dp_aware": self.dp_aware}
-        if self.ours is not None:
-            report["ratios"] = all_ratios(self.ours, self.policies_of)
-        return report
-
-
-async def run(bench: Bench, systems: Sequence[str]) -> Results:
-    results, reference = Results(), None
-    if "ours" in systems:
-        reference, elapsed_s = await run_ours(bench)
-        results.ours = _shown("ours", summary(reference, elapsed_s))
-    for name, workers, dp_size in STOCK_SYSTEMS:
-        if name not in systems:
-            continue
-        async with StockSglang(bench.stock_settings(dp_size), workers, bench.folder / name) as system:
-            rows_of = results.policies_of[name] = {}
-            for policy in POLICIES:
-                turns, elapsed_s = await run_stock(bench, system, policy)
-                row = summary(turns, elapsed_s)
-                if reference is not None:
-                    row["answers_unlike_ours"] = differing(reference, turns)
-                rows_of[policy] = _shown(f"{name}/{policy}", row)
-            if dp_size > 1 and "dp_aware" in systems:
-                results.dp_aware = _shown("dp_aware", await try_dp_aware(bench, system))
-    return results
+async def run_round(bench: Bench, systems: Sequence[str], backwards: bool) -> dict[str, Row]:
+    """The row of every system, and of every policy of it: SYSTEM/POLICY."""
+    measured: dict[str, Measured] = {}
+    for name in reversed(systems) if backwards else systems:
+        if name == "ours":
+            measured["ours"] = _shown("ours", await run_ours(bench))
+        for stock in STOCK_SYSTEMS:
+            if stock.name == name:
+                measured |= await run_policies(bench, stock)
+    rows = {name: summary(one) for name, one in measured.items()}
+    if "ours" in measured:
+        for name, one in measured.items():
+            rows[name]["answers_unlike_ours"] = differing(measured["ours"].turns, one.turns)
+    return rows
 
 
-def _shown(name: str, row: Row) -> Row:
-    print(f"{name}: {json.dumps(row)}", flush=True)
-    return row
+async def run_policies(bench: Bench, stock: StockSystem) -> dict[str, Measured]:
+    settings = bench.stock_settings(stock.dp_size)
+    measured: dict[str, Measured] = {}
+    async with StockSglang(settings, stock.workers, bench.folder / stock.name, stock.waits) as system:
+        for policy in POLICIES:
+            name = f"{stock.name}/{policy}"
+            measured[name] = _shown(name, await run_stock(bench, system, policy))
+    return measured
+
+
+def _shown(name: str, measured: Measured) -> Measured:
+    print(f"{name}: {json.dumps(summary(measured))}", flush=True)
+    return measured
+
+
+async def run(bench: Bench, systems: Sequence[str], repeat: int) -> dict[str, object]:
+    """The report but for what was asked: medians, their ranges, ratios, and every round."""
+    rounds: list[dict[str, Row]] = []
+    report: dict[str, object] = {}
+    for number in range(repeat):
+        folder = bench.folder / f"round-{number}"
+        folder.mkdir()
+        rounds.append(await run_round(replace(bench, folder=folder), systems, backwards=number % 2 == 1))
+    if "dp_aware" in systems:
+        async with StockSglang(bench.stock_settings(2), 1, bench.folder / "dp_aware") as system:
+            report["dp_aware"] = await try_dp_aware(bench, system)
+        print(f"dp_aware: {json.dumps(report['dp_aware'])}", flush=True)
+    rows = {name: medians([one[name] for one in rounds]) for name in rounds[0]}
+    report |= nested(rows)
+    if "ours" in rows:
+        others = {name: ratios(rows["ours"], row) for name, row in rows.items() if name != "ours"}
+        report["ratios"] = nested(others)
+    if repeat > 1:
+        report["ranges"] = {name: ranges([one[name] for one in rounds]) for name in rounds[0]}
+        report["rounds"] = rounds
+    if rows:
+        print("\n" + table(table_rows(rows)))
+    return report
 
 
 def main() -> None:
@@ -237,23 +295,30 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--kv-pages", type=int, default=1024, help="of each rank: all that is sent fits")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=1, help="rounds; the figures are their medians")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which of them, with commas")
     parser.add_argument("--router-path", default="", help="where sglang-router is, if not installed")
     parser.add_argument("--folder", type=Path, help="keep logs here; must not exist")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in Load.__dataclass_fields__}
     load = Load(**sizes)
+    systems = arguments.systems.split(",")
+    if unknown := set(systems) - set(SYSTEMS):
+        parser.error(f"--systems: {', '.join(sorted(unknown))} not among {', '.join(SYSTEMS)}")
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as temporary:
         folder = arguments.folder or Path(temporary) / "run"
         folder.mkdir(parents=True)
         make_model(folder / "model")
         bench = Bench(folder / "model", folder, arguments.kv_pages, load, arguments.router_path)
-        results = asyncio.run(run(bench, arguments.systems.split(",")))
-    print("\n" + table(rows(results.ours, results.policies_of)))
-    if arguments.json is not None:
-        settings = asdict(load) | {"kv_pages": arguments.kv_pages, "page_size": PAGE_SIZE}
         host = {"cpus": os.cpu_count(), "load_average": os.getloadavg()}  # others' programs too
-        report = {"benchmark": "sglang", "host": host, "settings": settings, **results.report()}
+        report = asyncio.run(run(bench, systems, arguments.repeat))
+    if arguments.json is not None:
+        settings = asdict(load) | {
+            "kv_pages": arguments.kv_pages,
+            "page_size": PAGE_SIZE,
+            "rounds": arguments.repeat,
+        }
+        report = {"benchmark": "sglang", "host": host, "settings": settings, **report}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 FILE_VARIABLE = "ISTHMUS_BENCH_PROBE"
-PLUGIN = "isthmus_bench_probe"
 _NIXL = "sglang.srt.disaggregation.nixl.conn"
 _QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 

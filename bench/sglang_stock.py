@@ -27,7 +27,8 @@ from services.parent_death import die_with
 from services.ports import free_ports
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_PLUGIN, _PROBE_FILE = "isthmus_bench_probe", "ISTHMUS_BENCH_PROBE"  # as in sglang_probe
+_PROBE, _WAITS = "bench.sglang_probe", "bench.sglang_waits"  # plugins
+_PROBE_FILE = "ISTHMUS_BENCH_PROBE"  # as in sglang_probe
 _START_S, _STOP_S, _POLL_S = 400.0, 5.0, 0.2
 # What only our plugin and our index need.
 _OURS = ("--kv-events-config", "--decode-log-interval")
@@ -86,12 +87,16 @@ class Server:
 
 
 class StockSglang:
-    """`async with StockSglang(settings, decode_workers, folder)`: that many servers of `dp_size` ranks."""
+    """`async with StockSglang(...)`: one prefill server, and decode servers of `settings.dp_size` ranks."""
 
-    def __init__(self, settings: SglangSettings, decode_workers: int, folder: Path) -> None:
+    def __init__(
+        self, settings: SglangSettings, decode_workers: int, folder: Path, waits: bool = False
+    ) -> None:
+        """`waits`: its processes wait where they spin, as our plugin has them do."""
         self._settings = settings  # of decode; prefill has one rank
         self._decode_workers = decode_workers
         self._folder = folder
+        self._plugins = (_PROBE, _WAITS) if waits else (_PROBE,)
         self.prefill: Server
         self.decodes: list[Server] = []
 
@@ -109,7 +114,8 @@ class StockSglang:
 
     async def _start(self) -> None:
         self._folder.mkdir()
-        _write_plugin(self._folder)
+        for module in self._plugins:
+            _write_plugin(self._folder, module)
         self._session = await self._stack.enter_async_context(aiohttp.ClientSession())
         prefill = replace(self._settings, role=Role.PREFILL, worker="prefill", dp_size=1)
         self.bootstrap_port, *ports = free_ports("127.0.0.1", 2 + self._decode_workers)
@@ -130,7 +136,10 @@ class StockSglang:
         environment = settings.environment(os.environ)
         paths = (str(self._folder), str(_REPOSITORY), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        environment |= {"SGLANG_PLUGINS": _PLUGIN, _PROBE_FILE: str(server.probe_path)}
+        environment |= {
+            "SGLANG_PLUGINS": ",".join(map(_plugin_name, self._plugins)),
+            _PROBE_FILE: str(server.probe_path),
+        }
         if settings.dp_size == 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = str(first_core % (os.cpu_count() or 1))
         await self._stack.enter_async_context(process(command, environment, server.log_path))
@@ -257,12 +266,17 @@ class Router:
             turn.kv_bytes_moved = ticket["pages"] * page_bytes
 
 
-def _write_plugin(folder: Path) -> None:
-    """What makes `bench.sglang_probe` an installed plugin for whoever has `folder` in its path."""
-    info = folder / f"{_PLUGIN}-1.dist-info"
+def _plugin_name(module: str) -> str:
+    return module.replace(".", "_")
+
+
+def _write_plugin(folder: Path, module: str) -> None:
+    """What makes a module an installed plugin for whoever has `folder` in its path."""
+    name = _plugin_name(module)
+    info = folder / f"{name}-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{_PLUGIN} = bench.sglang_probe:register\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {module}:register\n")
 
 
 def _ids_of(line: bytes) -> TokenIds:

@@ -1,7 +1,8 @@
 """What the turns of a system come to, beside those of another one. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from bench.report import Row
@@ -18,17 +19,29 @@ _COMPARED = (
     "itl_p50_s",
     "tpot_p50_s",
     "output_tokens_per_s",
+    "cpu_s",
 )
 _SHOWN = ("failed_attempts", *_COMPARED[:1], "busiest_rank_share", "hit_share_of_possible", *_COMPARED[1:])
 
 
-def summary(turns: Sequence[Turn], elapsed_s: float) -> Row:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A load, and what it took."""
+
+    turns: Sequence[Turn]
+    elapsed_s: float
+    cpu_s: float  # of all processes of the system, its engines included
+    load_average: float  # of the machine in the last minute: other programs' too
+
+
+def summary(measured: Measured) -> Row:
     """Of at least two turns of a conversation.
 
     A turn is on its rank when the turn before ran there. `possible` hits are all full pages of the prompt
     whose KV was made before. Tokens that reach the client together have gaps of 0 between them, so the time
     per output token of a turn (tpot) says more than the gaps (itl) where answers are short.
     """
+    turns = measured.turns
     later = [turn for turn in turns if turn.turn > 0]
     rank_of = {(turn.conversation, turn.turn): turn.rank for turn in turns}
     on_rank = sum(turn.rank == rank_of[turn.conversation, turn.turn - 1] for turn in later)
@@ -47,8 +60,10 @@ def summary(turns: Sequence[Turn], elapsed_s: float) -> Row:
         "ttft_p99_s": percentile(ttft_s, 0.99),
         "itl_p50_s": median(gaps_s),
         "tpot_p50_s": median(sum(turn.gaps_s) / len(turn.gaps_s) for turn in turns if turn.gaps_s),
-        "output_tokens_per_s": sum(len(turn.token_ids) for turn in turns) / elapsed_s,
-        "elapsed_s": elapsed_s,
+        "output_tokens_per_s": sum(len(turn.token_ids) for turn in turns) / measured.elapsed_s,
+        "elapsed_s": measured.elapsed_s,
+        "cpu_s": measured.cpu_s,
+        "load_average": measured.load_average,
     }
 
 
@@ -64,25 +79,43 @@ def differing(ours: Sequence[Turn], others: Sequence[Turn]) -> int:
     return sum(answers[turn.name] != turn.token_ids for turn in others)
 
 
+# -- several rounds ------------------------------------------------------------------------------------
+
+
+def medians(rounds: Sequence[Row]) -> Row:
+    """Of each figure of a system, over its rounds."""
+    return {name: median(_number(row[name]) for row in rounds) for name in rounds[0]}
+
+
+def ranges(rounds: Sequence[Row]) -> Row:
+    """The lowest and the highest of each figure that was not the same in all rounds."""
+    pairs = {name: [f([_number(row[name]) for row in rounds]) for f in (min, max)] for name in rounds[0]}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def ratios(ours: Row, theirs: Row) -> Row:
     """Ours divided by theirs; nothing where theirs is 0."""
     pairs = {name: (_number(ours[name]), _number(theirs[name])) for name in _COMPARED}
     return {name: mine / other for name, (mine, other) in pairs.items() if other}
 
 
-def all_ratios(ours: Row, policies_of: dict[str, dict[str, Row]]) -> dict[str, dict[str, Row]]:
-    return {
-        system: {policy: ratios(ours, row) for policy, row in policies.items()}
-        for system, policies in policies_of.items()
-    }
+def nested(rows: Mapping[str, Row]) -> Row:
+    """SYSTEM/POLICY as two levels of keys."""
+    levels: dict[str, object] = {}
+    for name, row in rows.items():
+        system, _, policy = name.partition("/")
+        if policy:
+            policies = levels.setdefault(system, {})
+            assert isinstance(policies, dict)
+            policies[policy] = row
+        else:
+            levels[system] = row
+    return levels
 
 
-def rows(ours: Row | None, policies_of: dict[str, dict[str, Row]]) -> list[Row]:
-    """One per system and policy, for a person."""
-    named = {} if ours is None else {"ours": ours}
-    for system, policies in policies_of.items():
-        named |= {f"{system}/{policy}": row for policy, row in policies.items()}
-    return [{"system": name, **{key: row[key] for key in _SHOWN}} for name, row in named.items()]
+def table_rows(rows: Mapping[str, Row]) -> list[Row]:
+    """One per system, for a person."""
+    return [{"system": name, **{key: row[key] for key in _SHOWN}} for name, row in rows.items()]
 
 
 def _number(value: object) -> float:

@@ -1,0 +1,30 @@
+"""A plugin for SGLang as it is, but for one thing: it waits where it spins, as our own plugin has it do.
+
+What Isthmus gains by routing, and what by leaving the cores to those who have work, is told apart by it.
+"""
+
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from services.engine.sglang import idle_waits
+from services.transfer.nixl import let_sleep
+
+_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+
+
+def register() -> None:
+    HookRegistry.register("nixl._api.nixl_agent.create_backend", _let_sleep, HookType.BEFORE)
+    HookRegistry.register(f"{_MANAGER}.update_status", _note_news, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
+    HookRegistry.register(f"{_CONTROLLER}.event_loop", idle_waits.wait_for_requests, HookType.BEFORE)
+
+
+def _let_sleep(agent: Any, *_: Any, **__: Any) -> None:
+    let_sleep(agent, one_thread=False)
+
+
+def _note_news(_result: None, *_: Any, **__: Any) -> None:
+    idle_waits.room_news().set()

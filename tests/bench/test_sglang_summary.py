@@ -1,0 +1,87 @@
+"""What bench.sglang makes of its turns."""
+
+import pytest
+
+from bench.sglang_load import Turn
+from bench.sglang_summary import (
+    Measured,
+    differing,
+    medians,
+    nested,
+    percentile,
+    ranges,
+    ratios,
+    summary,
+    table_rows,
+)
+
+
+def a_turn(conversation=0, turn=0, rank="d/0", **fields):
+    given = dict(prompt=[5] * 40, known_tokens=0, token_ids=[7, 8], attempts=1, ttft_s=0.5, gaps_s=[0.1])
+    return Turn(conversation, turn, rank=rank, **{**given, **fields})
+
+
+TURNS = [
+    a_turn(0, 0, kv_bytes_moved=300),
+    a_turn(0, 1, known_tokens=41, decode_prefix_len=32, kv_bytes_moved=100, ttft_s=0.1, gaps_s=[0.3]),
+    a_turn(1, 0, "d/1", attempts=3, kv_bytes_moved=300, ttft_s=0.2),
+    a_turn(1, 1, "d/0", known_tokens=41, kv_bytes_moved=300, ttft_s=0.3, gaps_s=[]),
+]
+MEASURED = Measured(TURNS, elapsed_s=4.0, cpu_s=6.0, load_average=1.5)
+
+
+def test_a_summary_counts_what_the_turns_say():
+    assert summary(MEASURED) == {
+        "turns": 4,
+        "failed_attempts": 2,
+        "on_rank_share": 0.5,  # of the two later turns
+        "busiest_rank_share": 0.75,
+        "prompt_tokens": 160,
+        "hit_tokens": 32,
+        "hit_share_of_possible": 0.5,  # 41 known tokens are two full pages
+        "kv_bytes_moved": 1000,
+        "ttft_p50_s": 0.2,
+        "ttft_p99_s": 0.5,
+        "itl_p50_s": 0.1,
+        "tpot_p50_s": 0.1,
+        "output_tokens_per_s": 2.0,
+        "elapsed_s": 4.0,
+        "cpu_s": 6.0,
+        "load_average": 1.5,
+    }
+
+
+@pytest.mark.parametrize("share, expected", [(0.0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.99, 4), (1.0, 4)])
+def test_a_percentile_is_the_smallest_sample_that_covers_the_share(share, expected):
+    assert percentile([4, 1, 3, 2], share) == expected
+
+
+def test_answers_are_compared_turn_by_turn():
+    others = [a_turn(0, 1, token_ids=[7, 9]), a_turn(0, 0), a_turn(1, 0)]
+    assert differing(TURNS, others) == 1
+
+
+def test_ratios_are_ours_by_theirs_where_theirs_is_not_nothing():
+    ours = summary(MEASURED)
+    theirs = {**ours, "hit_tokens": 0, "output_tokens_per_s": 4.0}
+    found = ratios(ours, theirs)
+    assert found["output_tokens_per_s"] == 0.5
+    assert found["kv_bytes_moved"] == found["ttft_p50_s"] == 1.0
+    assert "hit_tokens" not in found and "elapsed_s" not in found
+
+
+def test_rounds_come_to_medians_and_ranges():
+    rounds = [{"turns": 4, "cpu_s": cpu_s} for cpu_s in (3.0, 1.0, 2.0)]
+    assert medians(rounds) == {"turns": 4, "cpu_s": 2.0}
+    assert ranges(rounds) == {"cpu_s": [1.0, 3.0]}
+
+
+def test_policies_are_nested_under_their_system():
+    rows = {"ours": {"a": 1}, "router/one": {"a": 2}, "router/two": {"a": 3}}
+    assert nested(rows) == {"ours": {"a": 1}, "router": {"one": {"a": 2}, "two": {"a": 3}}}
+
+
+def test_the_table_has_a_line_for_each_system():
+    lines = table_rows({"ours": summary(MEASURED), "router/one": summary(MEASURED)})
+    assert [line["system"] for line in lines] == ["ours", "router/one"]
+    assert {"failed_attempts", "on_rank_share", "cpu_s", "output_tokens_per_s"} <= set(lines[0])
