@@ -8,8 +8,9 @@ A reservation, on the decode rank:
     RESERVED --prefill_sent--> FILLING --pages_landed--> READY --finished, cancelled--> RELEASED
         |                       |   |
         | cancelled             |   | prefill_failed
-        v                       |   v
-     RELEASED         cancelled |  RELEASED
+        v           renegotiated|   v
+     RELEASED    (to RESERVED)  |  RELEASED
+                                | cancelled
                                 v
                            QUARANTINED --writer_stopped, pages_landed, prefill_failed--> RELEASED
 
@@ -28,11 +29,13 @@ A room, on the prefill rank; ticket and request come in either order:
                                           (after failed, cancelled, link_lost)
 
     From NEW, TICKETED, REQUESTED or ABANDONED an abort is acknowledged at once and ends the room.
+    A ticket whose delta starts too late is sent back: NEW and REQUESTED go on waiting for a better one.
 
 Rule 1: every transition is in a table; the shell performs the effects in order and decides nothing.
 Rule 2: no clocks here. A deadline, a lease and a fence are the shell's, and arrive as events.
 Rule 3: LANDED, FAILED and the ack are a room's last word. None is said while a write is posted, for
         decode reuses its pages on hearing it. Only LANDED and WRITES_STOPPED tell that none is posted.
+        RENEGOTIATE is the last word on a ticket, by which nothing was written, but not on its room.
 """
 
 from collections.abc import Mapping
@@ -53,6 +56,7 @@ class ReservationState(Enum):
 class ReservationEvent(Enum):
     PREFILL_SENT = auto()  # the ticket is about to leave
     PAGES_LANDED = auto()
+    RENEGOTIATED = auto()  # prefill wants a ticket that starts earlier; it has written nothing by this one
     PREFILL_FAILED = auto()  # prefill says it failed or refused, hence writes no more
     WRITER_STOPPED = auto()  # abort acknowledged, process seen dead by its supervisor, or fence time over
     CANCELLED = auto()  # client gone, deadline passed, or link lost
@@ -63,6 +67,7 @@ class ReservationEffect(Enum):
     SEND_ABORT = auto()
     PUBLISH = auto()  # full pages whose KV is complete go to the radix tree
     CLOSE = auto()  # give everything back
+    REOPEN = auto()  # give everything back and reserve anew, with a shorter prefix
     QUARANTINE = auto()  # give up the prefix, keep the private pages from reuse
     END_QUARANTINE = auto()
 
@@ -80,6 +85,7 @@ class RoomState(Enum):
 
 class RoomEvent(Enum):
     TICKET = auto()  # came and passed its check
+    LATE_TICKET = auto()  # came, and would pass if its delta started earlier
     REQUEST = auto()  # the Prefill call came
     LANDED = auto()  # the request's last write landed: none is posted, none will be
     FAILED = auto()  # a write or the compute failed, the ticket was refused, or nobody came in time
@@ -91,6 +97,7 @@ class RoomEvent(Enum):
 
 class RoomEffect(Enum):
     SEND_ACCEPTED = auto()
+    SEND_RENEGOTIATE = auto()
     START_WRITES = auto()  # from here on writes may be posted
     STOP_WRITES = auto()  # post no more; LANDED or WRITES_STOPPED must follow
     SEND_LANDED = auto()
@@ -107,10 +114,12 @@ RESERVATION: Mapping[
     (_S.RESERVED, _E.PREFILL_SENT): (_S.FILLING, ()),
     (_S.RESERVED, _E.CANCELLED): (_S.RELEASED, (_F.CLOSE,)),
     (_S.FILLING, _E.PAGES_LANDED): (_S.READY, (_F.PUBLISH,)),
+    (_S.FILLING, _E.RENEGOTIATED): (_S.RESERVED, (_F.REOPEN,)),
     (_S.FILLING, _E.PREFILL_FAILED): (_S.RELEASED, (_F.CLOSE,)),
     (_S.FILLING, _E.CANCELLED): (_S.QUARANTINED, (_F.SEND_ABORT, _F.QUARANTINE)),
     (_S.QUARANTINED, _E.CANCELLED): (_S.QUARANTINED, ()),
     (_S.QUARANTINED, _E.WRITER_STOPPED): (_S.RELEASED, (_F.END_QUARANTINE,)),
+    (_S.QUARANTINED, _E.RENEGOTIATED): (_S.RELEASED, (_F.END_QUARANTINE,)),
     (_S.QUARANTINED, _E.PREFILL_FAILED): (_S.RELEASED, (_F.END_QUARANTINE,)),
     (_S.QUARANTINED, _E.PAGES_LANDED): (_S.RELEASED, (_F.END_QUARANTINE,)),
     (_S.READY, _E.FINISHED): (_S.RELEASED, (_F.PUBLISH, _F.CLOSE)),
@@ -118,6 +127,7 @@ RESERVATION: Mapping[
     (_S.RELEASED, _E.CANCELLED): (_S.RELEASED, ()),
     # An abort crossed the last word on its way, or fence time ended the quarantine before it came.
     (_S.RELEASED, _E.WRITER_STOPPED): (_S.RELEASED, ()),
+    (_S.RELEASED, _E.RENEGOTIATED): (_S.RELEASED, ()),
     (_S.RELEASED, _E.PREFILL_FAILED): (_S.RELEASED, ()),
     (_S.RELEASED, _E.PAGES_LANDED): (_S.RELEASED, ()),
 }
@@ -126,6 +136,7 @@ _R, _V, _X = RoomState, RoomEvent, RoomEffect
 
 ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ...]]] = {
     (_R.NEW, _V.TICKET): (_R.TICKETED, (_X.SEND_ACCEPTED,)),
+    (_R.NEW, _V.LATE_TICKET): (_R.NEW, (_X.SEND_RENEGOTIATE,)),
     (_R.NEW, _V.REQUEST): (_R.REQUESTED, ()),
     (_R.NEW, _V.FAILED): (_R.ABANDONED, ()),
     (_R.NEW, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
@@ -134,11 +145,13 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
     (_R.TICKETED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
     (_R.TICKETED, _V.LINK_LOST): (_R.ENDED, ()),
     (_R.REQUESTED, _V.TICKET): (_R.WRITING, (_X.SEND_ACCEPTED, _X.START_WRITES)),
+    (_R.REQUESTED, _V.LATE_TICKET): (_R.REQUESTED, (_X.SEND_RENEGOTIATE,)),
     (_R.REQUESTED, _V.FAILED): (_R.ABANDONED, (_X.FAIL_REQUEST,)),
     (_R.REQUESTED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK, _X.FAIL_REQUEST)),
     (_R.REQUESTED, _V.LINK_LOST): (_R.ABANDONED, (_X.FAIL_REQUEST,)),
     (_R.REQUESTED, _V.CANCELLED): (_R.ABANDONED, ()),
     (_R.ABANDONED, _V.TICKET): (_R.ENDED, (_X.SEND_FAILED,)),
+    (_R.ABANDONED, _V.LATE_TICKET): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.ABANDONED, _V.REQUEST): (_R.ABANDONED, (_X.FAIL_REQUEST,)),
     (_R.ABANDONED, _V.FAILED): (_R.ABANDONED, ()),
     (_R.ABANDONED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),

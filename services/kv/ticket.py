@@ -16,6 +16,15 @@ from services.kv.types import (
     Room,
 )
 
+
+class StartsWithinPage(ProtocolError):
+    """The ticket would do if its delta started at `start`, with the page: pages are written whole."""
+
+    def __init__(self, start: int, decode_prefix_len: int) -> None:
+        super().__init__(f"the delta starts at token {decode_prefix_len}, within the page from {start} on")
+        self.start = start
+
+
 _EQUAL_IN_LAYOUTS = ("page_size", "page_bytes", "model_fingerprint", "groups")
 
 
@@ -67,6 +76,7 @@ def check_ticket(
 
     Raises:
         StaleGeneration: the ticket is for another life of this rank.
+        StartsWithinPage: an earlier start would do.
         ProtocolError: why it cannot be honoured, as a sentence.
     """
     if ticket.prefill_generation != own_generation:
@@ -95,6 +105,8 @@ def same_kv(one: KvLayout, other: KvLayout) -> bool:
 
 def _check_runs(ticket: KvTicket, page_size: int, pool_pages: int) -> None:
     hit_kind(ticket.decode_prefix_len, ticket.prompt_len)
+    if offset := ticket.decode_prefix_len % page_size:
+        raise StartsWithinPage(ticket.decode_prefix_len - offset, ticket.decode_prefix_len)
     expected = len(pages_covering(ticket.decode_prefix_len, ticket.prompt_len, page_size))
     num_pages = sum(run.num_pages for run in ticket.runs)
     if num_pages != expected:

@@ -22,7 +22,7 @@ from services import rpc
 from services.errors import IsthmusError, PeerFailed, StaleGeneration, Unavailable
 from services.kv.types import KvLayout, KvTicket, PoolMemory, RankAddress, RankId, Room
 from services.transfer.hello import Hello, check_hello, read_hello
-from services.transfer.room_watch import Landed, RoomWatch
+from services.transfer.room_watch import Landed, Renegotiated, RoomWatch
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
@@ -280,12 +280,14 @@ class PrefillLink:
         elif (watch := self._last_word(status.room)) is not None:
             if status.state == _State.STATE_LANDED:
                 watch.on_landed(Landed(status.bytes_moved, status.descriptors))
+            elif status.state == _State.STATE_RENEGOTIATE:
+                watch.on_renegotiated(Renegotiated(status.start))
             else:
                 name = _State.State.Name(status.state).removeprefix("STATE_").lower()
                 watch.on_last_word(f"{self.address.id}: the transfer was {name}: {status.reason}")
 
     def _last_word(self, room: int) -> RoomWatch | None:
-        """The room's watch, which this stream has nothing more to tell."""
+        """The watch of the room's ticket, which this stream has nothing more to tell."""
         watch = self._watches.pop(Room(room), None)
         self._half_close_if_idle()
         return watch

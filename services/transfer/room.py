@@ -80,6 +80,7 @@ class PrefillRoom:
     link: Link | None = None
     ticket: KvTicket | None = None
     write_until_s: float = 0.0
+    earlier_start: int = 0  # tokens; asked for when a ticket is sent back
     request: Request | None = None  # until its on_end is called
     pages: list[PageId] = field(default_factory=list)  # computed ones, from position 0 on
     peer: PeerName | None = None
@@ -114,6 +115,8 @@ class PrefillRoom:
 
     def say_status(self, state: handshake_pb2.Status.State) -> None:
         status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)
+        if state == handshake_pb2.Status.STATE_RENEGOTIATE:
+            status.start = self.earlier_start
         if self.delta is not None:
             status.bytes_moved, status.descriptors = self.delta.bytes_moved, self.delta.descriptors
         if self.ticket is not None:

@@ -1,6 +1,7 @@
 """What a decode rank knows of one ticket it has sent.
 
 sent --> accepted --> landed
+  |         |    +--> renegotiated: nothing was written; another ticket of the room gets another watch
   |         |    +--> failed, refused, abort acknowledged ---------------> writer stopped
   +---------+-------> lost: the stream ended without a last word             ^
                         |  the writer may write still, until one of these:   |
@@ -28,6 +29,13 @@ class Landed:
 
     bytes_moved: int
     descriptors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renegotiated:
+    """Nothing was written by the ticket; one whose delta starts at `start` would be honoured."""
+
+    start: int  # tokens, as the writer says
 
 
 class WriterLink(Protocol):
@@ -62,7 +70,7 @@ class RoomWatch:
         self._answered = asyncio.Event()  # accepted, or settled
         self._settled = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._landed: Landed | None = None
+        self._outcome: Landed | Renegotiated | None = None
         self._failure = ""
         self.stop_awaited = False
 
@@ -78,8 +86,8 @@ class RoomWatch:
         await self._answered.wait()
         self._raise_failure()
 
-    async def landed(self) -> Landed:
-        """Wait until the whole delta has landed.
+    async def outcome(self) -> Landed | Renegotiated:
+        """Wait until the whole delta has landed, or the writer asks for another ticket.
 
         Raises:
             PeerFailed: refused, failed, aborted, or the stream was lost. Only `writer_stopped` tells
@@ -87,8 +95,15 @@ class RoomWatch:
         """
         await self._settled.wait()
         self._raise_failure()
-        assert self._landed is not None
-        return self._landed
+        assert self._outcome is not None
+        return self._outcome
+
+    async def landed(self) -> Landed:
+        """As `outcome`, for who has no other ticket to give. Raises PeerFailed for that too."""
+        outcome = await self.outcome()
+        if isinstance(outcome, Renegotiated):
+            raise PeerFailed(f"{self.writer.id}: the delta would have to start at token {outcome.start}")
+        return outcome
 
     def renew(self, write_until_s: float) -> None:
         """Let the writer write until then, on its own clock. Nothing happens once settled or lost."""
@@ -129,10 +144,10 @@ class RoomWatch:
         self._answered.set()
 
     def on_landed(self, landed: Landed) -> None:
-        if not self._settled.is_set():
-            self._landed = landed
-        self._settle("")
-        self._stopped.set()
+        self._end_well(landed)
+
+    def on_renegotiated(self, renegotiated: Renegotiated) -> None:
+        self._end_well(renegotiated)
 
     def on_last_word(self, reason: str) -> None:
         """Refused, failed, or the abort acknowledged."""
@@ -153,6 +168,12 @@ class RoomWatch:
         """A new stream to the same life stands; what it was told on the old one may be lost."""
         self._link = link
         link.send_abort(self.room)
+
+    def _end_well(self, outcome: Landed | Renegotiated) -> None:
+        if not self._settled.is_set():
+            self._outcome = outcome
+        self._settle("")
+        self._stopped.set()
 
     def _settle(self, failure: str) -> None:
         if not self._settled.is_set():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from services.errors import IsthmusError, PeerFailed, ProtocolError
 from services.kv.handshake import RoomEffect, RoomEvent, RoomState, step_room
-from services.kv.ticket import check_ticket
+from services.kv.ticket import StartsWithinPage, check_ticket
 from services.kv.transfer_plan import pages_covering
 from services.kv.types import KvLayout, KvTicket, PageId, RankId, Room
 from services.transfer.base import PeerName, Transport
@@ -196,6 +196,10 @@ class RoomTable:
             if link.problem:
                 raise PeerFailed(link.problem)
             check_ticket(ticket, prompt_len, self._layout, link.memory, self._own_id.generation)
+        except StartsWithinPage as late:
+            room.link, room.earlier_start = link, late.start
+            self._step(room, RoomEvent.LATE_TICKET, str(late))
+            return
         except IsthmusError as error:
             self._reject(link, room, str(error))
             return
@@ -241,13 +245,15 @@ class RoomTable:
             self._perform(room, effect)
         if room.state in _OVER:
             self._finish(room)
-        else:
+        elif room.state is not RoomState.NEW:  # a ticket was sent back, and nothing else is known of it
             self._rooms[room.id] = room
 
     def _perform(self, room: PrefillRoom, effect: RoomEffect) -> None:
         match effect:
             case RoomEffect.SEND_ACCEPTED:
                 room.say_status(handshake_pb2.Status.STATE_ACCEPTED)
+            case RoomEffect.SEND_RENEGOTIATE:
+                room.say_status(handshake_pb2.Status.STATE_RENEGOTIATE)
             case RoomEffect.SEND_LANDED:
                 room.say_status(handshake_pb2.Status.STATE_LANDED)
             case RoomEffect.SEND_FAILED:

@@ -70,7 +70,7 @@ def test_a_ticket_for_another_life_is_stale():
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ({"decode_prefix_len": 6}, "does not begin a page"),
+        ({"decode_prefix_len": 6}, "within the page from 4 on"),
         ({"decode_prefix_len": 16}, "not one of 14 tokens"),
         ({"decode_prefix_len": -4}, "not one of 14 tokens"),
         ({"prompt_len": 15}, "15 prompt tokens, the request 14"),

@@ -334,7 +334,7 @@ def test_each_half_waits_for_the_other_so_long_and_no_longer(rank):
         ({"pages": range(2)}, "covers 3 pages"),
         ({"pages": [1, 2, 2]}, "twice"),
         ({"pages": [1, 2, 1000]}, "outside"),
-        ({"prefix_len": 2, "pages": range(3)}, "begin a page"),
+        ({"prefix_len": 11}, "not one of 10 tokens"),
     ],
 )
 def test_a_wrong_ticket_is_refused_with_the_reason(rank, requested, ticket, reason):
@@ -345,6 +345,35 @@ def test_a_wrong_ticket_is_refused_with_the_reason(rank, requested, ticket, reas
     assert reason in rank.last.status.reason
     assert [reason in end.error for _, end in rank.ends] == [True] * requested
     assert rank.rooms.open_rooms == 0
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_ticket_that_starts_within_a_page_is_sent_back_and_the_room_waits_on(rank, requested):
+    if requested:
+        rank.request()
+    rank.ticket(prefix_len=6, pages=range(500, 502))
+    assert rank.take_said() == ["renegotiate"]
+    assert rank.last.status.start == 4
+    assert rank.rooms.open_rooms == requested
+    rank.ticket(prefix_len=4)
+    if not requested:
+        rank.request()
+    rank.pages(0, 10)
+    rank.turn()
+    rank.transport.land()
+    rank.turn()
+    assert rank.take_said() == ["accepted", "landed"]
+    assert rank.moved == [(1, 500), (2, 501)]
+
+
+def test_a_room_that_waits_for_a_better_ticket_does_not_wait_for_ever(rank):
+    rank.request()
+    rank.ticket(prefix_len=6, pages=range(500, 502))
+    rank.now_s = 130.0
+    rank.turn()
+    assert rank.outcome.error == "no ticket came for the room in time"
+    rank.ticket(prefix_len=6, pages=range(500, 502))
+    assert rank.take_said() == ["renegotiate", "failed"]
 
 
 @pytest.mark.parametrize("first", ["ticket", "request"])

@@ -1,7 +1,7 @@
 """The decode role of our own engines: reserve, have the delta written, generate.
 
 The pages of a request under plan remote go through the life cycle drawn in services/kv/handshake.py;
-`_Reservation` performs that table's effects.
+`_Delta` performs that table's effects.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from services.engine.paged.events import Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import Cancel, EndQuarantine, Landed
+from services.engine.paged.thread import Cancel, EndQuarantine, Landed, Renegotiate
 from services.errors import PeerFailed, ProtocolError, StaleGeneration
 from services.kv.handshake import (
     ReservationEffect,
@@ -35,7 +35,8 @@ from services.kv.transfer_plan import delta_bytes
 from services.kv.types import Plan, RankId, Rendezvous, Room
 from services.request import Admitted, GenerationRequest, Output, PrefillResult
 from services.transfer.base import Transport
-from services.transfer.links import PrefillLinks
+from services.transfer.links import PrefillLink, PrefillLinks
+from services.transfer.room_watch import Landed as LandedDelta
 from services.transfer.room_watch import RoomWatch
 
 log = logging.getLogger(__name__)
@@ -145,43 +146,24 @@ class PagedDecodeEngine(PagedEngine):
         except StaleGeneration as error:
             raise PeerFailed(str(error)) from error
         room = Room(secrets.randbits(64))
-        prompt_len = len(seq.ids)
-        write_until_s = link.write_until_s(self._lease.write_lease_s)
-        ticket = make_ticket(
-            room, peer.id.generation, prompt_len, reserved.prefix_len, reserved.delta_pages, write_until_s
-        )
+        delta = _Delta(self, seq, link, room, self._lease)
         began = time.monotonic()
-        watch = link.send_ticket(ticket)
-        reservation = _Reservation(self, seq, watch)
-        reservation.on(ReservationEvent.PREFILL_SENT)
+        delta.send_ticket(reserved)
         try:
-            prefill, status = await both(
+            prefill, landed = await both(
                 remote_prefill(seq.request, Rendezvous(room, self._own_id, peer.id)),
-                watch.landed(),
-                self._renew(watch, link.write_until_s, mailbox),
+                delta.landed(),
+                delta.attend(mailbox),
             )
-            _check_bytes(status.bytes_moved, delta_bytes(reserved.prefix_len, prompt_len, self.layout))
+            _check_bytes(landed.bytes_moved, delta_bytes(delta.start, len(seq.ids), self.layout))
         except BaseException:
-            reservation.on(ReservationEvent.CANCELLED)
+            delta.on(ReservationEvent.CANCELLED)
             raise
-        reservation.on(ReservationEvent.PAGES_LANDED)
+        delta.on(ReservationEvent.PAGES_LANDED)
         self.post(Landed(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
-        return _Received(prefill, status.bytes_moved, transfer_s)
-
-    async def _renew(
-        self, watch: RoomWatch, write_until_s: Callable[[float], float], mailbox: Mailbox
-    ) -> None:
-        """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""
-        while True:
-            try:
-                async with asyncio.timeout(self._lease.renew_every_s):
-                    event = await mailbox.get()
-            except TimeoutError:
-                watch.renew(write_until_s(self._lease.write_lease_s))
-            else:
-                raise ProtocolError(f"{event!r} came before the pages had landed")
+        return _Received(prefill, landed.bytes_moved, transfer_s)
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
         """Set the pages aside; `on_stopped` is called when nobody can write them any more."""
@@ -218,14 +200,62 @@ class PagedDecodeEngine(PagedEngine):
         )
 
 
-class _Reservation:
-    """The shell of the reservation table for one sequence."""
+class _Delta:
+    """One request's delta, from the first ticket to the last word: the shell of the reservation table."""
 
-    def __init__(self, engine: PagedDecodeEngine, seq: Sequence, watch: RoomWatch) -> None:
+    def __init__(
+        self, engine: PagedDecodeEngine, seq: Sequence, link: PrefillLink, room: Room, lease: Lease
+    ) -> None:
         self._engine = engine
         self._seq = seq
-        self._watch = watch
+        self._link = link
+        self._room = room
+        self._lease = lease
+        self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
         self._state = ReservationState.RESERVED
+        self._watch: RoomWatch | None = None
+        self.start = 0  # tokens
+
+    def send_ticket(self, reserved: Reserved) -> None:
+        """Raises PeerFailed when the link has ended; then nothing was sent."""
+        self.start = reserved.prefix_len
+        ticket = make_ticket(
+            self._room,
+            self._link.address.id.generation,
+            len(self._seq.ids),
+            reserved.prefix_len,
+            reserved.delta_pages,
+            self._link.write_until_s(self._lease.write_lease_s),
+        )
+        self._watch = self._link.send_ticket(ticket)
+        self.on(ReservationEvent.PREFILL_SENT)
+
+    async def landed(self) -> LandedDelta:
+        """Wait until the whole delta is in our pages; if it must start earlier, send another ticket."""
+        while True:
+            assert self._watch is not None
+            outcome = await self._watch.outcome()
+            if isinstance(outcome, LandedDelta):
+                return outcome
+            _check_earlier(outcome.start, self.start, self._engine.layout.page_size)
+            log.info("kv_renegotiated prefix=%d start=%d", self.start, outcome.start)
+            self.start = outcome.start
+            self.on(ReservationEvent.RENEGOTIATED)
+            self.send_ticket(await self._reserved_again.get())
+
+    async def attend(self, mailbox: Mailbox) -> None:
+        """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""
+        while True:
+            try:
+                async with asyncio.timeout(self._lease.renew_every_s):
+                    event = await mailbox.get()
+            except TimeoutError:
+                assert self._watch is not None
+                self._watch.renew(self._link.write_until_s(self._lease.write_lease_s))
+            else:
+                if not isinstance(event, Reserved):
+                    raise ProtocolError(f"{event!r} came before the pages had landed")
+                self._reserved_again.put_nowait(event)
 
     def on(self, event: ReservationEvent) -> None:
         self._state, effects = step_reservation(self._state, event)
@@ -235,8 +265,12 @@ class _Reservation:
     def _perform(self, effect: ReservationEffect) -> None:
         match effect:
             case ReservationEffect.SEND_ABORT:
+                assert self._watch is not None
                 self._watch.abort()
+            case ReservationEffect.REOPEN:
+                self._engine.post(Renegotiate(self._seq, self.start))
             case ReservationEffect.QUARANTINE:
+                assert self._watch is not None
                 self._engine.begin_quarantine(self._seq, self._watch, self._writer_stopped)
             case ReservationEffect.CLOSE:
                 self._engine.post(Cancel(self._seq))
@@ -264,3 +298,8 @@ def _output(token: Token, admitted: Admitted | None) -> Output:
 def _check_bytes(moved: int, expected: int) -> None:
     if moved != expected:
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
+
+
+def _check_earlier(start: int, prefix_len: int, page_size: int) -> None:
+    if not 0 <= start < prefix_len or start % page_size:
+        raise PeerFailed(f"prefill wants the delta to start at token {start}, it starts at {prefix_len}")

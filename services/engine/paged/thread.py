@@ -36,6 +36,12 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
+class Renegotiate:
+    seq: Sequence
+    start: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     seq: Sequence
     quarantine: bool = False
@@ -61,7 +67,7 @@ class Stop:
     pass
 
 
-Command = Submit | Landed | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
+Command = Submit | Landed | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,8 @@ class EngineThread:
                     self._failures.append((seq, Failed(error)))
             case Landed(seq, first_token):
                 core.landed(seq, first_token)
+            case Renegotiate(seq, start):
+                core.renegotiate(seq, start)
             case Cancel(seq, quarantine):
                 core.cancel(seq, quarantine=quarantine)
             case EndQuarantine(seq):
