@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.engine.torch.attention import MIN_PAGE_SIZE_IN_PLACE, view_step
+from services.engine.torch.attention import MIN_PAGE_SIZE_IN_PLACE
 from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
 from services.engine.torch.sampling import sample
+from services.engine.torch.step_view import view_step
 from services.errors import ConfigError, ProtocolError
 from services.kv.types import KvLayout, PoolMemory
 
@@ -41,6 +43,7 @@ class TorchRunner:
         checkpoint = open_checkpoint(Path(model_path), dtype)
         config = checkpoint.config
         self._model = load_model(checkpoint, self._device)
+        pack_linears(self._model)
         self._pool = KvPool(
             full_attention_group(
                 config.num_hidden_layers, config.num_key_value_heads, checkpoint.head_dim, checkpoint.dtype
@@ -51,6 +54,7 @@ class TorchRunner:
             device=self._device,
         )
         self._in_place = self._device.type == "cpu" and page_size >= MIN_PAGE_SIZE_IN_PLACE
+        self._num_heads: int = config.num_attention_heads
         self._vocab_size: int = config.vocab_size
         self._max_context_tokens: int = config.max_position_embeddings
 
@@ -85,6 +89,8 @@ class TorchRunner:
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""
+        for page in _begun_pages(chunks, self.layout.page_size):
+            self._pool.kv[page].zero_()
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         outputs = self._model(
@@ -92,7 +98,7 @@ class TorchRunner:
             position_ids=self._tensor(positions)[None],
             use_cache=False,
             logits_to_keep=self._tensor(_sampled_offsets(chunks)),
-            paged=view_step(self._pool.kv, chunks, in_place=self._in_place),
+            paged=view_step(self._pool.kv, chunks, num_heads=self._num_heads, in_place=self._in_place),
         )
         logits: torch.Tensor = outputs.logits[0]
         return logits
@@ -129,6 +135,19 @@ def _require_pages(chunk: Chunk, page_size: int) -> None:
     if not chunk.token_ids or len(chunk.pages) * page_size < chunk.end:
         tokens = f"{len(chunk.token_ids)} tokens at {chunk.start}"
         raise ProtocolError(f"a chunk of {tokens} with {len(chunk.pages)} pages of {page_size}")
+
+
+def _begun_pages(chunks: Sequence[Chunk], page_size: int) -> list[int]:
+    """Pages that the step begins to fill.
+
+    They are zeroed: attention gives slots past the end of a sequence the weight 0, and 0 times what another
+    sequence has left there is not 0 if that was infinite.
+    """
+    return [
+        chunk.pages[chunk.end // page_size]
+        for chunk in chunks
+        if chunk.end % page_size and chunk.start <= chunk.end // page_size * page_size
+    ]
 
 
 def _sampled_offsets(chunks: Sequence[Chunk]) -> list[int]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch.attention import paged_attention, view_step
+from services.engine.torch.attention import paged_attention
+from services.engine.torch.step_view import view_step
 from services.request import SamplingParams
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
@@ -22,7 +23,7 @@ def random_pool(num_pages, page_size, dtype, generator):
 
 
 def attend(kv, chunks, query, key, value, *, in_place, layer=1):
-    view = view_step(kv, chunks, in_place=in_place)
+    view = view_step(kv, chunks, num_heads=NUM_KV_HEADS * GROUP, in_place=in_place)
     module = SimpleNamespace(layer_idx=layer)
     output, _ = paged_attention(
         module, query, key, value, None, scaling=SCALING, paged=view, dropout=0.0, sliding_window=None
@@ -121,15 +122,43 @@ def test_scores_far_apart_join_without_overflow():
     torch.testing.assert_close(got.double(), expected, atol=0.05, rtol=1e-3)
 
 
-def test_a_page_is_read_once_for_all_who_share_it():
-    chunks = [chunk(1, 50, [2, 3, 4, 5]), chunk(1, 40, [2, 3, 6]), chunk(1, 63, [8, 9, 10, 11])]
-    view = view_step(torch.empty(12, 1, 2, 1, 16, 1), chunks, in_place=True)
-    spans = [(s.first_page, s.num_pages, s.num_tokens, s.readers.tolist()) for s in view.decode.spans]
-    assert spans == [
-        (2, 2, 16, [0, 1]),
-        (4, 1, 16, [0]),
-        (8, 4, 16, [2]),
-        (5, 1, 3, [0]),
-        (6, 1, 9, [1]),
+def planned(chunks, kv):
+    """Runs and copies as (pages, readers of each)."""
+    decode = view_step(kv, chunks, num_heads=1, in_place=True).decode
+    runs = [
+        (list(range(r.first_page, r.first_page + r.num_pages)), r.readers.expand(r.num_pages, -1).tolist())
+        for r in decode.runs
     ]
-    assert view.chunks == ()
+    return runs, [(c.pages.tolist(), c.readers.tolist(), c.num_tokens) for c in decode.copies]
+
+
+def test_neighbouring_pages_with_as_many_readers_are_one_run_and_all_others_are_copied_once():
+    kv = torch.empty(16, 1, 2, 1, 16, 512)  # two pages make a run
+    chunks = [
+        chunk(1, 70, [2, 3, 4, 5, 12]),
+        chunk(1, 70, [2, 3, 4, 5, 13]),
+        chunk(1, 35, [2, 3, 6]),
+        chunk(1, 63, [8, 9, 10, 11]),
+        chunk(1, 15, [7]),
+    ]
+    runs, copies = planned(chunks, kv)
+    assert runs == [
+        ([2, 3], [[0, 1, 2]] * 2),  # what all three share
+        ([4, 5], [[0, 1]] * 2),  # what only two of them share
+        ([7, 8, 9, 10, 11], [[4], [3], [3], [3], [3]]),  # private pages of two sequences, side by side
+    ]
+    assert copies == [([12, 13, 6], [[0], [1], [2]], 7)]
+    runs, copies = planned([chunk(1, 50, [2, 9, 4, 6]), chunk(1, 50, [2, 9, 8, 5])], kv)
+    assert runs == []
+    assert copies == [([2, 9], [[0, 1]] * 2, 16), ([4, 8, 6, 5], [[0], [1], [0], [1]], 16)]
+
+
+def test_what_slots_past_the_end_hold_does_not_matter():
+    generator = torch.Generator().manual_seed(0)
+    kv = random_pool(12, 16, torch.float32, generator)
+    query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
+    key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
+    chunks = [chunk(1, 35, [2, 3, 4]), chunk(1, 41, [2, 3, 5])]
+    expected = attend(kv.clone(), chunks, query, key, value, in_place=True)
+    kv[4, ..., 4:, :] = 1e3
+    torch.testing.assert_close(attend(kv, chunks, query, key, value, in_place=True), expected)

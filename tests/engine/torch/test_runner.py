@@ -166,12 +166,31 @@ def test_only_the_chunks_that_ask_are_sampled():
     assert runner.run([]) == []
 
 
-def test_a_step_writes_its_own_slots_only():
+def test_a_step_writes_its_own_slots_and_clears_the_rest_of_a_page_that_it_begins():
     runner = make_runner()
     runner._pool.kv.fill_(7)
     runner.run([Chunk([5, 6, 7], 15, [9, 2], False, GREEDY)])
     touched = (runner._pool.kv != 7).any(dim=(1, 2, 3, 5)).nonzero().tolist()
-    assert touched == [[2, 0], [2, 1], [9, 15]]
+    assert touched == [*([2, slot] for slot in range(16)), [9, 15]]
+    assert not runner._pool.kv[2, :, :, :, 2:].any()
+    runner.run([Chunk([8], 18, [9, 2], False, GREEDY)])
+    written = runner._pool.kv[2].any(dim=(0, 1, 2, 4)).tolist()
+    assert written == [True] * 3 + [False] * 13
+
+
+def test_what_another_sequence_left_behind_changes_nothing():
+    """Not even a KV that overflowed: weight 0 times infinity is not 0."""
+    prompt = random_prompt(75, seed=2)
+    outputs = []
+    for left_behind in (0, torch.inf):
+        runner = make_runner()
+        runner._pool.kv.fill_(left_behind)
+        # Lengths that differ, so that the copied tails are cut at the longest.
+        sequences = [Sequence(prompt[:n], PageTables(runner, n).take(100), 32) for n in (75, 66)]
+        sequences[1].pages = [page for page in range(128) if page not in sequences[0].pages][:7]
+        generate(runner, sequences, 20)
+        outputs.append([sequence.output_ids for sequence in sequences])
+    assert outputs[0] == outputs[1]
 
 
 def test_a_runner_says_what_it_is():
