@@ -13,6 +13,9 @@ _COMMANDS = {
     "generate": "send a prompt to a router and stream the answer",
     "explain": "show where a prompt would go and why",
     "index": "show what every rank holds",
+    "check": "fail unless a conversation's second turn finds its KV again",
+    "size": "tell how much KV a model's conversations need",
+    "health": "ask a service on this machine how it is",
     "make-model": "write a small random checkpoint",
 }
 

@@ -1,0 +1,34 @@
+"""`isthmus health`: ask a service on this machine how it is; what an image's HEALTHCHECK runs."""
+
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Literal
+
+from services.config import load, setting
+
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """Ask the --health-port of a router or worker; exit code 1 when the probe fails or nobody answers."""
+
+    host: str = setting("127.0.0.1", "address of the service")
+    port: int = setting(8080, "its --health-port")
+    probe: Literal["startup", "ready", "live"] = setting("live", "what to ask")
+
+
+def run(argv: list[str]) -> int:
+    config = load(HealthConfig, argv, prog="isthmus health")
+    url = f"http://{config.host}:{config.port}/{config.probe}"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            print(answer.read().decode().strip())
+            return 0
+    except urllib.error.HTTPError as error:
+        print(error.read().decode().strip(), file=sys.stderr)
+    except OSError as error:
+        print(f"{url}: {error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,81 @@
+"""`isthmus size` against the pool that an engine really makes, and its sentences."""
+
+import json
+
+import pytest
+
+from checkpoints import tiny_checkpoint
+from services.cli.make_model import ARCHITECTURES
+from services.cli.size import SizeConfig, report, run
+from services.engine.torch.runner import TorchRunner
+from services.errors import ConfigError
+from services.kv.sizing import Pool, kv_dtype, kv_shape
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_page_is_as_large_as_the_engine_makes_it(architecture):
+    directory = tiny_checkpoint(architecture)
+    runner = TorchRunner(directory, device="cpu", num_pages=4, page_size=16, dtype=None, num_threads=None)
+    config = json.loads((directory / "config.json").read_text())
+    pool = Pool(kv_shape(config).token_bytes(kv_dtype(config)), 16, 100)
+    assert pool.page_bytes == runner.layout.page_bytes
+
+
+@pytest.fixture
+def llama_8b(tmp_path):
+    config = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def lines_of(capsys, model, *flags):
+    assert run([f"--model={model}", *flags]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_pages_and_bytes(llama_8b, capsys):
+    lines = lines_of(
+        capsys, llama_8b, "--context-tokens=8000", "--conversations=100", "--ranks=8", "--pool-gib=40"
+    )
+    assert lines == [
+        "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
+        "a page             64 tokens, 8.0 MiB",
+        "a conversation     8000 tokens, 125 pages, 1000.0 MiB",
+        "100 conversations  --kv-pages=1625 on each decode rank: 12.7 GiB per GPU",
+        "40 GiB per GPU     --kv-pages=5120: 320 conversations on 8 ranks",
+    ]
+
+
+def test_what_does_not_fit_is_told(llama_8b, capsys):
+    flags = ("--context-tokens=10000", "--pool-gib=2", "--concurrency=4")
+    *_, held, remark = lines_of(capsys, llama_8b / "config.json", *flags)
+    assert held.endswith("1 conversations on 1 ranks; too few for 4 at once: sequences would be retracted")
+    assert remark == "the model's context ends at 8192 tokens"
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run([f"--model={tmp_path}"])
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        run([f"--model={tmp_path}"])
+
+
+@pytest.mark.parametrize("flag", ["--ranks=0", "--concurrency=65", "--pool-gib=0"])
+def test_nonsense_is_refused(llama_8b, flag, capsys):
+    with pytest.raises(SystemExit):
+        run([f"--model={llama_8b}", flag])
+    assert "--" in capsys.readouterr().err
+
+
+def test_gpus_that_share_a_rank_are_named(llama_8b):
+    config = SizeConfig(model=llama_8b, tp_size=4)
+    checkpoint = json.loads((llama_8b / "config.json").read_text())
+    assert report(config, checkpoint)[0].startswith("KV per token       32.0 KiB on each of 4 GPUs")
