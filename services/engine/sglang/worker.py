@@ -20,6 +20,7 @@ from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
 from services.engine.sglang.reports import Active, Moved, Report, TicketSent, TreeEvents, serve_reports
 from services.engine.sglang.settings import SglangSettings
+from services.engine.sglang.step_times import StepTimes
 from services.engine.sglang.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
 from services.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
@@ -31,7 +32,6 @@ from services.kv.types import (
     PageBooks,
     RankId,
     RankLoad,
-    Role,
     Room,
 )
 from services.ports import free_ports
@@ -85,6 +85,7 @@ class SglangWorker:
         self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
         self._loads: dict[int, dict[str, Any]] = {}
+        self._step_times = StepTimes()
         # A process of SGLang's has ended, which SGLang itself takes seconds to see; or its events cannot
         # be followed any more, and the index would be wrong.
         self._broken = asyncio.Event()
@@ -190,10 +191,15 @@ class SglangWorker:
         while True:
             try:
                 answer = await self.http.get("/v1/loads?include=core")
-                self._loads = {int(load["dp_rank"]): load for load in answer["loads"]}
+                self._take_loads(answer["loads"])
             except Unavailable as error:
                 log.warning("sglang_loads_unknown reason=%r", str(error))
             await asyncio.sleep(_LOAD_POLL_S)
+
+    def _take_loads(self, loads: list[dict[str, Any]]) -> None:
+        self._loads = {int(load["dp_rank"]): load for load in loads}
+        for dp_rank, load in self._loads.items():
+            self._step_times.note(dp_rank, load.get("decode_moments"))
 
     def _plugin_settings(self, reports_path: str) -> PluginSettings:
         settings, tls = self.settings, self.settings.tls
@@ -257,13 +263,9 @@ class SglangWorker:
             waiting=int(load.get("num_waiting_reqs", 0)),
             pending_tokens=int(load.get("num_waiting_uncached_tokens", 0)),
             books=PageBooks(total, total - used, 0, 0, used, 0),
-            step_s=self._step_s(load),
+            step_s=self._step_times.step_s(dp_rank),
             prefill_tokens_per_s=self._prefill_rate(load),
         )
-
-    def _step_s(self, load: Mapping[str, Any]) -> float:
-        running, rate = int(load.get("num_running_reqs", 0)), float(load.get("gen_throughput", 0.0))
-        return running / rate if self.settings.role is Role.DECODE and running and rate > 0 else 0.0
 
     def _prefill_rate(self, load: Mapping[str, Any]) -> float:
         busy_us = int(load.get("total_prefill_busy_us", 0) or 0)
