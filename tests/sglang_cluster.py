@@ -194,7 +194,7 @@ class AggregatedSglang:
             advertise_host="127.0.0.1",
         )
         (port,) = free_ports("127.0.0.1", 1)
-        ours = ("--disaggregation", "--kv-events-config", "--decode-log-interval")
+        ours = ("--disaggregation", "--kv-events-config")
         arguments = [text for text in settings.arguments(port) if not text.startswith(ours)]
         # Their libraries come with SGLang, and this module is imported where that is not.
         from services.engine.sglang.http_client import SglangHttp

@@ -9,6 +9,12 @@ from services.engine.sglang.process_reporter import process_reporter
 from services.engine.sglang.reports import TreeEvents
 
 
+def publish_events(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After Scheduler.process_batch_result: SGLang itself publishes when it logs, on decode at every 40th
+    step (`--decode-log-interval`)."""
+    scheduler.kv_events_publisher.publish_kv_events()
+
+
 class TreeEventPublisher(EventPublisher):
     """Made by SGLang's EventPublisherFactory, which passes the settings of its ZMQ publisher along."""
 

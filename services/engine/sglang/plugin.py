@@ -9,6 +9,8 @@ from typing import Any
 
 from services.engine.sglang.plugin_settings import VARIABLE
 
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
 
 def register() -> None:
     """Have SGLang make our KV managers, senders and receivers, and publish KV events to us."""
@@ -18,7 +20,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from services.engine.sglang import idle_waits
-    from services.engine.sglang.event_publisher import TreeEventPublisher
+    from services.engine.sglang.event_publisher import TreeEventPublisher, publish_events
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(
@@ -26,9 +28,8 @@ def register() -> None:
         _note_prompt_len,
         HookType.AFTER,
     )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle", idle_waits.wait_for_news, HookType.AFTER
-    )
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
         idle_waits.wait_for_requests,

@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 _TERM_TIMEOUT_S = 5.0
 _LAST_LINES = 200
 _NOISE = ("WARNING", "UserWarning", "FutureWarning")
-# SGLang writes it whenever it flushes KV events, which we have it do at every step.
-_DROPPED = "Decode batch, #running-req"
 
 
 class SglangProcess:
@@ -84,7 +82,7 @@ class SglangProcess:
         assert process.stdout is not None
         async for line in process.stdout:
             text = line.decode(errors="replace").rstrip()
-            if text and _DROPPED not in text:
+            if text:
                 self._lines.append(text)
                 print(text, file=sys.stderr, flush=True)
         await process.wait()

@@ -25,7 +25,6 @@ _OURS = (
     "--kv-events-config",
     "--skip-tokenizer-init",
     "--incremental-streaming-output",
-    "--decode-log-interval",
     "--disaggregation-mode",
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",
@@ -100,9 +99,7 @@ class SglangSettings:
 
     def _cache_arguments(self) -> list[str]:
         if self.role is Role.DECODE:
-            # KV events are written when statistics are: at every step, not at every fortieth.
-            flag = ["--disaggregation-decode-enable-radix-cache"] if self.cache_enabled else []
-            return [*flag, "--decode-log-interval=1"]
+            return ["--disaggregation-decode-enable-radix-cache"] if self.cache_enabled else []
         return [] if self.cache_enabled else ["--disable-radix-cache"]
 
     def _device_arguments(self) -> list[str]:

@@ -30,10 +30,9 @@ def settings(tmp_path, **changes):
     return SglangSettings(**{**fields, **changes})
 
 
-def test_decode_has_the_radix_cache_and_flushes_events_at_every_step(tmp_path):
+def test_decode_has_the_radix_cache(tmp_path):
     arguments = settings(tmp_path).arguments(7000)
     assert "--disaggregation-decode-enable-radix-cache" in arguments
-    assert "--decode-log-interval=1" in arguments
     assert {"--dp-size=2", "--max-total-tokens=8192", "--max-running-requests=16"} <= set(arguments)
     without = settings(tmp_path, cache_enabled=False).arguments(7000)
     assert "--disaggregation-decode-enable-radix-cache" not in without
