@@ -51,6 +51,23 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
         parser.error(str(error))
 
 
+@dataclass(frozen=True, slots=True)
+class FlagDescription:
+    """A setting as people read of it."""
+
+    name: str  # without the dashes: page-size
+    hint: str  # N, TEXT, on|off
+    default: tuple[str, ...] | None  # as it would be given; None: required
+    repeated: bool
+    help: str
+    choices: tuple[str, ...] = ()  # if no others may be given
+
+
+def describe(cls: type) -> list[FlagDescription]:
+    """Every setting of the dataclass, in its order: for references and for a chart's schema."""
+    return [flag.description() for flag in _flags_of(cls)]
+
+
 def to_flags(config: Any) -> list[str]:
     """The flags from which `load` makes an equal `config`; settings at their default are left out.
 
@@ -94,6 +111,7 @@ class _Scalar:
     write: Callable[[Any], str]
     expected: str
     metavar: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +127,11 @@ class _Flag:
     @property
     def text(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    def description(self) -> FlagDescription:
+        default = None if self.default is MISSING else tuple(self._texts(self.default))
+        metavar, choices = self.scalar.metavar, self.scalar.choices
+        return FlagDescription(self.text[2:], metavar, default, self.repeated, self.help, choices)
 
     def help_arguments(self) -> dict[str, Any]:
         required = self.default is MISSING
@@ -189,7 +212,7 @@ def _scalar(hint: Any) -> _Scalar:
 
 def _choice(values: dict[str, Any]) -> _Scalar:
     names = {value: name for name, value in values.items()}
-    return _Scalar(values.__getitem__, names.__getitem__, "one of " + ", ".join(values), "|".join(values))
+    return _Scalar(values.__getitem__, names.__getitem__, "one of " + ", ".join(values), "|".join(values), tuple(values))
 
 
 def _read_number(text: str) -> float:

@@ -1,0 +1,60 @@
+{{/* A value as a flag's text. Helm reads whole numbers as floats: 12000000 must not become 1.2e+07. */}}
+{{- define "isthmus.flagText" -}}
+{{- $text := toString . -}}
+{{- if kindIs "float64" . -}}
+{{- if eq (floor .) . -}}{{ $text = printf "%.0f" . }}{{- end -}}
+{{- end -}}
+{{ $text }}
+{{- end -}}
+
+{{/* One argument a line; of a list one for each item. */}}
+{{- define "isthmus.flags" -}}
+{{- range $name, $value := . }}
+{{- if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%s" $name (include "isthmus.flagText" .) | quote }}
+{{- end }}
+{{- else }}
+- {{ printf "--%s=%s" $name (include "isthmus.flagText" $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Of every service, then its own: {root, values, own}. `own` is what the chart sets for it. */}}
+{{- define "isthmus.arguments" -}}
+{{- $values := .root.Values -}}
+{{- $set := dict "model" $values.model.path "host" "0.0.0.0" "health-port" 8080 -}}
+{{- $_ := set $set "etcd" (include "isthmus.etcdEndpoints" .root | fromJsonArray) -}}
+{{- with $values.tracing.endpoint }}{{ $_ := set $set "otlp-endpoint" . }}{{ end -}}
+{{- if $values.tls.secretName -}}
+{{- $_ := set $set "tls-ca" "/etc/isthmus/tls/ca.crt" -}}
+{{- $_ := set $set "tls-cert" "/etc/isthmus/tls/tls.crt" -}}
+{{- $_ := set $set "tls-key" "/etc/isthmus/tls/tls.key" -}}
+{{- $_ := set $set "tls-server-name" $values.tls.serverName -}}
+{{- if $values.tls.mutual }}{{ $_ := set $set "tls-mutual" true }}{{ end -}}
+{{- end -}}
+{{- if $values.etcd.tls.secretName -}}
+{{- $_ := set $set "etcd-ca" "/etc/isthmus/etcd-tls/ca.crt" -}}
+{{- $_ := set $set "etcd-cert" "/etc/isthmus/etcd-tls/tls.crt" -}}
+{{- $_ := set $set "etcd-key" "/etc/isthmus/etcd-tls/tls.key" -}}
+{{- end -}}
+{{- with $values.etcd.external.user }}{{ $_ := set $set "etcd-user" . }}{{ end -}}
+{{- if $values.etcd.external.passwordSecret }}{{ $_ := set $set "etcd-password-file" "/etc/isthmus/etcd-password/password" }}{{ end -}}
+{{- include "isthmus.flags" (merge $set .own (deepCopy .values.flags) $values.flags) -}}
+{{- end -}}
+
+{{- define "isthmus.etcdEndpoints" -}}
+{{- $endpoints := .Values.etcd.external.endpoints -}}
+{{- if not $endpoints -}}
+{{- $name := printf "%s-etcd" (include "isthmus.fullname" .) -}}
+{{- range until (int .Values.etcd.replicas) -}}
+{{- $endpoints = append $endpoints (printf "%s-%d.%s.%s.svc:2379" $name . $name $.Release.Namespace) -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $endpoints }}
+{{- end -}}
+
+{{/* {root, values} */}}
+{{- define "isthmus.graceSeconds" -}}
+{{ int (index .values.flags "grace-s" | default (index .root.Values.flags "grace-s") | default 30 | ceil) }}
+{{- end -}}

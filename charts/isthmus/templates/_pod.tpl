@@ -1,0 +1,168 @@
+{{/* What the pods of routers and workers have in common: {root, component, values}. */}}
+{{- define "isthmus.podMetadata" -}}
+labels: # without versions: a new chart alone restarts nobody
+  {{- include "isthmus.selector" . | nindent 2 }}
+  {{- with .values.podLabels }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- with .values.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "isthmus.podSettings" -}}
+serviceAccountName: {{ include "isthmus.serviceAccount" .root }}
+automountServiceAccountToken: false
+{{- include "isthmus.placement" . }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "isthmus.placement" }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .values.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- $selector := dict "matchLabels" (include "isthmus.selector" . | fromYaml) }}
+  {{- range .values.topologySpreadConstraints }}
+  - {{- merge (dict "labelSelector" $selector) . | toYaml | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "isthmus.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+  {{- if (.values.rdma | default dict).resource }}
+  add: [IPC_LOCK]
+  {{- end }}
+{{- end -}}
+
+{{/* Start-up until the model is loaded, then readiness while requests are taken, liveness while a restart is no help. */}}
+{{- define "isthmus.probes" -}}
+startupProbe:
+  httpGet: {path: /startup, port: health}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add (int .values.startupSeconds) 4) 5 }}
+readinessProbe:
+  httpGet: {path: /ready, port: health}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+livenessProbe:
+  httpGet: {path: /live, port: health}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 3
+{{- end -}}
+
+{{- define "isthmus.env" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- {name: HOME, value: /tmp} # where libraries keep caches
+{{- with .values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "isthmus.volumeMounts" -}}
+{{- $values := .root.Values -}}
+- {name: tmp, mountPath: /tmp}
+{{- if eq $values.model.source "volume" }}
+- {name: model, mountPath: {{ $values.model.mountPath | quote }}, readOnly: true}
+{{- else if ne $values.model.source "image" }}
+- {name: model, mountPath: {{ $values.model.path | quote }}, readOnly: true}
+{{- end }}
+{{- if .values.sharedMemory }}
+- {name: shared-memory, mountPath: /dev/shm}
+{{- end }}
+{{- if $values.tls.secretName }}
+- {name: tls, mountPath: /etc/isthmus/tls, readOnly: true}
+{{- end }}
+{{- if $values.etcd.tls.secretName }}
+- {name: etcd-tls, mountPath: /etc/isthmus/etcd-tls, readOnly: true}
+{{- end }}
+{{- if $values.etcd.external.passwordSecret }}
+- {name: etcd-password, mountPath: /etc/isthmus/etcd-password, readOnly: true}
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "isthmus.volumes" -}}
+{{- $values := .root.Values -}}
+- {name: tmp, emptyDir: {}}
+{{- if eq $values.model.source "hostPath" }}
+- name: model
+  hostPath: {path: {{ $values.model.path | quote }}, type: Directory}
+{{- else if eq $values.model.source "volume" }}
+- name: model
+  {{- toYaml $values.model.volume | nindent 2 }}
+{{- else if eq $values.model.source "generated" }}
+- {name: model, emptyDir: {}}
+{{- end }}
+{{- with .values.sharedMemory }}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
+{{- with $values.tls.secretName }}
+- name: tls
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- with $values.etcd.tls.secretName }}
+- name: etcd-tls
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- with $values.etcd.external.passwordSecret }}
+- name: etcd-password
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* A small random model, the same in every pod: it is drawn from a fixed seed. */}}
+{{- define "isthmus.initContainers" -}}
+{{- if eq .root.Values.model.source "generated" }}
+initContainers:
+  - name: make-model
+    image: {{ include "isthmus.image" . }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    command: [isthmus, make-model, {{ .root.Values.model.path | quote }}]
+    securityContext:
+      {{- include "isthmus.containerSecurity" (dict "values" dict) | nindent 6 }}
+    resources:
+      {{- toYaml (dict "requests" (dict "cpu" "100m" "memory" "512Mi") "limits" (dict "memory" "1Gi")) | nindent 6 }}
+    env:
+      {{- include "isthmus.env" (dict "values" dict) | nindent 6 }}
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+      - {name: model, mountPath: {{ .root.Values.model.path | quote }}}
+{{- end }}
+{{- end -}}

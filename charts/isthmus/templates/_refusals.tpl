@@ -1,0 +1,56 @@
+{{/* What a schema cannot say: values that do not go together, each with its sentence. */}}
+{{- define "isthmus.refusals" -}}
+{{- $model := .Values.model -}}
+{{- $_ := required "model.path is required: the directory of the checkpoint, as the containers see it" $model.path -}}
+{{- if and (eq $model.source "volume") (not $model.volume) -}}
+{{- fail "model.source is volume, so model.volume must say which" -}}
+{{- end -}}
+{{- if and (ne $model.source "volume") $model.volume -}}
+{{- fail (printf "model.volume is for model.source volume, which is %s" $model.source) -}}
+{{- end -}}
+{{- if and (eq $model.source "volume") (not (hasPrefix (printf "%s/" (trimSuffix "/" $model.mountPath)) (printf "%s/" $model.path))) -}}
+{{- fail (printf "model.path %s must lie in model.mountPath %s" $model.path $model.mountPath) -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $worker := index $.Values $role -}}
+{{- $gpus := int $worker.gpus -}}
+{{- $dpSize := int $worker.dpSize -}}
+{{- if and (eq $worker.engine "sglang") (lt $gpus $dpSize) -}}
+{{- fail (printf "%s.gpus is %d: engine sglang needs a GPU for each of its %d DP ranks at least" $role $gpus $dpSize) -}}
+{{- end -}}
+{{- if and (eq $worker.engine "torch") (gt $gpus 0) (ne (list $gpus $dpSize | toJson) "[1,1]") -}}
+{{- fail (printf "%s: with engine torch on GPUs all ranks of a worker would share the first GPU; set gpus and dpSize to 1 and raise replicas" $role) -}}
+{{- end -}}
+{{- if and (eq $worker.engine "torch") (hasKey $worker.flags "engine-arg") -}}
+{{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (eq .Values.prefill.engine "sglang") (eq .Values.decode.engine "sglang") -}}
+{{- fail "prefill.engine and decode.engine must be the same: KV of one engine is not the other's" -}}
+{{- end -}}
+{{- if and .Values.tls.mutual (not .Values.tls.secretName) -}}
+{{- fail "tls.mutual needs tls.secretName" -}}
+{{- end -}}
+{{- if and .Values.etcd.external.user (not .Values.etcd.external.endpoints) -}}
+{{- fail "etcd.external.user is for etcd.external.endpoints: the chart's own etcd has no users" -}}
+{{- end -}}
+{{- if ne (empty .Values.etcd.external.user) (empty .Values.etcd.external.passwordSecret) -}}
+{{- fail "etcd.external.user and etcd.external.passwordSecret go together" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
+{{- fail "ingress.enabled needs ingress.host" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
+{{- fail "gateway.enabled needs gateway.parentRefs: the Gateway to attach to" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled .Values.tls.secretName (not .Values.gateway.caConfigMap) -}}
+{{- fail "gateway.enabled with tls.secretName needs gateway.caConfigMap: the Gateway must trust the routers' authority" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled .Values.tls.mutual -}}
+{{- fail "gateway.enabled and tls.mutual exclude each other: a Gateway shows the routers no certificate" -}}
+{{- end -}}
+{{- $scaling := .Values.router.autoscaling -}}
+{{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- fail "router.autoscaling.minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- end -}}

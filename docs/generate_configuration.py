@@ -1,0 +1,196 @@
+"""Write docs/configuration.md, and the flags in the chart's values.schema.json, from the settings in the code.
+
+`--check` writes nothing and exits with 1 when what is committed differs from what would be written.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.cluster_config import ClusterConfig
+from services.config import FlagDescription, describe
+from services.rank import RankConfig
+from services.router.config import RouterConfig
+
+REPOSITORY = Path(__file__).parent.parent
+REFERENCE = REPOSITORY / "docs" / "configuration.md"
+SCHEMA = REPOSITORY / "charts" / "isthmus" / "values.schema.json"
+
+# Settings that the chart makes from values of its own: flag -> where it comes from there.
+CHART_VALUES = {
+    "model": "model.path",
+    "etcd": "etcd",
+    "etcd-ca": "etcd.tls",
+    "etcd-cert": "etcd.tls",
+    "etcd-key": "etcd.tls",
+    "etcd-user": "etcd.external",
+    "etcd-password-file": "etcd.external",
+    "tls-ca": "tls",
+    "tls-cert": "tls",
+    "tls-key": "tls",
+    "tls-mutual": "tls.mutual",
+    "tls-server-name": "tls.serverName",
+    "host": "set",
+    "port": "set",
+    "http-port": "set",
+    "metrics-port": "set",
+    "health-port": "set",
+    "otlp-endpoint": "tracing.endpoint",
+    "name": "set",
+    "worker": "set",
+    "rank-index": "set",
+    "advertise-host": "set",
+    "dp-size": "dpSize",
+    "engine": "engine",
+    "device": "gpus",
+}
+# What all services must agree on, so the chart takes it for all of them only.
+SHARED = ("cluster", "index-block", "model-name")
+# Made from another service's value.
+ROUTER_CHART_VALUES = {"chunk-size": "prefill.flags"}
+COMMANDS = {
+    "up": "UpConfig",
+    "demo": "DemoConfig",
+    "generate": "GenerateConfig",
+    "explain": "ExplainConfig",
+    "index": "IndexConfig",
+    "check": "CheckConfig",
+    "size": "SizeConfig",
+    "health": "HealthConfig",
+}
+
+_HEAD = """\
+# Configuration
+
+Written by `docs/generate_configuration.py` from the code; `make lint` fails when it is out of date.
+
+Services and commands take flags only, as `--name=value`. A flag whose value may be given several times takes commas
+as well, unless it says otherwise. `--name=` is none. `--help` of each prints the same.
+
+In the chart every flag is listed in one place: those of all services under `flags`, the others under `router.flags`,
+`prefill.flags` and `decode.flags`, by their names here without the dashes. Where the column *chart* names something
+else, the chart makes the flag from that value; *set* means that it sets the flag itself. `values.schema.json` refuses
+such flags, and those that do not exist.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    text: str
+    flags: tuple[FlagDescription, ...]
+    chart_values: dict[str, str] | None  # None: the chart has nothing to do with it
+
+
+def sections() -> list[Section]:
+    common = describe(ClusterConfig)
+    router, rank = _without(describe(RouterConfig), common), _without(describe(RankConfig), common)
+    chart = {**{name: "flags" for name in SHARED}, **CHART_VALUES}
+    router_chart = {**chart, **ROUTER_CHART_VALUES}
+    found = [
+        Section("Every service", "Of routers and of workers.", tuple(common), chart),
+        Section("Router", "`python -m services.router`", router, router_chart),
+        Section(
+            "Prefill and decode workers", "`python -m services.prefill`, `python -m services.decode`", rank, chart
+        ),
+    ]
+    for command, name in COMMANDS.items():
+        cls = getattr(importlib.import_module(f"services.cli.{command}"), name)
+        flags = describe(cls)
+        text = str(cls.__doc__)
+        if issubclass(cls, ClusterConfig):
+            flags, text = list(_without(flags, common)), f"{text} It has those of every service, too."
+        found.append(Section(f"`isthmus {command}`", text, tuple(flags), None))
+    return found
+
+
+def _without(flags: list[FlagDescription], common: list[FlagDescription]) -> tuple[FlagDescription, ...]:
+    return tuple(flag for flag in flags if flag not in common)
+
+
+def reference() -> str:
+    parts = [_HEAD]
+    for section in sections():
+        parts.append(f"\n## {section.title}\n\n{section.text}\n\n{_table(section)}\n")
+    return "".join(parts)
+
+
+def _table(section: Section) -> str:
+    chart = section.chart_values is not None
+    rows = ["| flag | default | " + ("chart | " if chart else "") + "meaning |", "|---|---|" + "---|" * (1 + chart)]
+    for flag in section.flags:
+        cells = [f"`--{flag.name}={_cell(flag.hint)}`" + (" ..." if flag.repeated else ""), _default(flag)]
+        if section.chart_values is not None:
+            value = section.chart_values.get(flag.name, "")
+            cells.append(value if value in ("", "set") else f"`{value}`")
+        rows.append("| " + " | ".join([*cells, _cell(flag.help)]) + " |")
+    return "\n".join(rows)
+
+
+def _default(flag: FlagDescription) -> str:
+    if flag.default is None:
+        return "required"
+    text = ",".join(flag.default)
+    return f"`{_cell(text)}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def schema(committed: dict[str, Any]) -> dict[str, Any]:
+    """The chart's schema with today's flags in its definitions."""
+    common, rank, router = describe(ClusterConfig), describe(RankConfig), describe(RouterConfig)
+    refused = {*CHART_VALUES, *SHARED}
+    flags = {
+        "commonFlags": [flag for flag in common if flag.name not in CHART_VALUES],
+        "rankFlags": [flag for flag in rank if flag.name not in refused],
+        "routerFlags": [f for f in router if f.name not in refused and f.name not in ROUTER_CHART_VALUES],
+    }
+    definitions = {**committed["definitions"], **{name: _flags_schema(of) for name, of in flags.items()}}
+    return {**committed, "definitions": definitions}
+
+
+def _flags_schema(flags: list[FlagDescription]) -> dict[str, Any]:
+    properties = {flag.name: _flag_schema(flag) for flag in flags}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+_TYPES = {"N": "integer", "NUMBER": "number", "TEXT": "string", "PATH": "string"}
+
+
+def _flag_schema(flag: FlagDescription) -> dict[str, Any]:
+    if flag.choices == ("true", "false"):
+        one: dict[str, Any] = {"type": "boolean"}
+    elif flag.choices:
+        one = {"enum": list(flag.choices)}
+    else:
+        one = {"type": _TYPES[flag.hint]}
+    if flag.repeated:
+        one = {"type": "array", "items": one}
+    return {"description": flag.help, **one}
+
+
+def outputs() -> dict[Path, str]:
+    committed = json.loads(SCHEMA.read_text())
+    return {REFERENCE: reference(), SCHEMA: json.dumps(schema(committed), indent=2) + "\n"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = [path for path, text in outputs().items() if not path.exists() or path.read_text() != text]
+    if check and stale:
+        names = ", ".join(str(path.relative_to(REPOSITORY)) for path in stale)
+        sys.exit(f"out of date: {names}; run docs/generate_configuration.py")
+    for path in stale:
+        path.write_text(outputs()[path])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Values become flags: each container's command line is read by the service's own config code."""
+
+import pytest
+
+from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
+from services.engine.sglang.settings import SglangSettings
+from services.kv.types import Role
+
+NAMES = ("least", *SAMPLES)
+OURS = ("router", "prefill", "decode")
+
+
+@pytest.mark.parametrize("component", OURS)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_service_accepts_its_command_line(name, component):
+    objects = rendered(name)
+    config = objects.config(component)
+    assert config.model == sample(name)["model"]["path"] if name != "least" else "/models/m"
+    assert (config.host, config.health_port) == ("0.0.0.0", 8080)
+    config.etcd_settings()
+    config.tls()
+    ports = {port["name"]: port["containerPort"] for port in objects.container(component)["ports"]}
+    assert ports["health"] == config.health_port
+    if component == "router":
+        assert (ports["grpc"], ports["http"]) == (config.port, config.http_port)
+        assert ports["metrics"] == config.metrics_port
+    else:
+        assert [ports[f"grpc-{rank}"] for rank in range(config.dp_size)] == [
+            config.port + rank for rank in range(config.dp_size)
+        ]
+        assert ports[f"metrics-{config.dp_size - 1}"] == config.metrics_port + config.dp_size - 1
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_accept_their_settings(name, role, tmp_path):
+    config = rendered(name).config(role.value)
+    settings = config.engine_settings(role)
+    if config.engine == "sglang":
+        worker = SglangSettings(
+            role=role,
+            worker=config.worker,
+            model_path=str(tmp_path),  # it must exist here
+            model_name=config.served_name,
+            dp_size=config.dp_size,
+            device=settings.device,
+            dtype=settings.dtype,
+            num_pages=settings.num_pages,
+            page_size=settings.page_size,
+            index_block=settings.index_block,
+            cache_enabled=settings.cache_enabled,
+            max_running_requests=settings.limits.max_running_requests,
+            chunk_size=settings.limits.chunk_size,
+            num_threads=None,
+            host=config.host,
+            advertise_host=config.advertise_host,
+            engine_args=config.engine_arg,
+        )
+        assert "--enable-dp-attention" in worker.arguments(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_services_of_a_release_are_one_cluster(name):
+    configs = [rendered(name).config(component) for component in OURS]
+    for field in ("etcd", "cluster", "index_block", "served_name", "otlp_endpoint", "tls_server_name"):
+        assert len({getattr(config, field) for config in configs}) == 1, field
+    router, prefill, _ = configs
+    assert router.chunk_size == prefill.chunk_size
+
+
+def test_a_pod_s_rank_is_reached_at_a_name_that_survives_it():
+    objects = rendered("least")
+    config = objects.config("decode")
+    assert config.worker == "isthmus-decode-0"
+    assert config.advertise_host == "isthmus-decode-0.isthmus-decode.llm.svc"
+    service = objects.of("Service")["decode"]["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert objects.of("StatefulSet")["decode"]["spec"]["serviceName"] == "isthmus-decode"
+
+
+def test_values_of_every_kind_reach_the_service():
+    flags = {
+        "kv-pages": 12_000_000,  # Helm reads it as the float 1.2e+07
+        "write-lease-s": 2.5,
+        "fence-margin-s": 4,
+        "transport": "local",
+        "log-level": "debug",
+    }
+    values = merged(LEAST, {"decode": {"flags": flags}, "router": {"flags": {"plans": ["local", "remote"]}}})
+    objects = render(values)
+    config = objects.config("decode")
+    assert (config.kv_pages, config.write_lease_s, config.fence_margin_s) == (12_000_000, 2.5, 4.0)
+    assert (config.transport, config.log_level) == ("local", "debug")
+    assert objects.config("prefill").log_level == "info"
+    assert objects.config("router").plans == ("local", "remote")
+
+
+def test_flags_of_all_services_yield_to_a_service_s_own():
+    values = merged(LEAST, {"flags": {"log-level": "warning"}, "decode": {"flags": {"log-level": "debug"}}})
+    objects = render(values)
+    assert [objects.config(c).log_level for c in OURS] == ["warning", "warning", "debug"]
+
+
+def test_engine_arguments_keep_their_commas():
+    arguments = ["--tp-size=8", "--json-model-override-args={\"a\": 1, \"b\": 2}"]
+    values = merged(sample("sglang-dp-attention"), {"decode": {"flags": {"engine-arg": arguments}}})
+    assert render(values).config("decode").engine_arg == tuple(arguments)
+
+
+def test_no_flag_comes_twice():
+    """It would be listed in two places."""
+    for name in NAMES:
+        for component in OURS:
+            names = [text.split("=")[0] for text in rendered(name).arguments(component)]
+            assert all(names.count(n) == 1 for n in names if n not in ("--etcd", "--engine-arg", "--plans"))
+
+
+def test_the_command_of_helm_test_is_accepted():
+    from services.cli.check import CheckConfig
+    from services.config import load
+
+    for name in NAMES:
+        container = rendered(name).container("test")
+        assert container["command"] == ["isthmus", "check"]
+        config = load(CheckConfig, container["args"])
+        assert config.router == "isthmus-router.llm.svc:7777"
+        assert (config.tls_ca is not None) == ("tls" in sample(name) if name != "least" else False)
+
+
+def test_the_model_generated_for_a_trial_is_made_where_it_is_looked_for():
+    for component in OURS:
+        pod = rendered("laptop").pods()[component]
+        (init,) = pod["initContainers"]
+        assert init["command"] == ["isthmus", "make-model", "/models/tiny"]
+        assert rendered("laptop").config(component).model == "/models/tiny"
+        (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "model"]
+        assert (mount["mountPath"], mount["readOnly"]) == ("/models/tiny", True)

