@@ -19,7 +19,7 @@ from services.engine.base import RemotePrefill
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.sampling import check_sampling, sampling_arguments
 from services.engine.sglang.worker import SglangWorker
-from services.errors import InvalidRequest, PeerFailed, StaleGeneration
+from services.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration
 from services.kv.transfer_plan import delta_bytes
 from services.kv.types import CacheEvents, KvLayout, PageBooks, Plan, RankId, RankLoad, Rendezvous, Room
 from services.request import Admitted, FinishReason, GenerationRequest, Output, PrefillResult
@@ -82,10 +82,16 @@ class SglangRank:
         }
 
     def _check(self, request: GenerationRequest) -> None:
+        """SGLang itself does not look at the ids: one that is out of the vocabulary ends its process."""
         check_sampling(request.sampling)
-        if len(request.all_ids) >= self.max_context_tokens:
-            raise InvalidRequest(
-                f"a prompt of {len(request.all_ids)} tokens fills the context of {self.max_context_tokens}"
+        ids, vocab_size = request.all_ids, self._worker.shape.vocab_size
+        if not ids:
+            raise InvalidRequest("the prompt is empty")
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidRequest(f"token ids must be in [0, {vocab_size})")
+        if len(ids) >= self.max_context_tokens:
+            raise NoCapacity(
+                f"prompt has {len(ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
             )
 
 
@@ -233,22 +239,17 @@ async def _outputs(
     stops = set(request.sampling.stop_token_ids)
     if not request.sampling.ignore_eos:
         stops |= set(request.eos_token_ids)
-    output = _output(first, stops, request)
+    output = _output(first, stops)
     yield Output(output.token_ids, (), admitted, output.finished)
     while output.finished is None:
-        output = _output(await _next(chunks), stops, request)
+        output = _output(await _next(chunks), stops)
         yield output
 
 
-def _output(chunk: dict[str, Any], stops: set[int], request: GenerationRequest) -> Output:
+def _output(chunk: dict[str, Any], stops: set[int]) -> Output:
     ids = tuple(int(token) for token in chunk["output_ids"])
     reason = chunk["meta_info"].get("finish_reason")
     stop = next((index for index, token in enumerate(ids) if token in stops), None)
-    early = int(chunk["meta_info"]["completion_tokens"]) < _min_new_tokens(request)
-    if stop is not None and not early:
+    if stop is not None:
         return Output(ids[: stop + 1], finished=FinishReason.STOP)
     return Output(ids, finished=None if reason is None else _FINISH[reason["type"]])
-
-
-def _min_new_tokens(request: GenerationRequest) -> int:
-    return request.sampling.min_tokens - len(request.output_ids_so_far)

@@ -10,6 +10,8 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest for what this engine does not offer."""
     if sampling.logprobs is not None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
+    if sampling.min_tokens:
+        raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
 
 
 def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> dict[str, Any]:
@@ -25,7 +27,6 @@ def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> d
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
         "max_new_tokens": max(1, left),
-        "min_new_tokens": max(0, sampling.min_tokens - so_far),
         "stop_token_ids": _stop_ids(request),
         "ignore_eos": sampling.ignore_eos,
         "frequency_penalty": sampling.frequency_penalty,

@@ -38,6 +38,10 @@ _UNSUPPORTED = {
     "--lora-paths": "its adapters are not part of the index's hashes",
 }
 IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
+# managers/tp_worker.py: max_req_input_len.
+_CONTEXT_ASIDE = 6
+# arg_groups/fields/disagg.py: the default.
+_RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 _SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
 
@@ -96,6 +100,30 @@ class SglangSettings:
             arguments.append(f"--dtype={self.dtype}")
         arguments += self._cache_arguments() + self._device_arguments()
         return arguments + list(self.engine_args)
+
+    def max_context_tokens(self, of_checkpoint: int) -> int:
+        """Prompt and output together. Raises ConfigError.
+
+        SGLang keeps a few tokens of the context and two pages of the pool to itself. A prompt that leaves
+        less of the pool than it reserves for output is not refused by its decode: it waits for ever, and
+        whatever comes behind it.
+        """
+        context = self._number("--context-length", of_checkpoint)
+        reserved = self._number("--num-reserved-decode-tokens", _RESERVED_DECODE_TOKENS)
+        aside = max(2 * self.page_size, reserved if self.role is Role.DECODE else 0)
+        pool_pages = self.num_pages - -(-aside // self.page_size)
+        if pool_pages < 1:
+            raise ConfigError(
+                f"--kv-pages={self.num_pages}: nothing is left of {aside} tokens that SGLang sets aside; "
+                "for a small pool lower --engine-arg=--num-reserved-decode-tokens"
+            )
+        return min(context - _CONTEXT_ASIDE, pool_pages * self.page_size)
+
+    def _number(self, flag: str, default: int) -> int:
+        text = _values(self.engine_args).get(flag, str(default))
+        if not text.isdecimal():
+            raise ConfigError(f"--engine-arg={flag} must be a number, got {text!r}")
+        return int(text)
 
     def _cache_arguments(self) -> list[str]:
         if self.role is Role.DECODE:

@@ -48,11 +48,12 @@ _MAX_ROOMS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a checkpoint's config.json concerns KV."""
+    """What of a checkpoint's config.json concerns us."""
 
     num_kv_heads: int
     head_dim: int
     max_context_tokens: int
+    vocab_size: int
 
     @classmethod
     def read(cls, model_path: str) -> "ModelShape":
@@ -63,7 +64,8 @@ class ModelShape:
             heads = config["num_attention_heads"]
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
             kv_heads = config.get("num_key_value_heads") or heads
-            return cls(int(kv_heads), int(head_dim), int(config["max_position_embeddings"]))
+            context, vocab_size = config["max_position_embeddings"], config["vocab_size"]
+            return cls(int(kv_heads), int(head_dim), int(context), int(vocab_size))
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"config.json of {model_path} cannot be used: {error!r}") from error
 
@@ -76,7 +78,8 @@ class SglangWorker:
         self.settings = settings
         self.own_ids = own_ids
         self.shape = ModelShape.read(settings.model_path)
-        self.max_context_tokens = self._context_length()
+        self.max_context_tokens = settings.max_context_tokens(self.shape.max_context_tokens)
+        self.stopping = False
         self._fingerprint = model_fingerprint(Path(settings.model_path))
         self._active: dict[tuple[int, int, int, int], Active] = {}
         self._tickets: dict[int, TicketSent] = {}
@@ -223,10 +226,6 @@ class SglangWorker:
     def _rebuilder(self) -> TreeEventRebuilder:
         settings = self.settings
         return TreeEventRebuilder(settings.model_name, settings.page_size, settings.index_block)
-
-    def _context_length(self) -> int:
-        given = [text.split("=", 1)[1] for text in self.settings.engine_args if "--context-length=" in text]
-        return int(given[-1]) if given else self.shape.max_context_tokens
 
     # -- what its ranks ask ----------------------------------------------------------------------------
 

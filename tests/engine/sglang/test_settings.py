@@ -6,28 +6,11 @@ from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
 from services.engine.sglang.settings import IDLE_CONNECTION_S, SglangSettings
 from services.errors import ConfigError
 from services.kv.types import Role
+from sglang_settings import sglang_settings
 
 
 def settings(tmp_path, **changes):
-    fields = dict(
-        role=Role.DECODE,
-        worker="d",
-        model_path=str(tmp_path),
-        model_name="m",
-        dp_size=2,
-        device="cpu",
-        dtype=None,
-        num_pages=512,
-        page_size=16,
-        index_block=64,
-        cache_enabled=True,
-        max_running_requests=8,
-        chunk_size=64,
-        num_threads=1,
-        host="127.0.0.1",
-        advertise_host="127.0.0.1",
-    )
-    return SglangSettings(**{**fields, **changes})
+    return sglang_settings(tmp_path, **{"dp_size": 2, "index_block": 64, **changes})
 
 
 def test_decode_has_the_radix_cache(tmp_path):
@@ -96,6 +79,35 @@ def test_each_rank_has_cores_of_its_own_where_there_are_enough(tmp_path, monkeyp
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         environment = settings(tmp_path, num_threads=threads).environment({})
         assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+
+
+def test_each_process_of_a_tensor_parallel_rank_has_its_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for argument in ("--tp-size=2", "--tensor-parallel-size=2", "--pp-size=2"):
+        environment = settings(tmp_path, dp_size=1, engine_args=(argument,)).environment({})
+        assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    with pytest.raises(ConfigError, match="--tp-size"):
+        settings(tmp_path, engine_args=("--tp-size=two",)).environment({})
+
+
+@pytest.mark.parametrize(
+    "changes,expected",
+    [
+        ({"num_pages": 4096}, 4096 - 6),  # the checkpoint's context
+        ({"num_pages": 4096, "engine_args": ("--context-length=1000",)}, 1000 - 6),
+        ({"num_pages": 64}, 1024 - 512),  # SGLang reserves 512 tokens of a decode rank's pool by default
+        ({"num_pages": 64, "engine_args": ("--num-reserved-decode-tokens=100",)}, 1024 - 112),
+        ({"num_pages": 64, "engine_args": ("--num-reserved-decode-tokens=0",)}, 1024 - 32),
+        ({"num_pages": 64, "role": Role.PREFILL}, 1024 - 32),
+    ],
+)
+def test_what_can_wait_for_ever_is_beyond_the_context(tmp_path, changes, expected):
+    assert settings(tmp_path, **changes).max_context_tokens(of_checkpoint=4096) == expected
+
+
+def test_a_pool_that_holds_no_prompt_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--kv-pages=32"):
+        settings(tmp_path, num_pages=32).max_context_tokens(of_checkpoint=4096)
 
 
 def test_the_plugin_reads_what_the_service_wrote():

@@ -1,0 +1,26 @@
+"""Settings of one SGLang, for tests that change what they are about."""
+
+from services.engine.sglang.settings import SglangSettings
+from services.kv.types import Role
+
+
+def sglang_settings(model, **changes):
+    fields = dict(
+        role=Role.DECODE,
+        worker="w",
+        model_path=str(model),
+        model_name="m",
+        dp_size=1,
+        device="cpu",
+        dtype=None,
+        num_pages=512,
+        page_size=16,
+        index_block=16,
+        cache_enabled=True,
+        max_running_requests=8,
+        chunk_size=64,
+        num_threads=1,
+        host="127.0.0.1",
+        advertise_host="127.0.0.1",
+    )
+    return SglangSettings(**{**fields, **changes})
