@@ -115,7 +115,7 @@ class SglangDecodeEngine(SglangRank):
         leg = asyncio.create_task(_leg(remote_prefill, request, rendezvous), name=f"prefill-{room:016x}")
         finished = False
         try:
-            async with aclosing(self._worker.http.stream(body)) as chunks:
+            async with aclosing(self._worker.stream(body)) as chunks:
                 first, prefill = await _both(chunks, leg)
                 admitted = await self._admitted(request, room, prefill, time.monotonic() - began)
                 async for output in _outputs(request, first, chunks, admitted):
@@ -172,7 +172,7 @@ class SglangPrefillEngine(SglangRank):
         began = time.monotonic()
         finished = False
         try:
-            chunk = await _only(self._worker.http.stream(body))
+            chunk = await _only(self._worker.stream(body))
             moved = await self._worker.bytes_moved(room)
             finished = True
         finally:

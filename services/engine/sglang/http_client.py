@@ -62,8 +62,15 @@ class SglangHttp:
 
     async def abort(self, rid: str) -> None:
         """No error when there is no such request, or no SGLang any more."""
+        await self._abort({"rid": rid})
+
+    async def abort_all(self) -> None:
+        """Likewise."""
+        await self._abort({"abort_all": True})
+
+    async def _abort(self, which: dict[str, Any]) -> None:
         try:
-            await self._session.post(f"{self._base}/abort_request", json={"rid": rid}, timeout=_timeout())
+            await self._session.post(f"{self._base}/abort_request", json=which, timeout=_timeout())
         except _CLIENT_ERRORS:
             return
 

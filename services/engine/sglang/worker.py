@@ -10,8 +10,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,7 @@ class SglangWorker:
 
     async def _start(self) -> None:
         settings = self.settings
+        _require_entry_point()
         self._folder = tempfile.TemporaryDirectory(prefix="isthmus-sglang-")
         reports_path = str(Path(self._folder.name) / "reports")
         self._reports = await serve_reports(reports_path, self._take, self._broken.set)
@@ -150,9 +153,12 @@ class SglangWorker:
         self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
 
     async def _stop(self) -> None:
+        self.stopping = True
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
+        if self._http is not None and not self._broken.is_set():
+            await self._http.abort_all()  # SGLang would let requests finish, for as long as they take
         if self._process is not None:
             await self._process.stop(in_order=not self._broken.is_set())
         if self._http is not None:
@@ -233,6 +239,19 @@ class SglangWorker:
     def http(self) -> SglangHttp:
         assert self._http is not None, "the worker has not been started"
         return self._http
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of one request. Raises as SglangHttp.stream, or Unavailable when we stop."""
+        if self.stopping:
+            raise Unavailable("the engine is stopping")
+        try:
+            async with aclosing(self.http.stream(body)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except PeerFailed as error:
+            if self.stopping:
+                raise Unavailable("the engine is stopping") from error
+            raise
 
     @property
     def actives(self) -> list[Active]:
@@ -326,6 +345,15 @@ class SglangWorker:
     async def _tell(self) -> None:
         async with self._told:
             self._told.notify_all()
+
+
+def _require_entry_point() -> None:
+    """Raises ConfigError. SGLang's processes have our interpreter, but would miss it only after loading."""
+    if not entry_points(group="sglang.srt.plugins", name="isthmus"):
+        raise ConfigError(
+            "the plugin is not installed: SGLang finds it by the entry point isthmus of sglang.srt.plugins, "
+            "so isthmus must be installed where SGLang is, not only be on the path"
+        )
 
 
 def _bound(rooms: dict[int, Any]) -> None:

@@ -1,0 +1,82 @@
+"""An SGLang in which our plugin is not active would speak its own handshake: it is refused at the start."""
+
+import asyncio
+import os
+import sys
+
+import pytest
+
+from services.engine.sglang import reports
+from services.errors import ConfigError
+from services.kv.types import Generation, RankId, Role
+from sglang_settings import sglang_settings
+
+EXIT_S = 120.0
+
+
+def shadowed(folder):
+    """A path on which isthmus is a package without entry points: the first metadata on it counts."""
+    info = folder / "isthmus-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: isthmus\nVersion: 0.1.0\n")
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
+
+
+async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(checkpoint, tmp_path):
+    flags = ["--engine=sglang", f"--model={checkpoint}", "--worker=p", "--etcd=127.0.0.1:1"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.prefill", *flags),
+        env={**os.environ, "PYTHONPATH": shadowed(tmp_path)},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(EXIT_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.terminate()
+        raise
+    assert process.returncode == 78, output.decode()
+    assert "isthmus-prefill: the plugin is not installed" in output.decode()
+
+
+class HealthySglang:
+    """In place of SGLang's process and its HTTP API: healthy, and then what reports it is made to send."""
+
+    def __init__(self, *_arguments):
+        self.ended = asyncio.Event()
+
+    async def start(self): ...
+
+    async def stop(self, in_order=True): ...
+
+    async def healthy(self):
+        return True
+
+    async def abort_all(self): ...
+
+    async def close(self): ...
+
+
+def active(tp_rank):
+    return reports.Active("prefill", 0, tp_rank, 0, 0, 2, 1, "127.0.0.1:1", 16, 4096, 8, "auto", 2, {})
+
+
+@pytest.mark.parametrize("told,missing", [((), "[(0, 0)]"), ((0,), "[(0, 1)]"), ((0, 1), "")])
+async def test_every_process_must_say_that_the_plugin_is_active(checkpoint, monkeypatch, told, missing):
+    from services.engine.sglang import worker
+
+    monkeypatch.setattr(worker, "SglangProcess", HealthySglang)
+    monkeypatch.setattr(worker, "SglangHttp", HealthySglang)
+    monkeypatch.setattr(worker, "_ACTIVE_TIMEOUT_S", 0.5)
+    settings = sglang_settings(checkpoint, role=Role.PREFILL)
+    started = worker.SglangWorker(settings, {0: RankId("p", 0, Generation(1))})
+    for tp_rank in told:
+        started._take(active(tp_rank))
+    if missing:
+        with pytest.raises(ConfigError) as refused:
+            await started.start()
+        assert missing in str(refused.value)
+    else:
+        await started._until_active()
