@@ -82,6 +82,8 @@ class IsthmusKVManager(NixlKVManager):
         # prefill
         self._posting = threading.local()
         self._posted: dict[int, tuple[int, int]] = {}  # room -> pages, bytes
+        self._unwritten: dict[int, tuple[Any, ...]] = {}  # room -> CUDA events to wait for
+        self._unusable: dict[str, str] = {}  # decode's agent -> why it cannot be written to
         if server_args.device == "cpu":
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         super().__init__(args, mode, server_args, is_mla_backend)
@@ -221,12 +223,27 @@ class IsthmusKVManager(NixlKVManager):
         super().update_status(bootstrap_room, status)
         room_news().set()
 
+    def add_transfer_request(self, bootstrap_room: int, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's NIXL drops the event that says when the pages have been written; see `_until_written`."""
+        if kwargs.get("wait_event") is not None:
+            earlier = self._unwritten.get(bootstrap_room, ())  # at worst waited for twice
+            self._unwritten[bootstrap_room] = (*earlier, kwargs["wait_event"])
+        return super().add_transfer_request(bootstrap_room, *args, **kwargs)
+
+    def _until_written(self) -> None:
+        """On the thread that posts: the scheduler must not wait. The early send of a cached prefix, which
+        needs it, is off (settings.environment); should SGLang rename the switch, this still holds."""
+        for event in self._unwritten.pop(self._posting.room, ()):
+            event.synchronize()
+
     def send_kvcache(self, peer_name: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        self._until_written()
         handle = super().send_kvcache(peer_name, prefill_kv_indices, *args, **kwargs)
         self._count(peer_name, len(prefill_kv_indices))
         return handle
 
     def send_kvcache_slice(self, peer_name: str, prefill_kv_indices: Any, dst_kv_indices: Any) -> Any:
+        self._until_written()
         handle = super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
         self._count(peer_name, len(prefill_kv_indices))
         return handle
@@ -240,6 +257,7 @@ class IsthmusKVManager(NixlKVManager):
 
     def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
         pages, size = self._posted.pop(bootstrap_room, (0, 0))
+        self._unwritten.pop(bootstrap_room, None)
         if status == KVPoll.Success:  # before anybody can see the success
             process_reporter().report(Moved(bootstrap_room, pages, size))
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
