@@ -1,10 +1,10 @@
 """Multi-turn conversations through the whole cluster are those of one SGLang, and only deltas cross."""
 
 import asyncio
-import random
 
 import pytest
 
+from random_ids import random_ids
 from sglang_cluster import PAGE, AggregatedSglang
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -16,10 +16,6 @@ FIRST_LENGTHS = (PAGE * 5 - 1, PAGE * 5, PAGE * 5 + 1, 20)
 
 def pages(tokens):
     return -(-tokens // PAGE)
-
-
-def random_ids(count, seed):
-    return [random.Random(f"{seed}/{i}").randrange(2, 500) for i in range(count)]
 
 
 async def converse(cluster, name, length):

@@ -27,7 +27,7 @@ from services.wire.isthmus.v1 import handshake_pb2
 Frames = list[bytes]
 
 GUARD = b"NixlMsgGuard"
-_REGISTRATION = b"None"
+REGISTRATION = b"None"
 _ABORT = b"ABORT"
 _ABORT_ACK = b"ABORT_ACK"
 _STATUS = b"KV_STATUS"
@@ -59,7 +59,7 @@ class ReturnAddress:
 
 def memory_of_registration(frames: Frames) -> tuple[handshake_pb2.EngineMemory, bytes, int]:
     """The memory, the NIXL agent's metadata and the number of page slots. Raises ProtocolError."""
-    if len(frames) != _NUM_REGISTRATION_FRAMES or frames[0] != GUARD or frames[1] != _REGISTRATION:
+    if len(frames) != _NUM_REGISTRATION_FRAMES or frames[0] != GUARD or frames[1] != REGISTRATION:
         raise ProtocolError(f"not a registration as SGLang 0.5.23 writes it: {len(frames)} frames")
     body = frames[1:]
     addresses, item_bytes = _unpack("Q", body[5]), _unpack("Q", body[18])
@@ -92,7 +92,7 @@ def registration_frames(hello: handshake_pb2.Hello, back: ReturnAddress) -> Fram
             raise ProtocolError(f"engine_memory.kv.kind must be DRAM or VRAM, got {region.kind!r}")
     sizes = [region.page_bytes for region in memory.kv]
     body = [b""] * (_NUM_REGISTRATION_FRAMES - 1)
-    body[0] = _REGISTRATION
+    body[0] = REGISTRATION
     body[1], body[2] = back.host.encode("ascii"), _ascii(back.port)
     body[3], body[4] = memory.agent_name.encode("ascii"), hello.agent_metadata
     body[5] = _pack("Q", [region.address for region in memory.kv])
@@ -117,7 +117,7 @@ def ticket_of_metadata(
     frames: Frames, prompt_len: int, prefill_generation: int = 0
 ) -> handshake_pb2.KvTicket:
     """What SGLang's metadata says. Raises ProtocolError when the frames are not as expected."""
-    if len(frames) != 11 or frames[0] != GUARD or frames[1] == _REGISTRATION:
+    if len(frames) != 11 or frames[0] != GUARD or frames[1] == REGISTRATION:
         raise ProtocolError(f"not a request's metadata as SGLang 0.5.23 writes it: {len(frames)} frames")
     pages = np.frombuffer(frames[5], dtype=np.int32).tolist()
     ticket = handshake_pb2.KvTicket(

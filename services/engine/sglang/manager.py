@@ -24,7 +24,12 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, KVPoll
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
-from sglang.srt.disaggregation.nixl.conn import NixlKVManager, num_kv_slots
+from sglang.srt.disaggregation.nixl.conn import (
+    KVArgsRegisterInfo,
+    NixlKVManager,
+    TransferInfo,
+    num_kv_slots,
+)
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from services import rpc
@@ -38,7 +43,7 @@ from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.prefill_streams import PrefillStreams
 from services.engine.sglang.process_reporter import process_reporter
 from services.engine.sglang.reports import Active, Moved
-from services.errors import IsthmusError
+from services.errors import IsthmusError, ProtocolError
 from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
 from services.transfer.hello import Hello
 from services.transfer.nixl import let_sleep
@@ -181,7 +186,7 @@ class IsthmusKVManager(NixlKVManager):
             message.hello.writer_rank = int(self._prefill_unique_rank())
             return message
 
-        self._prefill_streams = PrefillStreams(own, own_message, self._inbox.put, self._fail_room)
+        self._prefill_streams = PrefillStreams(own, own_message, self._deliver, self._fail_room)
         opening = self._loop_thread.spawn(self._listen())
         self.rank_port = opening.result(_LISTEN_TIMEOUT_S)
         self.local_ip = self._settings.advertise_host
@@ -203,6 +208,20 @@ class IsthmusKVManager(NixlKVManager):
         """Our service tells it to whoever asks for DescribeRanks."""
         self._topology = payload
 
+    def _deliver(self, parts: Frames) -> None:
+        """To SGLang's thread, unless it could not read it: that would end it, and leave the rank deaf.
+
+        Raises ProtocolError.
+        """
+        try:
+            if parts[:2] == [frames.GUARD, frames.REGISTRATION]:
+                KVArgsRegisterInfo.from_zmq(parts[1:])
+            elif parts[0] == frames.GUARD:
+                TransferInfo.from_zmq(parts[1:])
+        except Exception as error:
+            raise ProtocolError(f"SGLang cannot read it: {error!r}") from error
+        self._inbox.put(parts)
+
     def _send_multipart_locked(self, endpoint: str, parts: Frames, is_ipv6: bool = False) -> None:
         self._loop_thread.soon(self._prefill_streams.send, endpoint, frames.message_of_prefill(parts))
 
@@ -210,11 +229,15 @@ class IsthmusKVManager(NixlKVManager):
         """An unusable peer must not end SGLang's thread, which serves all others; its rooms fail alone."""
         try:
             super()._add_remote_peer(decode_kv_args)
-        except Exception:
+        except Exception as error:
             log.exception("kv_peer_unusable agent=%s", decode_kv_args.agent_name)
+            self._unusable[decode_kv_args.agent_name] = repr(error)
 
     def _fail_room(self, room: int, reason: str) -> None:
+        """Also one whose request has not come yet: it must not wait for another ticket."""
         self.record_failure(room, reason)
+        if room not in self.request_status:
+            self.update_status(room, KVPoll.Bootstrapping)
         self.update_status(room, KVPoll.Failed)
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
@@ -263,13 +286,18 @@ class IsthmusKVManager(NixlKVManager):
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
 
     def check_ticket_of(self, room: int, num_pages: int) -> None:
-        """Fail the room unless every ticket of it covers the `num_pages` that prefill will send."""
-        for info in list(self.transfer_infos.get(room, {}).values()):
-            if not info.is_dummy and len(info.dst_kv_indices) != num_pages:
+        """Fail the room unless every ticket of it covers the `num_pages` that prefill will send, and to
+        memory that can be written."""
+        for agent, info in list(self.transfer_infos.get(room, {}).items()):
+            reason = ""
+            if agent in self._unusable:
+                reason = f"the decode rank's memory cannot be written: {self._unusable[agent]}"
+            elif not info.is_dummy and len(info.dst_kv_indices) != num_pages:
                 reason = (
                     f"the ticket of room {room:016x} has {len(info.dst_kv_indices)} pages after "
                     f"{info.decode_prefix_len} tokens, the prompt needs {num_pages}"
                 )
+            if reason:
                 self.conclude_failure(bootstrap_room=room, failure_reason=reason)
                 return
 

@@ -54,7 +54,8 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         deliver: Callable[[Frames], None],
         refuse: Callable[[int, str], None],
     ) -> None:
-        """`deliver` takes frames for SGLang; `refuse` fails a room of which a ticket was turned down."""
+        """`deliver` takes frames for SGLang, and raises ProtocolError for what it cannot read; `refuse` fails
+        a room of which a ticket was turned down."""
         self._own = own
         self._own_message = own_message
         self._deliver = deliver
@@ -92,9 +93,8 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
         stream = _Stream(ReturnAddress(_HOST, next(self._numbers)), first.hello, peer)
-        registration = frames.registration_frames(first.hello, stream.back)
+        self._deliver(frames.registration_frames(first.hello, stream.back))
         self._streams[stream.back.endpoint] = stream
-        self._deliver(registration)
         stream.outbox.put_nowait(self._own_message())
         log.info("kv_link_up decode=%s tp_rank=%d", peer.rank, first.hello.tp_rank)
         return stream
@@ -114,7 +114,8 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
     def _take_ticket(self, stream: _Stream, ticket: handshake_pb2.KvTicket) -> None:
         try:
             self._check(stream, ticket)
-            metadata = frames.metadata_frames(ticket, stream.hello.engine_memory.agent_name, stream.back)
+            agent_name = stream.hello.engine_memory.agent_name
+            self._deliver(frames.metadata_frames(ticket, agent_name, stream.back))
         except IsthmusError as error:
             log.warning("kv_ticket_refused room=%016x reason=%r", ticket.room, str(error))
             stream.say(status=_Status(room=ticket.room, state=_Status.STATE_REFUSED, reason=str(error)))
@@ -122,7 +123,6 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             return
         stream.rooms.add(ticket.room)
         stream.say(status=_Status(room=ticket.room, state=_Status.STATE_ACCEPTED))
-        self._deliver(metadata)
 
     def _check(self, stream: _Stream, ticket: handshake_pb2.KvTicket) -> None:
         own = self._own

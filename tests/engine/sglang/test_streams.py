@@ -11,6 +11,7 @@ from services.engine.sglang import frames
 from services.engine.sglang.decode_streams import DecodeStreams
 from services.engine.sglang.frames import ReturnAddress
 from services.engine.sglang.prefill_streams import PrefillStreams
+from services.errors import ProtocolError
 from services.kv.types import Generation, KvLayout, PoolMemory, RankId
 from services.transfer.hello import Hello
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -30,7 +31,7 @@ async def until(condition, timeout_s=5.0):
 class Prefill:
     """One prefill process: `delivered` is what SGLang's thread would read."""
 
-    def __init__(self, generation=5, writer_rank=0, layout=LAYOUT, tp_rank=0):
+    def __init__(self, generation=5, writer_rank=0, layout=LAYOUT, tp_rank=0, unreadable=()):
         own = Hello(RankId("p", 0, Generation(generation)), layout, PoolMemory(0, 99), "sglang-nixl", b"")
         self.delivered, self.refused = [], []
 
@@ -39,9 +40,12 @@ class Prefill:
             message.hello.writer_rank, message.hello.tp_rank = writer_rank, tp_rank
             return message
 
-        self.streams = PrefillStreams(
-            own, own_message, self.delivered.append, lambda *word: self.refused.append(word)
-        )
+        def deliver(parts):
+            if parts[1] in unreadable:
+                raise ProtocolError("SGLang cannot read it")
+            self.delivered.append(parts)
+
+        self.streams = PrefillStreams(own, own_message, deliver, lambda *word: self.refused.append(word))
 
     @asynccontextmanager
     async def listening(self, port=0):
@@ -146,6 +150,22 @@ async def test_a_wrong_ticket_is_refused_and_never_reaches_sglang(wrong):
         assert len(prefill.delivered) == 1  # the registration
         decode.send(endpoint, *ticket(10))  # and the stream goes on
         await until(lambda: len(prefill.delivered) == 2)
+
+
+async def test_what_sglang_cannot_read_is_refused_and_the_stream_goes_on():
+    prefill, decode = Prefill(unreadable=[b"9"]), Decode()
+    async with prefill.listening() as endpoint:
+        decode.send(endpoint, *ticket(9))
+        decode.send(endpoint, *ticket(10))
+        await until(lambda: decode.delivered and len(prefill.delivered) == 2)
+        assert [parts[:3] for parts in decode.delivered] == [[b"KV_STATUS", b"9", b"0"]]
+        assert prefill.refused == [(9, "SGLang cannot read it")]
+        assert prefill.delivered[1][1] == b"10"
+    mute = Prefill(unreadable=[frames.REGISTRATION])
+    async with mute.listening() as endpoint:
+        decode.send(endpoint, *ticket())
+        await until(lambda: any("SGLang cannot read it" in reason for _, reason in decode.lost))
+        assert not mute.delivered and not mute.streams._streams
 
 
 async def test_a_ticket_for_another_life_is_refused():
