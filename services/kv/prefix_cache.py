@@ -149,8 +149,7 @@ class PrefixCache:
         sequence.node = match.node
         sequence.num_published = end = first + len(match.pages)
         replaced, sequence.pages[first:end] = sequence.pages[first:end], match.pages
-        self._allocator.free(replaced)
-        self._private_pages -= len(replaced)
+        self._free_private(replaced)
 
     def make_room(self, num_pages: int) -> bool:
         """Evict at once what must go for `num_pages` to be free; False when so many are not available.
@@ -174,12 +173,13 @@ class PrefixCache:
         self._private_pages += num_pages
         return True
 
-    def publish(self, sequence: SequencePages, ids: Sequence[int]) -> None:
+    def publish(self, sequence: SequencePages, ids: Sequence[int], *, keep_duplicates: bool = True) -> None:
         """Put the full pages of `ids` into the tree, held by the sequence.
 
         `ids` are all tokens whose KV is in the sequence's pages so far, from position 0. Calls may
-        repeat with growing ids; each costs only what is new. Pages whose content the tree had already
-        stay private until the end, for they may be the source of a transfer. The table stays as it is.
+        repeat with growing ids; each costs only what is new. Of pages whose content the tree had already
+        the sequence keeps its own until the end, for they may be the source of a transfer; without
+        `keep_duplicates` it goes on with the tree's, and its own are freed.
 
         Raises:
             ProtocolError: there are more tokens than pages to hold them.
@@ -196,8 +196,12 @@ class PrefixCache:
         self._tree.unlock(sequence.node)
         sequence.node = inserted.node
         sequence.num_published = end
-        sequence.duplicates += inserted.duplicates
         self._private_pages -= len(inserted.taken)
+        if keep_duplicates:
+            sequence.duplicates += inserted.duplicates
+        else:
+            sequence.pages[first:end] = inserted.pages
+            self._free_private(inserted.duplicates)
 
     def close(self, sequence: SequencePages) -> None:
         """Give everything back: published pages stay cached, private ones are free.
@@ -300,6 +304,10 @@ class PrefixCache:
         sequence.pages.clear()
         sequence.duplicates.clear()
         return private
+
+    def _free_private(self, pages: list[PageId]) -> None:
+        self._allocator.free(pages)
+        self._private_pages -= len(pages)
 
     def _end(self, sequence: SequencePages) -> None:
         sequence.hold = Hold.CLOSED

@@ -73,9 +73,13 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """`taken` belong to the tree now; for `duplicates` it had the same content and left them alone."""
+    """`taken` belong to the tree now; for `duplicates` it had the same content and left them alone.
+
+    `pages` are the tree's for all the tokens inserted.
+    """
 
     node: Node
+    pages: list[PageId]
     taken: list[PageId]
     duplicates: list[PageId]
 
@@ -168,7 +172,7 @@ class RadixTree:
         """
         if len(ids) != len(pages) * self.page_size:
             raise ProtocolError(f"{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}")
-        node, taken, duplicates = under, [], []
+        node, in_tree, taken, duplicates = under, [], [], []
         for key, page in zip(self._keys(ids), pages, strict=True):
             child = node.children.get(key)
             if child is None:
@@ -177,9 +181,10 @@ class RadixTree:
             else:
                 node = child
                 duplicates.append(page)
+            in_tree.append(node.page)
         self._use(node)
         self._queue_if_evictable(node)
-        return Inserted(node, taken, duplicates)
+        return Inserted(node, in_tree, taken, duplicates)
 
     def lock(self, node: Node) -> None:
         """Hold the path down to `node`. O(1) below a path that is locked already, else O(depth)."""

@@ -125,20 +125,25 @@ class CacheMachine(RuleBasedStateMachine):
         held.private.update(added)
         held.table += added
 
-    @rule(held=open_sequences, new_ids=IDS, leave_out=st.integers(0, 6))
-    def publish(self, held, new_ids, leave_out):
+    @rule(held=open_sequences, new_ids=IDS, leave_out=st.integers(0, 6), keep=st.booleans())
+    def publish(self, held, new_ids, leave_out, keep):
         capacity = len(held.table) * self.page_size
         held.ids += new_ids[: max(0, capacity - len(held.ids))]
         num_tokens = max(0, min(len(held.ids), capacity) - leave_out)
-        self.cache.publish(held.real, held.ids[:num_tokens])
+        self.cache.publish(held.real, held.ids[:num_tokens], keep_duplicates=keep)
         num_pages = num_tokens // self.page_size
         if num_pages <= held.published:
             return
         path = self.path(held.salt, held.ids, num_pages)
-        for key, page in list(zip(path, held.table, strict=False))[held.published :]:
+        for index in range(held.published, num_pages):
+            key, page = path[index], held.table[index]
             if key not in self.prefixes:
                 self.prefixes[key] = Prefix(page)
                 held.private.remove(page)
+            elif not keep:
+                held.private.remove(page)
+                self.free.add(page)
+                held.table[index] = self.prefixes[key].page
         held.published = num_pages
         self.use(path)
 
@@ -290,6 +295,16 @@ def test_duplicates_stay_in_the_table_and_are_freed_at_the_end():
     assert other.pages == table and other.num_private == 2
     cache.close(other)
     assert cache.check() == PageBooks(8, free=6, cached=0, locked=2, private=0, quarantined=0)
+
+
+def test_who_keeps_no_duplicates_goes_on_with_the_trees_pages():
+    cache = PrefixCache(8, page_size=1, index_block=1, model="m")
+    one, other = cache.open([1, 2], ""), cache.open([1, 2], "")
+    assert cache.extend(one, 2) and cache.extend(other, 3)
+    cache.publish(one, [1, 2])
+    cache.publish(other, [1, 2, 3], keep_duplicates=False)
+    assert other.pages[:2] == one.pages
+    assert cache.check() == PageBooks(8, free=5, cached=0, locked=3, private=0, quarantined=0)
 
 
 def test_quarantined_pages_are_not_lent_again_until_the_writer_has_stopped():

@@ -324,7 +324,9 @@ class EngineCore:
         assert seq.pages is not None
         # Only full pages go to the tree; publishing is skipped while the last one is filling.
         if seq.computed // self.page_size > seq.pages.num_published:
-            self.cache.publish(seq.pages, seq.ids[: seq.computed])
+            # Kept twice, a page could be one too many for a sequence that needs the whole pool. A room may
+            # be reading its own.
+            self.cache.publish(seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.room is not None)
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
 
