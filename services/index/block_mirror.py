@@ -38,6 +38,16 @@ class RankProgress:
     current: bool  # a snapshot has been read, and no delta is missing
 
 
+class _Reading:
+    """One rank's."""
+
+    __slots__ = ("age_s", "history")
+
+    def __init__(self) -> None:
+        self.history = RankHistory()
+        self.age_s = 0.0
+
+
 class BlockMirror:
     """Owned by one event loop. Hold `turn` while applying: a rank's records may be read again meanwhile.
 
@@ -54,32 +64,30 @@ class BlockMirror:
         self._etcd = etcd
         self._keys = keys
         self._told = told
-        self._histories: dict[RankKey, RankHistory] = {}
-        self._ages_s: dict[RankKey, float] = {}
+        self._readings: dict[RankKey, _Reading] = {}
         self._touched: set[RankKey] = set()  # had records since the prefix was last whole
         self._rereads: set[asyncio.Task[None]] = set()
         self._cost = 0  # of what was taken in since the loop last had its turn
 
     def progress(self, rank: RankKey) -> RankProgress:
-        history = self._histories.get(rank) or RankHistory()
-        epoch, next_seq = history.position
-        return RankProgress(epoch, next_seq, self._ages_s.get(rank, 0.0), history.current)
+        reading = self._readings.get(rank) or _Reading()
+        epoch, next_seq = reading.history.position
+        return RankProgress(epoch, next_seq, reading.age_s, reading.history.current)
 
     def expect(self, rank: RankKey, generation: Generation) -> None:
         """This is the rank's present life: nothing of another counts."""
-        self._history(rank).expect(generation)
+        self._reading(rank).history.expect(generation)
         if self.index.generation(rank) != generation:
             self.index.remove_rank(rank)
 
     def restart(self) -> None:
         """Revisions seen so far mean nothing any more; what the ranks held still does."""
-        for history in self._histories.values():
-            history.restart()
+        for reading in self._readings.values():
+            reading.history.restart()
 
     def forget(self, rank: RankKey) -> None:
         self.index.remove_rank(rank)
-        self._histories.pop(rank, None)
-        self._ages_s.pop(rank, None)
+        self._readings.pop(rank, None)
         self._touched.discard(rank)
 
     def close(self) -> None:
@@ -102,7 +110,7 @@ class BlockMirror:
         """All that there is up to some revision has been applied: what is missing is lost."""
         touched, self._touched = self._touched, set()
         for rank in touched:
-            if self._history(rank).gap():
+            if self._reading(rank).history.gap():
                 self.gaps += 1
                 logger.warning("mirror.gap rank=%s", rank)
                 task = asyncio.create_task(self._read_again(rank))
@@ -112,25 +120,24 @@ class BlockMirror:
     async def _offer(
         self, rank: RankKey, record: PrefixHead | PrefixSnapshot | PrefixDelta, revision: int
     ) -> None:
-        history = self._history(rank)
+        reading = self._reading(rank)
         self._touched.add(rank)
-        step = history.offer(record, revision)
+        step = reading.history.offer(record, revision)
         if step.verdict is Verdict.APPLY and step.generation is not None:
-            await self._take(RankId(rank.worker, rank.rank, step.generation), history, step)
+            await self._take(RankId(rank.worker, rank.rank, step.generation), reading, step)
 
-    async def _take(self, life: RankId, history: RankHistory, step: Step) -> None:
-        rank = life.key
+    async def _take(self, life: RankId, reading: _Reading, step: Step) -> None:
         if step.snapshot is not None:
             blocks = await self._gather(step.snapshot)
-            if self._histories.get(rank) is not history:
+            if self._readings.get(life.key) is not reading:
                 return  # forgotten meanwhile
             self.index.take_snapshot(life, blocks)
-            self._note_age(rank, step.snapshot_age_s)
+            self._note_age(reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(life, delta.added, delta.removed)
             self.added_blocks += len(delta.added)
             self.removed_blocks += len(delta.removed)
-            self._note_age(rank, delta.age_s)
+            self._note_age(reading, delta.age_s)
             await self.give_way(len(delta.added) + len(delta.removed))
 
     async def _gather(self, chunks: Sequence[Hashes]) -> set[int]:
@@ -143,8 +150,8 @@ class BlockMirror:
         self.added_blocks += len(blocks)
         return blocks
 
-    def _note_age(self, rank: RankKey, age_s: float) -> None:
-        self._ages_s[rank] = age_s
+    def _note_age(self, reading: _Reading, age_s: float) -> None:
+        reading.age_s = age_s
         self._told(age_s)
 
     async def _read_again(self, rank: RankKey) -> None:
@@ -167,5 +174,8 @@ class BlockMirror:
                         continue  # counted when the watch delivered it
         self.resyncs += 1
 
-    def _history(self, rank: RankKey) -> RankHistory:
-        return self._histories.setdefault(rank, RankHistory())
+    def _reading(self, rank: RankKey) -> _Reading:
+        reading = self._readings.get(rank)
+        if reading is None:
+            reading = self._readings[rank] = _Reading()
+        return reading

@@ -23,8 +23,9 @@ _STATUS = Method("/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest, etc
 
 # Our largest values are 1 MiB, so a page of this many keys stays below the response limit.
 _FIRST_PAGE_KEYS = 120
-_MAX_PAGE_KEYS = 5_000
-_PAGE_BYTES = 2 << 20  # small enough to take in without holding up the loop
+# What a page brings is unpacked in one go: small enough not to hold up the loop.
+_MAX_PAGE_KEYS = 1_000
+_PAGE_BYTES = 1 << 20
 _LIST_ATTEMPTS = 5
 
 
@@ -145,7 +146,7 @@ class Etcd:
     async def pages(
         self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
     ) -> AsyncGenerator[Page, None]:
-        """The keys in [start, end) at `revision` (0: now), in pages of about 2 MiB; one page at least.
+        """The keys in [start, end) at `revision` (0: now), in pages of about 1 MiB; one page at least.
 
         Raises EtcdCompacted when the revision is compacted meanwhile.
         """

@@ -71,13 +71,17 @@ class EmbeddedEtcd:
         self._log_start = 0
 
     def __repr__(self) -> str:
-        pid = self._process.pid if self._process else None
-        return f"EmbeddedEtcd(endpoint={self.endpoint}, pid={pid}, data_dir={self._data_dir})"
+        return f"EmbeddedEtcd(endpoint={self.endpoint}, pid={self.pid}, data_dir={self._data_dir})"
 
     @property
     def endpoint(self) -> str:
         """HOST:PORT of the client API; the port is 0 before the first start."""
         return f"127.0.0.1:{self._chosen_ports[0]}"
+
+    @property
+    def pid(self) -> int | None:
+        """None while it is stopped."""
+        return self._process.pid if self._process else None
 
     @property
     def log_path(self) -> Path:

@@ -23,7 +23,8 @@ class HashLedger:
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self._again: set[int] = set()  # those of the added that etcd believes to be there
-        self._oldest_s: float | None = None
+        self._oldest_s: float | None = None  # of the untold events
+        self._taken_s: float | None = None  # likewise, of those that are on their way
 
     def __repr__(self) -> str:
         untold = f"added={len(self._added)}, removed={len(self._removed)}"
@@ -77,8 +78,9 @@ class HashLedger:
     def take_delta(self, max_hashes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The next (added, removed), oldest first, at most `max_hashes` together; the rest stays.
 
-        If the delta does not reach etcd, call `forget_told`.
+        Call `told` when it has reached etcd, `forget_told` if it may not have.
         """
+        self._taken_s = self._oldest_s
         removed = _take(self._removed, max_hashes)
         added = _take(self._added, max_hashes - len(removed))
         if self._again:
@@ -88,14 +90,20 @@ class HashLedger:
         return added, removed
 
     def take_snapshot(self) -> tuple[int, ...]:
-        """All that is held. If the snapshot does not reach etcd, call `forget_told`."""
+        """All that is held. Then `told` or `forget_told`, as after a delta."""
         self.forget_told()
-        self._oldest_s = None
+        self._taken_s, self._oldest_s = self._oldest_s, None
         self.needs_snapshot = False
         return tuple(self.held)
 
+    def told(self) -> None:
+        """What was taken last has reached etcd."""
+        self._taken_s = None
+
     def forget_told(self) -> None:
         """Nothing that etcd was told counts any more: tell all of it."""
+        if self._taken_s is not None:
+            self._oldest_s, self._taken_s = self._taken_s, None
         self._added.clear()
         self._removed.clear()
         self._again.clear()

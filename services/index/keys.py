@@ -152,17 +152,17 @@ def _number(value: int) -> bytes:
 
 
 def _parse(parts: list[str]) -> ParsedKey | None:
-    match parts:
-        case ["schema"]:
-            return SchemaKey()
-        case ["ranks", worker, rank]:
-            return RegistrationKey(_parse_rank(worker, rank))
-        case ["prefix", worker, rank, "head"]:
-            return HeadKey(_parse_rank(worker, rank))
-        case ["prefix", worker, rank, "snapshot", epoch, chunk]:
-            return SnapshotKey(_parse_rank(worker, rank), _parse_number(epoch), _parse_number(chunk))
+    match parts:  # the most frequent ones first
         case ["prefix", worker, rank, "log", seq]:
             return LogKey(_parse_rank(worker, rank), _parse_number(seq))
+        case ["prefix", worker, rank, "snapshot", epoch, chunk]:
+            return SnapshotKey(_parse_rank(worker, rank), _parse_number(epoch), _parse_number(chunk))
+        case ["prefix", worker, rank, "head"]:
+            return HeadKey(_parse_rank(worker, rank))
+        case ["ranks", worker, rank]:
+            return RegistrationKey(_parse_rank(worker, rank))
+        case ["schema"]:
+            return SchemaKey()
         case ["pins", name]:
             return PinKey(check_name("pin", name))
         case ["probe", router]:

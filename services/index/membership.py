@@ -16,6 +16,7 @@ from dataclasses import replace
 from services.errors import ConfigError, IsthmusError, StaleGeneration
 from services.index.backoff import Backoff
 from services.index.etcd import Etcd
+from services.index.hash_ledger import HashLedger
 from services.index.keys import ClusterKeys
 from services.index.lease import Lease
 from services.index.publisher import Publisher, PublisherSettings
@@ -40,10 +41,11 @@ class Membership:
         *,
         ttl_s: int = 10,
         publisher_settings: PublisherSettings | None = None,
+        ledger: HashLedger | None = None,
     ) -> None:
         self.registered = asyncio.Event()
         self.lease_losses = 0
-        self.publisher = Publisher(etcd, keys, registration.id, publisher_settings)
+        self.publisher = Publisher(etcd, keys, registration.id, publisher_settings, ledger)
         self._etcd = etcd
         self._keys = keys
         self._schema = schema
@@ -81,7 +83,7 @@ class Membership:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._register(take_over=False)
         except (IsthmusError, TimeoutError) as error:
-            logger.warning("membership.drains_untold rank=%s error=%s", self._registration.id, error)
+            logger.warning("membership.drains_untold rank=%s error=%r", self._registration.id, error)
             return False
         return True
 
@@ -118,14 +120,18 @@ class Membership:
         return self._lease
 
     async def _share_the_budget(self) -> None:
-        """Tell the publisher now and then how many ranks there are to share the write budget with."""
+        """Tell the publisher now and then how many ranks there are to share the write budget with.
+
+        Often at first, for where one rank starts many do.
+        """
+        backoff = Backoff(self._etcd.rng, first_s=1.0, max_s=_COUNT_INTERVAL_S)
         while True:
             await self.registered.wait()
             try:
                 self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
             except IsthmusError as error:
                 logger.debug("membership.uncounted rank=%s error=%s", self._registration.id, error)
-            await asyncio.sleep(_COUNT_INTERVAL_S * self._etcd.rng.uniform(0.5, 1.0))
+            await backoff.sleep()
 
     async def _deregister(self) -> None:
         if self._lease is None:
@@ -134,4 +140,4 @@ class Membership:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._lease.revoke()
         except (IsthmusError, TimeoutError) as error:
-            logger.warning("membership.lapses rank=%s error=%s", self._registration.id, error)
+            logger.warning("membership.lapses rank=%s error=%r", self._registration.id, error)

@@ -43,6 +43,14 @@ class KnownPin:
 
 
 @dataclass(frozen=True, slots=True)
+class _Queued:
+    """`revision`: of the pin that was known when this one was decided; 0: none was."""
+
+    pin: Pin
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Written:
     """By us, at `put_at` on our clock."""
 
@@ -97,7 +105,7 @@ class PinWriter:
         self._known = known
         self._settings = settings or PinSettings()
         self._lease = BucketLease(etcd, life_s=self._settings.life_s, bucket_s=self._settings.bucket_s)
-        self._queue: OrderedDict[str, Pin] = OrderedDict()
+        self._queue: OrderedDict[str, _Queued] = OrderedDict()
         self._remembered: OrderedDict[str, _Written] = OrderedDict()
         self._wake = asyncio.Event()
 
@@ -107,7 +115,8 @@ class PinWriter:
         if self._is_fresh(name, pin):
             self._queue.pop(name, None)  # back to what etcd has
             return
-        self._queue[name] = pin
+        known = self._known(name)
+        self._queue[name] = _Queued(pin, known.revision if known else 0)
         if len(self._queue) > self._settings.max_queued:
             self._queue.popitem(last=False)
             self.dropped += 1
@@ -117,7 +126,7 @@ class PinWriter:
         """What was pinned here a moment ago, and may not have come back through etcd yet."""
         name = pin_name(conversation)
         if name in self._queue:
-            return self._queue[name]
+            return self._queue[name].pin
         written = self._recently_written(name)
         return written.pin if written else None
 
@@ -160,8 +169,10 @@ class PinWriter:
             return
         lease_id = await self._lease.id()
         swaps = [
-            put_if_unchanged_op(self._keys.pin(name), encode_pin(pin), self._revision(name), lease_id)
-            for name, pin in batch.items()
+            put_if_unchanged_op(
+                self._keys.pin(name), encode_pin(queued.pin), self._revision(name, queued), lease_id
+            )
+            for name, queued in batch.items()
         ]
         try:
             # Not idempotent: done twice, the second time would find our own pins and call them another's.
@@ -169,19 +180,19 @@ class PinWriter:
         except LeaseNotFound:
             self._lease.forget()
             raise
-        for (name, pin), was_written in zip(batch.items(), result.inner, strict=True):
-            if self._queue.get(name) == pin:
+        for (name, queued), was_written in zip(batch.items(), result.inner, strict=True):
+            if self._queue.get(name) == queued:
                 del self._queue[name]
             if was_written:
-                self._note_written(name, pin, result.revision)
+                self._note_written(name, queued.pin, result.revision)
             else:
                 self.lost += 1
                 self._remembered.pop(name, None)
 
-    def _revision(self, name: str) -> int:
-        """Of the pin that we mean to move; 0: of none. What we wrote may not have come back yet."""
-        known, recent = self._known(name), self._recently_written(name)
-        return max(known.revision if known else 0, recent.revision if recent else 0)
+    def _revision(self, name: str, queued: _Queued) -> int:
+        """Of the pin that is to be moved. Our own last one may not have come back when it was queued."""
+        recent = self._recently_written(name)
+        return max(queued.revision, recent.revision if recent else 0)
 
     def _note_written(self, name: str, pin: Pin, revision: int) -> None:
         self.written += 1

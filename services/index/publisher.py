@@ -44,7 +44,12 @@ class Publisher:
     """Owned by one event loop; writes under the lease that `attach` gave it, sleeps without one."""
 
     def __init__(
-        self, etcd: Etcd, keys: ClusterKeys, rank: RankId, settings: PublisherSettings | None = None
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        rank: RankId,
+        settings: PublisherSettings | None = None,
+        ledger: HashLedger | None = None,
     ) -> None:
         self.trouble: str | None = None
         self.degraded: Degraded | None = Degraded.NO_LEASE
@@ -55,7 +60,7 @@ class Publisher:
         self._rank = rank
         self._settings = settings or PublisherSettings()
         self.pace = FlushPace(self._settings.flush_s, self._settings.writes_per_s)
-        self._ledger = HashLedger()
+        self._ledger = ledger or HashLedger()
         self._writer = PrefixWriter(etcd, keys, rank, self._settings.log)
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
@@ -170,3 +175,4 @@ class Publisher:
             added, removed = self._ledger.take_delta(self._settings.max_delta_hashes)
             await self._writer.append(added, removed, age_s, lease_id)
             self.deltas_written += 1
+        self._ledger.told()

@@ -140,6 +140,9 @@ class RankHistory:
         head = self._head
         if head is None or (delta.generation, delta.epoch) != (head.generation, head.epoch):
             return _IGNORE
+        if self._following and delta.seq == self._next_seq and not self._deltas:
+            self._next_seq += 1
+            return Step(Verdict.APPLY, head.generation, deltas=(delta,))
         if delta.seq < (self._next_seq if self._following else head.base_seq):
             return _IGNORE
         if len(self._deltas) < _MAX_WAITING_DELTAS:

@@ -55,11 +55,18 @@ def extend_hash(parent: BlockHash | None, block_token_ids: Sequence[int], seed: 
 def sequence_hashes(token_ids: Sequence[int], index_block: int, seed: int) -> list[BlockHash]:
     """One sequence hash per full block of `index_block` tokens; a partly filled last block has none."""
     num_tokens = len(token_ids) // index_block * index_block
-    packed = memoryview(pack_tokens(token_ids[:num_tokens]))
+    return packed_sequence_hashes(pack_tokens(token_ids[:num_tokens]), index_block, seed)
+
+
+def packed_sequence_hashes(packed: bytes, index_block: int, seed: int) -> list[BlockHash]:
+    """The same of packed tokens."""
     block_bytes = index_block * TOKEN_BYTES
-    hashes: list[BlockHash] = []
-    parent: BlockHash | None = None
-    for start in range(0, len(packed), block_bytes):
-        parent = extend_packed(parent, packed[start : start + block_bytes], seed)
-        hashes.append(parent)
+    whole_bytes = len(packed) // block_bytes * block_bytes
+    # A prompt may have thousands of blocks, and each is two calls into xxhash: nothing else is done here.
+    digest, link = xxh3_64_intdigest, _LINK.pack
+    hashes = [
+        digest(packed[start : start + block_bytes], seed) for start in range(0, whole_bytes, block_bytes)
+    ]
+    for position in range(1, len(hashes)):
+        hashes[position] = digest(link(hashes[position - 1], hashes[position]), seed)
     return hashes

@@ -1,7 +1,7 @@
 """Ranks and mirrors of a test's cluster."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from index.real_etcd import running, until
@@ -84,8 +84,13 @@ class FakeRank:
 
 
 @asynccontextmanager
-async def mirroring(etcd: Etcd, keys: ClusterKeys, router: str = "r0") -> AsyncIterator[Mirror]:
-    mirror = Mirror(etcd, keys, router, probe_interval_s=0.05)
+async def mirroring(
+    etcd: Etcd,
+    keys: ClusterKeys,
+    router: str = "r0",
+    observe: Callable[[float], None] = lambda staleness_s: None,
+) -> AsyncIterator[Mirror]:
+    mirror = Mirror(etcd, keys, router, probe_interval_s=0.05, observe_staleness=observe)
     async with running(mirror.run()):
         await until(mirror.ready.is_set)
         yield mirror

@@ -7,14 +7,15 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from services.index.etcd import Etcd
+from services.index.etcd_connection import Observe, unobserved
 from services.index.etcd_settings import EtcdSettings
 
 # Short elections: a restart takes a fraction of a second, and a lease may be as short as 1 s.
 FAST = ("--heartbeat-interval=20", "--election-timeout=200", "--unsafe-no-fsync")
 
 
-def client(*endpoints: str, seed: int = 1, **settings: Any) -> Etcd:
-    return Etcd(EtcdSettings(endpoints, **settings), rng=random.Random(seed))
+def client(*endpoints: str, seed: int = 1, observe: Observe = unobserved, **settings: Any) -> Etcd:
+    return Etcd(EtcdSettings(endpoints, **settings), rng=random.Random(seed), observe=observe)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -17,6 +17,7 @@ def told_everything(*blocks: int) -> HashLedger:
     ledger = HashLedger()
     ledger.record(stored(*blocks), now=0.0)
     assert set(ledger.take_snapshot()) == set(blocks)
+    ledger.told()
     return ledger
 
 
@@ -46,6 +47,22 @@ def test_age_is_that_of_the_oldest_untold_event() -> None:
     assert ledger.age_s(12.5) == 2.5  # the rest may be as old as the first
     ledger.take_delta(1)
     assert ledger.age_s(12.5) == 0.0
+
+
+def test_what_does_not_reach_etcd_is_as_old_as_before() -> None:
+    ledger = told_everything()
+    ledger.record(stored(1), now=10.0)
+    ledger.take_delta(10)
+    assert ledger.age_s(11.0) == 0.0
+    ledger.forget_told()
+    assert ledger.age_s(12.0) == 2.0
+    ledger.take_snapshot()
+    ledger.forget_told()
+    assert ledger.age_s(13.0) == 3.0
+    ledger.take_snapshot()
+    ledger.told()
+    ledger.forget_told()  # a new lease: all is told again, but nothing is news
+    assert ledger.age_s(14.0) == 0.0
 
 
 def test_too_much_news_becomes_a_snapshot() -> None:
