@@ -1,0 +1,1 @@
+"""What the index costs: `python -m bench.index --json FILE`."""

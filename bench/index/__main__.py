@@ -1,0 +1,78 @@
+"""Measure the prefix index, alone and through a real etcd.
+
+    python -m bench.index --json FILE [--minutes 10] [--only core,warm,64,1000]
+
+Staleness is that of the oldest block of each delta when a mirror applies it, told by stamps on this
+machine's one clock; "told" is what the mirror itself reckons without comparing clocks.
+"""
+
+import argparse
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from bench.index import cluster, core
+from bench.report import Row, table, write_json
+
+_PARTS = ("core", "warm", "64", "1000")
+_GOALS: Row = {
+    "match p50 us, 128 blocks": 50,
+    "match p99 us, 8192 blocks": 300,
+    "M blocks/s applied": 2,
+    "bytes per entry": 100,
+    "hashing M tokens/s": 30,
+    "staleness p99 ms, 64 ranks": 250,
+    "staleness p99 ms, 1000 ranks": 1000,
+    "warm restart s, 2.3 M": 5,
+}
+
+
+def main() -> None:
+    arguments = _parse()
+    logging.disable(logging.INFO)
+    rows: list[Row] = []
+    for part in arguments.only.split(","):
+        for name, of_part in _run(part, arguments.minutes):
+            print(f"\n{name}\n{table(of_part)}", flush=True)
+            rows += [{"part": name, **row} for row in of_part]
+    write_json(arguments.json, "index", {"minutes": arguments.minutes, "goals": _GOALS}, rows)
+
+
+def _run(part: str, minutes: float) -> list[tuple[str, list[Row]]]:
+    match part:
+        case "core":
+            return _core()
+        case "warm":
+            # Logs as long as they are on average: half of the most that a publisher lets them grow to.
+            row = asyncio.run(cluster.warm_restart_row(2_300_000, 64, 256))
+            many = asyncio.run(cluster.warm_restart_row(2_300_000, 1000, 12))
+            return [("warm restart", [row, many])]
+        case "64":
+            return [("64 publishers", [asyncio.run(cluster.publishers_row(64, minutes, 16_000))])]
+        case "1000":
+            return [("1000 publishers", [asyncio.run(cluster.publishers_row(1000, minutes, 2_300))])]
+    raise SystemExit(f"--only names {', '.join(_PARTS)}; got {part!r}")
+
+
+def _core() -> list[tuple[str, list[Row]]]:
+    rng = np.random.default_rng(0)
+    return [
+        ("memory", [core.memory_row(rng)]),
+        ("match", core.match_rows(rng)),
+        ("hashing", [core.hashing_row()]),
+        ("apply", core.apply_rows(rng)),
+    ]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long the publishers are measured")
+    parser.add_argument("--only", default=",".join(_PARTS), help="parts to run, with commas")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
