@@ -285,12 +285,16 @@ async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> Async
 
         async def drain() -> None:
             if await membership.drain():
-                await asyncio.sleep(_NOTICE_S)
+                await _be_noticed()
             await services.drain()
 
         watchdog = asyncio.create_task(_note_crash(engine, failed))
         stack.callback(watchdog.cancel)
         yield OpenRank(address, engine, server, drain, metrics_port, failed)
+
+
+async def _be_noticed() -> None:
+    await asyncio.sleep(_NOTICE_S)
 
 
 class RankFailed(Exception):

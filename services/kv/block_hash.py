@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from struct import Struct
+from typing import cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -69,4 +70,4 @@ def packed_sequence_hashes(packed: bytes, index_block: int, seed: int) -> list[B
     ]
     for position in range(1, len(hashes)):
         hashes[position] = digest(link(hashes[position - 1], hashes[position]), seed)
-    return hashes
+    return cast(list[BlockHash], hashes)

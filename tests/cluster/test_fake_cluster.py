@@ -298,3 +298,46 @@ async def test_a_new_life_does_not_pay_for_the_old_one(etcd_endpoint, model_dir,
         await cluster.until_placeable()
         cluster.routers[0].cluster.failed(old)  # of a request that hears of the loss only now
         await cluster.generate(prompt_of(1))
+
+
+async def test_a_prefill_rank_that_drains_costs_nobody_a_retry(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch
+):
+    """It says so before it refuses; until the routers have heard, it takes what they send."""
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=(1, 1)) as cluster:
+        router, leaving = cluster.routers[0], cluster.ranks["prefill-0/0"]
+        key = leaving.address.id.key
+
+        stopping, answered = asyncio.Event(), [0, 0, 0]
+
+        async def router_has_heard_and_what_it_sent_before_has_come():
+            async with asyncio.timeout(20):
+                while not router.mirror.ranks[key].draining:
+                    await asyncio.sleep(0.005)
+                before = list(answered)
+                while any(now < then + 2 for now, then in zip(answered, before, strict=True)):
+                    await asyncio.sleep(0.005)
+
+        async def keep_asking(asker):
+            while not stopping.is_set():
+                prompt = prompt_of(100 * asker + answered[asker])
+                tokens, _ = await cluster.generate(prompt)
+                assert tokens == continuation(prompt, 8)
+                answered[asker] += 1
+
+        monkeypatch.setattr("services.rank._be_noticed", router_has_heard_and_what_it_sent_before_has_come)
+        asking = [asyncio.create_task(keep_asking(asker)) for asker in range(3)]
+        await leaving.drain()
+        explained = await cluster.stubs[0].Explain(
+            generation_pb2.ExplainRequest(request=ids_request([0] * 8))
+        )
+        excluded = {c.prefill.worker: c.excluded for c in explained.candidates}
+        assert "draining" in excluded["prefill-0"] and not excluded["prefill-1"]
+        await cluster.stop_rank("prefill-0/0")
+        async with asyncio.timeout(10):
+            while key in router.mirror.ranks:
+                await asyncio.sleep(0.005)
+        stopping.set()
+        await asyncio.gather(*asking)
+        assert router.generator._metrics.retries._value.get() == 0
+        await cluster.assert_nothing_held()

@@ -27,7 +27,10 @@ from services.kv.types import (
 SCHEMA = Schema(index_block=64, hash_scheme="xxh3-64/1")
 # Snapshots every few deltas and in several chunks, so that every path is walked.
 EAGER = PublisherSettings(
-    flush_s=0.001, max_delta_hashes=50, log=LogLimits(max_deltas=4, max_chunk_hashes=40)
+    flush_s=0.001,
+    max_delta_hashes=50,
+    no_space_backoff_s=0.5,
+    log=LogLimits(max_deltas=4, max_chunk_hashes=40),
 )
 
 

@@ -10,8 +10,10 @@ from index.cluster import FakeRank, mirroring, registration
 from index.real_etcd import FAST, client, running, until
 from services.errors import ConfigError, StaleGeneration
 from services.index import block_mirror
+from services.index.degraded import Degraded
 from services.index.etcd import Etcd
-from services.index.etcd_server import EmbeddedEtcd
+from services.index.etcd_errors import EtcdNoSpace
+from services.index.etcd_server import EmbeddedEtcd, etcd_binary
 from services.index.keys import ClusterKeys, LogKey, pin_name
 from services.index.mirror import Mirror, RankState
 from services.index.pins import Pin, encode_pin
@@ -114,6 +116,143 @@ async def test_a_lost_lease_is_replaced_and_everything_is_written_again(
         await until(lambda: rank.is_mirrored_by(mirror) and mirror.is_current(key))
         found = await etcd.get(keys.head(key))
         assert found is not None and found.lease_id != lease.id
+
+
+async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: ClusterKeys) -> None:
+    rank = FakeRank(etcd, keys, registration())
+    key = rank.id.key
+    async with mirroring(etcd, keys) as mirror, running(rank.run()) as (task,):
+        rank.store(1, 2)
+        await until(lambda: rank.is_mirrored_by(mirror))
+        assert not mirror.ranks[key].draining
+        assert await rank.membership.drain()
+        await until(lambda: mirror.ranks[key].draining)
+        rank.store(3)  # what runs goes on, and what it holds is told
+        await until(lambda: rank.is_mirrored_by(mirror))
+        task.cancel()
+        await until(lambda: key not in mirror.ranks)
+        assert mirror.match_all([1, 2]) == {} and not mirror.is_current(key)
+
+
+async def test_a_rank_that_drains_is_killed_and_started_again(etcd: Etcd, keys: ClusterKeys) -> None:
+    old, new = (FakeRank(etcd, keys, registration(generation=number)) for number in (1, 2))
+    async with mirroring(etcd, keys) as mirror, running(old.run()) as (task,):
+        old.store(*range(50))
+        await until(lambda: old.is_mirrored_by(mirror))
+        assert await old.membership.drain()
+        async with running(new.run()):  # under the same name, before the old lease is gone
+            await until(lambda: mirror.ranks[new.id.key].registration.id == new.id)
+            assert mirror.match_all([0, 1]) == {} and not mirror.ranks[new.id.key].draining
+            task.cancel()
+            new.store(0)
+            await until(lambda: new.is_mirrored_by(mirror))
+            assert mirror.match_all([0, 1]) == {new.id.key: 1}
+
+
+async def test_with_etcd_away_nobody_is_told_of_draining_and_it_ends_all_the_same(
+    own_server: EmbeddedEtcd,
+) -> None:
+    async with client(own_server.endpoint, timeout_s=0.5) as etcd:
+        rank = FakeRank(etcd, ClusterKeys("c"), registration())
+        async with running(rank.run()):
+            await until(rank.membership.registered.is_set)
+            await own_server.kill()
+            assert not await rank.membership.drain()
+
+
+async def test_no_rank_is_forgotten_while_etcd_is_away(own_server: EmbeddedEtcd) -> None:
+    keys = ClusterKeys("c")
+    async with client(own_server.endpoint, timeout_s=1.0) as etcd:
+        rank = FakeRank(etcd, keys, registration())
+        key = rank.id.key
+        async with mirroring(etcd, keys) as mirror:
+            async with running(rank.run()):
+                rank.store(1, 2)
+                await until(lambda: rank.is_mirrored_by(mirror))
+            await until(lambda: not mirror.ranks[key].registered)
+            await own_server.kill()
+            await until(lambda: mirror.degraded is not None)
+            mirror.mark_dead(key)
+            assert mirror.ranks[key].state is RankState.SUSPECT and mirror.match_all([1, 2]) == {key: 2}
+
+
+async def test_a_full_etcd_is_said_and_registrations_come_back_first(tmp_path: Path) -> None:
+    """The quota is reached by others; an operator makes room."""
+    keys = ClusterKeys("c")
+    quota = ("--quota-backend-bytes=2097152", *FAST)
+    async with (
+        EmbeddedEtcd(tmp_path / "etcd", extra_arguments=quota) as server,
+        client(server.endpoint) as etcd,
+    ):
+        rank = FakeRank(etcd, keys, registration())
+        async with running(rank.run()), mirroring(etcd, keys) as mirror:
+            rank.store(1)
+            await until(lambda: rank.is_mirrored_by(mirror))
+            with pytest.raises(EtcdNoSpace):
+                for number in range(100):
+                    await etcd.put(b"others/%d" % number, bytes(200_000))
+            rank.store(2)
+            await until(lambda: rank.membership.publisher.degraded is Degraded.FULL)
+            await until(lambda: mirror.degraded_reason is Degraded.FULL)
+            assert "etcd is full" in (mirror.degraded or "") and mirror.match_all([1]) == {rank.id.key: 1}
+            lease = rank.membership._lease
+            assert lease is not None
+            await etcd.revoke_lease(lease.id)  # registering again needs room, too
+            await until(lambda: not rank.membership.registered.is_set())
+            await etcd.delete_prefix(b"others/")
+            await etcd.compact(await etcd.current_revision())
+            for arguments in (("defrag",), ("alarm", "disarm")):
+                etcdctl = etcd_binary().with_name("etcdctl")
+                process = await asyncio.create_subprocess_exec(
+                    etcdctl, "--endpoints", server.endpoint, *arguments, stdout=asyncio.subprocess.DEVNULL
+                )
+                assert await process.wait() == 0
+            await until(rank.membership.registered.is_set)
+            await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+
+
+async def test_what_etcd_refuses_later_ends_neither_rank_nor_router(
+    etcd: Etcd, etcd_endpoint: str, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role taken away, a password changed: an operator's mistake that an operator mends."""
+    rank = FakeRank(etcd, keys, registration(), ttl_s=1)
+    refused = ConfigError("etcd refuses this user")
+    async with running(rank.run()) as (rank_task,):
+        mirror = Mirror(etcd, keys, "r0", probe_interval_s=0.05)
+        async with running(mirror.run()) as (mirror_task,):
+            await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+            with monkeypatch.context() as patched:
+
+                async def refuse(*arguments: object, **options: object) -> None:
+                    raise refused
+
+                for name in ("unary", "open_stream"):
+                    patched.setattr(etcd.connection, name, refuse)
+                rank.store(1)
+                await until(lambda: rank.membership.publisher.degraded is Degraded.REFUSED)
+                await until(lambda: mirror.degraded_reason is Degraded.REFUSED)
+                lease = rank.membership._lease
+                assert lease is not None
+                async with client(etcd_endpoint) as admin:
+                    await admin.revoke_lease(lease.id)
+                await until(lambda: not rank.membership.registered.is_set())
+            await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+            assert not rank_task.done() and not mirror_task.done()
+
+
+async def test_a_torn_registration_and_head_of_its_own_are_written_over(
+    etcd: Etcd, keys: ClusterKeys
+) -> None:
+    rank = FakeRank(etcd, keys, registration(), ttl_s=1)
+    async with mirroring(etcd, keys) as mirror, running(rank.run()):
+        await until(lambda: rank.is_mirrored_by(mirror))
+        await etcd.put(keys.head(rank.id.key), b"\xff")
+        await etcd.put(keys.registration(rank.id.key), b"\xff")
+        lease = rank.membership._lease
+        assert lease is not None
+        await etcd.revoke_lease(lease.id)
+        rank.store(1)
+        await until(lambda: rank.is_mirrored_by(mirror) and mirror.torn_values == 2)
 
 
 async def test_a_new_life_takes_over_and_the_old_one_is_told(etcd: Etcd, keys: ClusterKeys) -> None:

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from index.real_etcd import FAST, client, running, until
-from services.index.etcd import Etcd, delete_op, put_op
+from services.errors import Unavailable
+from services.index.etcd import _DELETE, Etcd, delete_op, put_op
 from services.index.etcd_connection import EtcdStream
+from services.index.etcd_errors import EtcdTooLarge
 from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys
 from services.index.watch import PrefixWatch, WatchBatch
+from services.wire.etcd import etcd_pb2
 
 
 class Follower:
@@ -113,6 +116,62 @@ async def test_compacted_while_away_the_difference_comes(own_server: EmbeddedEtc
         assert [(change.key, change.value) for change in gone.changes] == [(b"p/gone", None)]
         assert watch.listings == 2
         await batches.aclose()
+
+
+async def test_the_first_prefix_is_listed_first_and_all_at_one_revision(
+    etcd: Etcd, keys: ClusterKeys
+) -> None:
+    names = [b"a/%d" % number for number in range(150)] + [b"m/1", b"m/2", b"z/1"]
+    for name in names:
+        await etcd.put(keys.prefix + name, b"")
+    batches = PrefixWatch(etcd, keys.prefix, first=keys.prefix + b"m/").batches()
+    listed = [await anext(batches)]
+    while not listed[-1].complete:
+        listed.append(await anext(batches))
+    await batches.aclose()
+    order = [change.key.removeprefix(keys.prefix) for batch in listed for change in batch.changes]
+    assert sorted(order) == sorted(names) and order[:2] == [b"m/1", b"m/2"]
+    assert [batch.first for batch in listed] == [True] + [False] * (len(listed) - 1)
+    assert len(listed) > 4 and len({batch.revision for batch in listed}) == 1
+
+
+async def test_a_listing_that_breaks_off_is_made_up_for(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(300):
+        await etcd.put(keys.prefix + b"%03d" % number, b"1")
+    unary, pages = etcd.connection.unary, []
+
+    async def break_off(method, request, **options):
+        if method.name == "Range":
+            pages.append(request.key)
+            if len(pages) == 2:
+                await unary(_DELETE, etcd_pb2.DeleteRangeRequest(key=keys.prefix + b"000"))
+                raise Unavailable("broken off")
+        return await unary(method, request, **options)
+
+    monkeypatch.setattr(etcd.connection, "unary", break_off)
+    async with following(etcd, keys.prefix) as follower:
+        assert set(follower.state) == {b"%03d" % number for number in range(1, 300)}
+        # What the first attempt delivered did not come again.
+        assert sum(len(batch.changes) for batch in follower.batches) == 300 + 1
+
+
+async def test_a_page_that_is_too_large_is_asked_for_in_parts(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(10):
+        await etcd.put(keys.prefix + b"%d" % number, b"1")
+    unary = etcd.connection.unary
+
+    async def refuse_large(method, request, **options):
+        if request.limit > 8:
+            raise EtcdTooLarge("Received message larger than max")
+        return await unary(method, request, **options)
+
+    monkeypatch.setattr(etcd.connection, "unary", refuse_large)
+    _, kvs = await etcd.snapshot(keys.prefix, page_keys=120)
+    assert len(kvs) == 10
 
 
 async def test_an_etcd_that_lost_its_memory_is_read_from_the_beginning(tmp_path: Path) -> None:
