@@ -11,6 +11,7 @@ from services.engine.paged.events import Event
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
+from services.engine.paged.warm_up import warm_up
 from services.errors import Unavailable
 from services.kv.prefix_cache import PrefixCache
 from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
@@ -168,6 +169,7 @@ class PagedEngine:
             enabled=settings.enabled,
             protected_share=settings.protected_share,
         )
+        warm_up(runner, cache, self._limits.chunk_size)
         return EngineCore(runner, cache, self._limits, time.monotonic)
 
     def _fail_all(self, error: BaseException) -> None:

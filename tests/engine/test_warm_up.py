@@ -1,0 +1,42 @@
+"""The first step is for nobody, and leaves nothing behind."""
+
+from dataclasses import replace
+
+import pytest
+
+from pair import FAKE, Pair
+from services.engine.choose import decode_engine
+from services.engine.fake import FakeRunner
+from services.engine.paged.warm_up import warm_up
+from services.errors import ConfigError
+from services.kv.prefix_cache import PrefixCache
+from services.kv.types import CacheEvents, PageBooks, RankId
+
+
+async def test_after_the_start_every_page_is_free_and_nothing_was_told(monkeypatch):
+    ran = []
+    run = FakeRunner.run
+    monkeypatch.setattr(FakeRunner, "run", lambda self, chunks: ran.extend(chunks) or run(self, chunks))
+    async with Pair() as pair:
+        for engine in (pair.decode, pair.prefill):
+            assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
+            assert engine._core.cache.take_events() == CacheEvents()
+    assert [(chunk.start, chunk.end) for chunk in ran] == [(0, 8), (8, 9)] * 2  # a chunk, and a token
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (1, 2), (2, 1), (3, 4)])
+def test_a_pool_of_hardly_anything_is_not_too_small(num_pages, page_size):
+    runner = FakeRunner(num_pages=num_pages, page_size=page_size)
+    cache = PrefixCache(num_pages, page_size, page_size, "m")
+    warm_up(runner, cache, chunk_size=512)
+    assert cache.check().free == num_pages
+
+
+async def test_what_cannot_compute_does_not_start(monkeypatch):
+    def out_of_memory(self, chunks):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(FakeRunner, "run", out_of_memory)
+    engine = decode_engine(replace(FAKE, num_pages=4), RankId("d", 0, 1))
+    with pytest.raises(ConfigError, match="cannot compute 8 tokens in a step: out of memory"):
+        await engine.start()
