@@ -162,7 +162,7 @@ class EmbeddedEtcd:
             "initial-cluster": f"isthmus={peer}",
             # History is worth only what a mirror may miss while it reconnects.
             "auto-compaction-mode": "periodic",
-            "auto-compaction-retention": "1m",
+            "auto-compaction-retention": "30s",
             "quota-backend-bytes": str(_QUOTA_BYTES),
             # etcd holds this many log entries in memory, and ours may be 1 MiB each.
             "snapshot-count": "5000",

@@ -34,7 +34,7 @@ class Churn:
             for rank in self.ranks:
                 rank.store(*self._rng.sample(range(2000), 40))
                 rank.evict(*self._rng.sample(sorted(rank.held), len(rank.held) // 3))
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
 
     async def agree(self, *mirrors: Mirror) -> None:
         """Nothing changes any more, and every mirror holds just what the ranks hold."""
@@ -105,7 +105,7 @@ async def test_compacted_under_a_watcher_that_stands_still(tmp_path: Path) -> No
         async with client(*nodes.endpoints) as admin:
             async with first.blocks.turn:  # it takes nothing in
                 start = await admin.current_revision()
-                await until(lambda: second.revision > start + 50, timeout_s=30.0)
+                await until(lambda: second.revision > start + 20, timeout_s=30.0)
                 # Its stream ends, too: it must ask for revisions that are gone.
                 for node in nodes.nodes:
                     await node.kill()
