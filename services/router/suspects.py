@@ -60,8 +60,9 @@ class SuspectChecks:
                 self._mirror.mark_live(life.key)
             return
         misses = self._misses[life] = self._misses.get(life, 0) + 1
-        if misses >= _MAX_MISSES:
+        if misses == _MAX_MISSES:
             log.warning("suspect_dead rank=%s misses=%d", life, misses)
+        if misses >= _MAX_MISSES:
             self._failed(life)
 
     async def _serves(self, view: RankView) -> bool:
