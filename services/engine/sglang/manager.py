@@ -121,7 +121,10 @@ class IsthmusKVManager(NixlKVManager):
         return int(own // max(1, total // int(self.attn_tp_size)) * total)
 
     def _layout(self) -> KvLayout:
-        num_layers = len(set(self.kv_args.kv_layer_ids)) or len(self.kv_args.kv_data_ptrs)
+        buffers_per_layer = 1 if self.is_mla_backend else 2  # K and V
+        num_layers = (
+            len(set(self.kv_args.kv_layer_ids)) or len(self.kv_args.kv_data_ptrs) // buffers_per_layer
+        )
         group = KvGroup(
             GroupKind.FULL_ATTENTION,
             tuple(range(num_layers)),
@@ -232,6 +235,16 @@ class IsthmusKVManager(NixlKVManager):
         except Exception as error:
             log.exception("kv_peer_unusable agent=%s", decode_kv_args.agent_name)
             self._unusable[decode_kv_args.agent_name] = repr(error)
+
+    def _prepare_payload_xfer(self, peer_info: Any) -> None:
+        """With unequal tensor parallelism SGLang writes to no host memory: a GPU's may have another layout.
+        On a CPU host memory is the pool itself, with the layout that is sliced everywhere."""
+        on_cpu = self.src_mem_kind == "DRAM" and set(peer_info.dst_kv_mem_kinds) == {"DRAM"}
+        if not on_cpu or self.is_mla_backend or peer_info.decode_tp_size == self.attn_tp_size:
+            super()._prepare_payload_xfer(peer_info)
+            return
+        peer_info.dst_homogeneous_mem_kind = "DRAM"
+        self._init_hetero_tp_prep_handle(peer_info.agent_name, peer_info, "DRAM", "DRAM")
 
     def _fail_room(self, room: int, reason: str) -> None:
         """Also one whose request has not come yet: it must not wait for another ticket."""

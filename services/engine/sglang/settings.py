@@ -1,6 +1,7 @@
 """What a worker's SGLang is started with, and what is refused before it is. Pure but for the paths."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
+_PARALLEL = (("--tp-size", "--tensor-parallel-size"), ("--pp-size", "--pipeline-parallel-size"))
 _SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
 
 
@@ -167,11 +169,16 @@ class SglangSettings:
                 environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return environment
 
+    def _processes_per_rank(self) -> int:
+        """Tensor times pipeline parallelism; with DP attention, more than there are."""
+        sizes = [self._number(flag, self._number(alias, 1)) for flag, alias in _PARALLEL]
+        return math.prod(sizes)
+
     def _binding(self, threads: int) -> str:
-        """Cores of each DP rank: `threads` neighbours, round and round."""
+        """Cores of each process that computes: `threads` neighbours, round and round."""
         cores = os.cpu_count() or 1
         sets = []
-        for rank in range(self.dp_size):
+        for rank in range(self.dp_size * self._processes_per_rank()):
             first = rank * threads % cores
             last = min(first + threads, cores) - 1
             sets.append(str(first) if first == last else f"{first}-{last}")
