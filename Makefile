@@ -10,8 +10,9 @@ STAMP := $(VENV)/.installed
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_TESTS := tests/sglang tests/engine/test_conformance.py
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow test-sglang lint format proto proto-lint proto-baseline clean
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -51,10 +52,13 @@ test-exact: $(STAMP) ## every combination against transformers; minutes
 	$(BIN)/python -m pytest -q -n 2 -m exact
 
 test-slow: $(STAMP) ## real processes over minutes
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m "slow and not sglang"
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
-	timeout $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/sglang
+	timeout $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not slow" $(SGLANG_TESTS)
+
+test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
+	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
 
 lint: $(STAMP) ## style, types, import floors, generated code
 	$(BIN)/ruff check

@@ -1,18 +1,18 @@
 """One decode and one prefill rank in this process, meeting over real gRPC on loopback."""
 
+import asyncio
 import secrets
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
-from services.engine.choose import EngineSettings, decode_engine, prefill_engine
+from services.engine.choose import EngineSettings, decode_engines, prefill_engines
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
 from services.kv.types import Plan, RankAddress, RankId
 from services.prefill.server import PrefillService
 from services.request import Admitted, FinishReason, GenerationRequest, SamplingParams
-from services.transfer.handshake_server import HandshakeService
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
 FAKE = EngineSettings(
@@ -40,35 +40,65 @@ class Answer:
 
 
 class Pair:
-    """`async with Pair(settings) as pair: await pair.generate(...)`."""
+    """`async with Pair(settings) as pair: await pair.generate(...)`. With `dp_size` above 1 there are as many
+    ranks of either role; `decode`, `prefill` and `peer` are the first."""
 
-    def __init__(self, settings: EngineSettings = FAKE, prefill_settings: EngineSettings | None = None):
+    def __init__(
+        self,
+        settings: EngineSettings = FAKE,
+        prefill_settings: EngineSettings | None = None,
+        tls: rpc.TlsConfig | None = None,
+        dp_size: int = 1,
+    ):
         self.settings = settings
         self.prefill_settings = prefill_settings or settings
+        self.tls = tls
+        self.dp_size = dp_size
         self.requests = 0
+        self.servers: list[rpc.RpcServer] = []
+        self.peers: list[RankAddress] = []
 
     async def __aenter__(self) -> "Pair":
         self._stack = await AsyncExitStack().__aenter__()
-        self.decode_id = RankId("decode", 0, secrets.randbits(64))
-        self.prefill_id = RankId("prefill", 0, secrets.randbits(64))
-        self.decode = decode_engine(self.settings, self.decode_id)
-        self.prefill = prefill_engine(self.prefill_settings, self.prefill_id)
-        await self.prefill.start()
-        self._stack.push_async_callback(self.prefill.stop)
-        self.prefill_service = PrefillService(self.prefill)
-
-        def register(server):
-            prefill_pb2_grpc.add_PrefillServicer_to_server(self.prefill_service, server)
-            handshake_pb2_grpc.add_HandshakeServicer_to_server(HandshakeService(self.prefill.sender), server)
-
-        self.server = await rpc.open_server("127.0.0.1:0", register, [])
-        self._stack.push_async_callback(self.server.stop)
-        await self.decode.start()
-        self._stack.push_async_callback(self.decode.stop)
-        self.channels = PrefillChannels(None)
+        decode_ids, prefill_ids = (
+            [RankId(worker, rank, secrets.randbits(64)) for rank in range(self.dp_size)]
+            for worker in ("decode", "prefill")
+        )
+        self.decodes = decode_engines(self.settings, decode_ids, self.tls)
+        self.prefills = prefill_engines(self.prefill_settings, prefill_ids, self.tls)
+        async with asyncio.TaskGroup() as starts:  # at once: some engines take a minute
+            for engine in (*self.prefills, *self.decodes):
+                starts.create_task(engine.start())
+        for engine in self.prefills:
+            self._stack.push_async_callback(engine.stop)
+        for own_id, engine in zip(prefill_ids, self.prefills, strict=True):
+            await self._serve(own_id, engine)
+        for engine in self.decodes:
+            self._stack.push_async_callback(engine.stop)
+        self.channels = PrefillChannels(self.tls)
         self._stack.push_async_callback(self.channels.close)
-        self.peer = RankAddress(self.prefill_id, f"127.0.0.1:{self.server.port}")
+        self.decode, self.prefill = self.decodes[0], self.prefills[0]
+        self.server = self.servers[0]
         return self
+
+    @property
+    def peer(self) -> RankAddress:
+        """The prefill rank that is called unless another one is asked for; may be replaced."""
+        return self.peers[0]
+
+    @peer.setter
+    def peer(self, address: RankAddress) -> None:
+        self.peers[0] = address
+
+    async def _serve(self, own_id, engine) -> None:
+        def register(server):
+            prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(engine), server)
+            handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
+
+        server = await rpc.open_server("127.0.0.1:0", register, [], self.tls)
+        self._stack.push_async_callback(server.stop)
+        self.servers.append(server)
+        self.peers.append(RankAddress(own_id, f"127.0.0.1:{server.port}"))
 
     async def __aexit__(self, *exc) -> None:
         await self._stack.aclose()
@@ -79,13 +109,16 @@ class Pair:
         sampling = replace(sampling, max_tokens=max_tokens)
         return GenerationRequest(f"r{self.requests}", tuple(prompt), sampling, plan=plan, **fields)
 
-    def outputs(self, request: GenerationRequest):
-        leg = PrefillLeg(self.channels, self.peer, None, "") if request.plan is Plan.REMOTE else None
-        return aclosing(self.decode.generate(request, leg))
+    def outputs(self, request: GenerationRequest, decode: int = 0, prefill: int = 0):
+        leg = PrefillLeg(self.channels, self.peers[prefill], None, "")
+        return aclosing(self.decodes[decode].generate(request, leg if request.plan is Plan.REMOTE else None))
 
-    async def generate(self, prompt, max_tokens=8, plan=Plan.REMOTE, **fields) -> Answer:
+    async def generate(
+        self, prompt, max_tokens=8, plan=Plan.REMOTE, decode: int = 0, prefill: int = 0, **fields
+    ) -> Answer:
         tokens, admitted, finished = [], None, None
-        async with self.outputs(self.request(prompt, max_tokens, plan, **fields)) as outputs:
+        request = self.request(prompt, max_tokens, plan, **fields)
+        async with self.outputs(request, decode, prefill) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
                 admitted = admitted or output.admitted
@@ -93,16 +126,14 @@ class Pair:
         return Answer(tokens, admitted, finished)
 
     async def assert_nothing_held(self) -> None:
-        """Wait until both ranks hold nothing for anyone, then walk their books."""
-        for engine in (self.decode, self.prefill):
+        """Wait until all ranks hold nothing for anyone, then walk their books."""
+        for engine in (*self.decodes, *self.prefills):
             books = await settled(engine)
             assert books.locked == books.private == books.quarantined == 0, books
 
 
-async def settled(engine, timeout_s=10.0):
+async def settled(engine, timeout_s=45.0):
     """The engine's books once nothing is held, or as they are when the time is over."""
-    import asyncio
-
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         books = await engine.books()

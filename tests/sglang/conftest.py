@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(items):
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker(pytest.mark.sglang)
-        item.add_marker(pytest.mark.timeout(600))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
         if missing:
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed here: make test-sglang"))
 
