@@ -37,7 +37,12 @@ class ClusterConfig:
     index_block: int = setting(64, "tokens per block of the cluster's prefix index")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least level that is logged")
     otlp_endpoint: str | None = setting(None, "send OpenTelemetry spans to http://HOST:PORT")
+    trace_sample_ratio: float = setting(1.0, "share of the traces that begin here that is recorded")
     grace_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.trace_sample_ratio <= 1:
+            raise ConfigError(f"--trace-sample-ratio is between 0 and 1, got {self.trace_sample_ratio:g}")
 
     def etcd_settings(self) -> EtcdSettings:
         """Raises ConfigError when the etcd flags cannot work."""

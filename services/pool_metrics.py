@@ -1,11 +1,51 @@
-"""A rank's load as Prometheus gauges, read when scraped."""
+"""What a rank of either role shows Prometheus: its load, read when scraped, and its requests' ends."""
 
+import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.errors import PeerFailed
 from services.kv.types import RankLoad
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class RequestMetrics:
+    """How requests end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "isthmus_rank_requests",
+            "Requests of this rank by how they ended: finished, cancelled, or the error's name.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._transfer_failures = Counter(
+            "isthmus_transfer_failures",
+            "Requests of this rank that ended because the rank at the other end of the transfer failed.",
+            registry=registry,
+        )
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the request that the block serves."""
+        outcome = "finished"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except BaseException as error:
+            outcome = type(error).__name__
+            if isinstance(error, PeerFailed):
+                self._transfer_failures.inc()
+            raise
+        finally:
+            self._requests.labels(outcome).inc()
 
 
 class PoolCollector(Collector):
@@ -33,3 +73,8 @@ class PoolCollector(Collector):
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
         )
         yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)
+        yield GaugeMetricFamily(
+            "isthmus_compute_tokens_per_second",
+            "Moving average of the rate at which prompts are computed; 0: not measured yet.",
+            load.prefill_tokens_per_s,
+        )

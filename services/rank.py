@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import rpc, supervisor, telemetry
 from services.cluster_config import ClusterConfig
@@ -88,6 +88,7 @@ class RankConfig(ClusterConfig):
     fake_prompt_token_s: float = setting(0.0, "engine fake: seconds per prompt token")
 
     def __post_init__(self) -> None:
+        ClusterConfig.__post_init__(self)
         positive = ("dp_size", "kv_pages", "page_size", "chunk_size", "max_running_requests", "index_block")
         for name in positive:
             if getattr(self, name) < 1:
@@ -269,15 +270,19 @@ async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> Async
     """A rank from its engine's start to its engine's stop. Raises ConfigError."""
     registry, failed, engine = CollectorRegistry(), asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
-        stack.callback(telemetry.setup_tracing(f"{role.role.value}-{own_id}", config.otlp_endpoint))
+        name = f"{role.role.value}-{own_id}"
+        stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
         await engine.start()
         stack.push_async_callback(engine.stop)
+        ProcessCollector(registry=registry)
         services = role.make_services(registry)
         stack.push_async_callback(services.close)
         listen = f"{config.host}:{config.port}"
         server = await rpc.open_server(listen, services.register, services.names, config.tls(), serving=False)
         stack.push_async_callback(server.stop)
-        metrics_port, stop_metrics = telemetry.serve_metrics(config.host, config.metrics_port, registry)
+        metrics_port, stop_metrics = telemetry.serve_metrics(
+            config.host, config.metrics_port, registry, _process_labels(config, role.role, own_id)
+        )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
         membership = await _join(stack, config, role, address, registry, failed)
@@ -295,6 +300,15 @@ async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> Async
 
 async def _be_noticed() -> None:
     await asyncio.sleep(_NOTICE_S)
+
+
+def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str, str]:
+    return {
+        "cluster": config.cluster,
+        "role": role.value,
+        "worker": own_id.worker,
+        "rank": str(own_id.rank),
+    }
 
 
 class RankFailed(Exception):

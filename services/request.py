@@ -126,6 +126,13 @@ class Admitted:
     prefill_compute_s: float
     transfer_s: float
     plan: Plan
+    first_decode_step_s: float = 0.0  # filled in by the service: what it waited beside all that
+
+    @property
+    def rank_s(self) -> float:
+        """From the request's arrival at the decode rank to its first token."""
+        queues_s = self.decode_queue_s + self.prefill_queue_s
+        return queues_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
 
 
 @dataclass(frozen=True, slots=True)

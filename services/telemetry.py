@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 
 import prometheus_client
@@ -26,8 +26,11 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from services.errors import Aborted, ConfigError
 
@@ -100,16 +103,37 @@ def setup_logging(service: str, level: str = "INFO", color: bool | None = None) 
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+class _Labelled(Collector):
+    """What another registry has, with the process's labels on every sample."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            # When a counter began helps nobody, and would be a third of all series.
+            metric.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in metric.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield metric
+
+
 def serve_metrics(
-    host: str, port: int, registry: prometheus_client.CollectorRegistry
+    host: str, port: int, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]
 ) -> tuple[int, Callable[[], None]]:
     """Serve `registry` on http://host:port/metrics from a thread of its own; port 0: a free one.
 
+    `labels` tell whose metrics they are: every sample has them, unless it has one of that name itself.
     Returns the port, and a function that stops the server and returns when it has.
     Raises ConfigError when the address cannot be bound.
     """
+    served = prometheus_client.CollectorRegistry()
+    served.register(_Labelled(registry, labels))
     try:
-        server, thread = prometheus_client.start_http_server(port, host, registry)
+        server, thread = prometheus_client.start_http_server(port, host, served)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
 
@@ -126,14 +150,16 @@ def serve_metrics(
     return server.server_port, stop
 
 
-def setup_tracing(service: str, otlp_endpoint: str | None) -> Callable[[], None]:
+def setup_tracing(service: str, otlp_endpoint: str | None, sample_ratio: float = 1.0) -> Callable[[], None]:
     """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); None: spans are not recorded.
 
+    Of the traces that begin here `sample_ratio` are recorded. Of others their beginning has decided.
     Called once in a process. Returns a function that sends what is left and stops.
     """
     if otlp_endpoint is None:
         return lambda: None
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}))
+    sampler = ParentBased(TraceIdRatioBased(sample_ratio))
+    provider = TracerProvider(sampler, Resource.create({SERVICE_NAME: service}))
     exporter = OTLPSpanExporter(otlp_endpoint, insecure=not otlp_endpoint.startswith("https"))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
@@ -173,6 +199,12 @@ def traceparent(span: trace.Span) -> str:
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier.get(TRACEPARENT, "")
+
+
+def exemplar(span: trace.Span) -> dict[str, str] | None:
+    """What leads from a metric to the request's trace; None where no trace is recorded."""
+    context = span.get_span_context()
+    return {"trace_id": f"{context.trace_id:032x}"} if context.trace_flags.sampled else None
 
 
 def _context_from(traceparent: str) -> Context:

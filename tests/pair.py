@@ -5,12 +5,15 @@ import secrets
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
+from prometheus_client import CollectorRegistry
+
 from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import EngineSettings, decode_engines, prefill_engines
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
 from services.kv.types import Plan, RankAddress, RankId
+from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
 from services.request import Admitted, FinishReason, GenerationRequest, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
@@ -91,8 +94,10 @@ class Pair:
         self.peers[0] = address
 
     async def _serve(self, own_id, engine) -> None:
+        service = PrefillService(engine, PrefillMetrics(CollectorRegistry(), engine))
+
         def register(server):
-            prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(engine), server)
+            prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
             handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
 
         server = await rpc.open_server("127.0.0.1:0", register, [], self.tls)

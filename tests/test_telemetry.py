@@ -5,15 +5,13 @@ import contextlib
 import logging
 import re
 import urllib.request
-from concurrent import futures
 
-import grpc
 import prometheus_client
 import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.trace import StatusCode
 
+from otlp_collector import running_collector
 from services import telemetry
 from services.errors import ConfigError, NoCapacity
 
@@ -114,15 +112,28 @@ def test_a_traceback_follows_its_line(capsys):
     assert "KeyError: 'lost'" in err
 
 
+def metrics_page(url, accept):
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return response.read().decode()
+
+
 def test_metrics_are_served_until_stopped():
     registry = prometheus_client.CollectorRegistry()
     prometheus_client.Counter("moved_bytes", "Bytes.", registry=registry).inc(7)
-    port, stop = telemetry.serve_metrics("127.0.0.1", 0, registry)
+    by_tenth = prometheus_client.Histogram("took", "Seconds.", ["role"], registry=registry)
+    by_tenth.labels("theirs").observe(0.1, {"trace_id": "ab"})
+    labels = {"role": "decode", "rank": "1"}
+    port, stop = telemetry.serve_metrics("127.0.0.1", 0, registry, labels)
     url = f"http://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as response:
-        assert "moved_bytes_total 7.0" in response.read().decode()
+    plain = metrics_page(url, "text/plain")
+    assert 'moved_bytes_total{rank="1",role="decode"} 7.0' in plain
+    # What a sample says itself holds: a router speaks of other ranks.
+    assert 'took_count{rank="1",role="theirs"} 1.0' in plain
+    assert "_created" not in plain and "trace_id" not in plain
+    assert '# {trace_id="ab"} 0.1' in metrics_page(url, "application/openmetrics-text")
     with pytest.raises(ConfigError, match=str(port)):
-        telemetry.serve_metrics("127.0.0.1", port, registry)
+        telemetry.serve_metrics("127.0.0.1", port, registry, labels)
     stop()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=10)
@@ -190,24 +201,10 @@ def test_the_traceparent_of_a_call(metadata, expected):
     assert telemetry.traceparent_in(metadata) == expected
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self):
-        self.requests = []
-
-    def Export(self, request, context):
-        self.requests.append(request)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
 @pytest.fixture
 def collector():
-    servicer = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
-    servicer.endpoint = f"http://localhost:{server.add_insecure_port('localhost:0')}"
-    server.start()
-    yield servicer
-    server.stop(0).wait()
+    with running_collector() as servicer:
+        yield servicer
 
 
 @pytest.fixture
@@ -223,11 +220,26 @@ def test_spans_reach_the_collector_under_the_callers_trace(collector, tracer_pro
     with telemetry.span("route", PARENT) as span:
         carried = telemetry.traceparent(span)
     shutdown()
-    [resource_spans] = collector.requests[0].resource_spans
-    [sent] = resource_spans.scope_spans[0].spans
-    assert sent.name == "route"
+    [(service, sent, _)] = collector.spans()
+    assert (service, sent.name) == ("router", "route")
     assert sent.trace_id.hex() == PARENT.split("-")[1] == carried.split("-")[1]
     assert sent.span_id.hex() == carried.split("-")[2]
     assert sent.parent_span_id.hex() == PARENT.split("-")[2]
-    attributes = {item.key: item.value.string_value for item in resource_spans.resource.attributes}
-    assert attributes["service.name"] == "router"
+
+
+def test_of_traces_that_begin_here_a_share_is_recorded_and_callers_decide_for_theirs(
+    collector, tracer_provider
+):
+    shutdown = telemetry.setup_tracing("router", collector.endpoint, 0.25)
+    kept = 0
+    for _ in range(400):
+        with telemetry.span("ours", "") as span:
+            kept += telemetry.exemplar(span) is not None
+    with telemetry.span("theirs", PARENT) as span:
+        assert telemetry.exemplar(span) == {"trace_id": PARENT.split("-")[1]}
+    with telemetry.span("theirs", PARENT.removesuffix("01") + "00") as span:
+        assert telemetry.exemplar(span) is None
+    shutdown()
+    assert 40 < kept < 160
+    assert [span.name for _, span, _ in collector.spans()].count("ours") == kept
+    assert [span.name for _, span, _ in collector.spans()].count("theirs") == 1

@@ -10,12 +10,15 @@ the writer runs in the next one: so a step is a message. When the stream ends, e
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 from opentelemetry.trace import Span
 
 from services import rpc, telemetry
+from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.errors import (
@@ -72,13 +75,13 @@ class AttachSession:
         own_id: RankId,
         channels: PrefillChannels,
         running: RunningRequests,
-        on_admitted: Callable[[Admitted], None],
+        metrics: DecodeMetrics,
     ) -> None:
         self._engine = engine
         self._own_id = own_id
         self._channels = channels
         self._running = running
-        self._on_admitted = on_admitted
+        self._metrics = metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[decode_pb2.RequestOutput] = []
         self._wake = asyncio.Event()
@@ -152,7 +155,10 @@ class AttachSession:
         request_id = command.request.request_id
         with telemetry.request_context(request_id):
             try:
-                with telemetry.span("decode.generate", command.traceparent) as span:
+                with (
+                    telemetry.span("decode.generate", command.traceparent) as span,
+                    self._metrics.counted(),
+                ):
                     async with asyncio.timeout(command.timeout_s):
                         await self._generate(command, span)
             except TimeoutError:
@@ -167,7 +173,7 @@ class AttachSession:
                 self._put(_failure(request_id, Unavailable("the decode rank failed; its log says why")))
 
     async def _generate(self, command: StartCommand, span: Span) -> None:
-        request_id = command.request.request_id
+        request_id, began = command.request.request_id, time.monotonic()
         span.set_attributes({"request_id": request_id, "plan": command.request.plan.value})
         leg = None
         if command.request.plan is Plan.REMOTE:
@@ -175,15 +181,32 @@ class AttachSession:
             leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, telemetry.traceparent(span))
         async with aclosing(self._engine.generate(command.request, leg)) as outputs:
             async for output in outputs:
-                self._put(convert_request.output_to_proto(request_id, output))
                 if output.admitted is not None:
-                    self._on_admitted(output.admitted)
+                    output = replace(output, admitted=_completed(output.admitted, time.monotonic() - began))
+                self._put(convert_request.output_to_proto(request_id, output))
+                self._metrics.generated(len(output.token_ids))
+                if output.admitted is not None:
+                    self._metrics.admitted(output.admitted, telemetry.exemplar(span))
                     span.set_attributes(_admitted_attributes(output.admitted))
 
 
-def _admitted_attributes(admitted: Admitted) -> dict[str, int]:
-    names = ("prompt_tokens", "decode_prefix_len", "kv_bytes_moved")
-    return {name: getattr(admitted, name) for name in names}
+def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
+    """What the engine's stages leave of the time to the first token is the wait for a step of its batch."""
+    return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
+
+
+_ADMITTED = (
+    "prompt_tokens",
+    "decode_prefix_len",
+    "kv_bytes_moved",
+    "decode_queue_s",
+    "transfer_s",
+    "first_decode_step_s",
+)
+
+
+def _admitted_attributes(admitted: Admitted) -> dict[str, int | float]:
+    return {name: getattr(admitted, name) for name in _ADMITTED}
 
 
 def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:

@@ -1,14 +1,16 @@
-"""What a decode rank shows Prometheus."""
+"""What a decode rank shows Prometheus beside its pool."""
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.engine.base import DecodeEngine
-from services.pool_metrics import PoolCollector
+from services.kv.types import Plan
+from services.pool_metrics import SECONDS, PoolCollector, RequestMetrics
 from services.request import Admitted
 
 
-class DecodeMetrics:
+class DecodeMetrics(RequestMetrics):
     def __init__(self, registry: CollectorRegistry, engine: DecodeEngine) -> None:
+        super().__init__(registry)
         registry.register(PoolCollector(engine.load))
         self._prompt_tokens = Counter(
             "isthmus_decode_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry
@@ -16,17 +18,30 @@ class DecodeMetrics:
         self._prefix_tokens = Counter(
             "isthmus_decode_prefix_tokens", "Of those, tokens found in this rank's cache.", registry=registry
         )
-        self._kv_bytes = Counter(
-            "isthmus_decode_kv_bytes_moved", "KV bytes written into this rank's pages.", registry=registry
+        self._generated = Counter("isthmus_decode_generated_tokens", "Tokens generated.", registry=registry)
+        self._received = Counter(
+            "isthmus_decode_received_bytes", "KV bytes written into this rank's pages.", registry=registry
+        )
+        self._queue = Histogram(
+            "isthmus_decode_queue_seconds",
+            "Request received until its pages are reserved and its prefill rank is connected.",
+            buckets=SECONDS,
+            registry=registry,
         )
         self._transfer = Histogram(
             "isthmus_decode_transfer_seconds",
-            "Last chunk computed until the last page landed.",
+            "What is left of the prefill leg beside queue and computing: its calls, and writes not hidden.",
+            buckets=SECONDS,
             registry=registry,
         )
 
-    def admitted(self, admitted: Admitted) -> None:
+    def admitted(self, admitted: Admitted, exemplar: dict[str, str] | None) -> None:
         self._prompt_tokens.inc(admitted.prompt_tokens)
         self._prefix_tokens.inc(admitted.decode_prefix_len)
-        self._kv_bytes.inc(admitted.kv_bytes_moved)
-        self._transfer.observe(admitted.transfer_s)
+        self._received.inc(admitted.kv_bytes_moved)
+        self._queue.observe(admitted.decode_queue_s, exemplar)
+        if admitted.plan is Plan.REMOTE:
+            self._transfer.observe(admitted.transfer_s, exemplar)
+
+    def generated(self, num_tokens: int) -> None:
+        self._generated.inc(num_tokens)

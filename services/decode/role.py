@@ -28,7 +28,7 @@ def decode_role(config: RankConfig, own_id: RankId) -> RankRole:
 def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         metrics = DecodeMetrics(registry, engine)
-        service = DecodeService(engine, own_id, config.tls(), metrics.admitted)
+        service = DecodeService(engine, own_id, config.tls(), metrics)
         return Services(
             register=lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server),
             names=[decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name],

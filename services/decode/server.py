@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 
 from services import rpc
 from services.decode.attach import AttachSession, RunningRequests
+from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels
 from services.engine.base import DecodeEngine
 from services.kv.types import RankId
-from services.request import Admitted
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 # A router that hears nothing for a few of these knows that the rank is gone.
@@ -24,18 +24,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         engine: DecodeEngine,
         own_id: RankId,
         tls: rpc.TlsConfig | None,
-        on_admitted: Callable[[Admitted], None],
+        metrics: DecodeMetrics,
     ) -> None:
         self._engine = engine
         self._own_id = own_id
         self._channels = PrefillChannels(tls)
-        self._on_admitted = on_admitted
+        self._metrics = metrics
         self.running = RunningRequests()
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext
     ) -> None:
-        session = AttachSession(self._engine, self._own_id, self._channels, self.running, self._on_admitted)
+        session = AttachSession(self._engine, self._own_id, self._channels, self.running, self._metrics)
         writer = asyncio.create_task(_write(session, context))
         try:
             await session.read(request_iterator)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from services.engine.base import PrefillEngine
 from services.engine.choose import prefill_engines
 from services.kv.types import RankId, Role
-from services.pool_metrics import PoolCollector
+from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
 from services.rank import RankConfig, RankRole, Services
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -29,8 +29,7 @@ def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
 
 def _role(engine: PrefillEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
-        registry.register(PoolCollector(engine.load))
-        service = PrefillService(engine)
+        service = PrefillService(engine, PrefillMetrics(registry, engine))
 
         def register(server: grpc.aio.Server) -> None:
             prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)

@@ -10,14 +10,16 @@ from services import rpc, telemetry
 from services.engine.base import PrefillEngine
 from services.errors import AlreadyRunning, Unavailable
 from services.kv.types import Room
+from services.prefill.metrics import PrefillMetrics
 from services.request import PrefillResult
 from services.wire import convert_request
 from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, engine: PrefillEngine) -> None:
+    def __init__(self, engine: PrefillEngine, metrics: PrefillMetrics) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._rooms: set[Room] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -32,12 +34,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         with (
             telemetry.request_context(generation.request_id),
             telemetry.span("prefill.prefill", request.traceparent) as span,
+            self._metrics.counted(),
             self._in_room(rendezvous.room),
         ):
             span.set_attribute("request_id", generation.request_id)
             async with asyncio.timeout(rpc.remaining_s(context)):
                 result = await self._engine.prefill(generation, rendezvous)
             span.set_attributes(_attributes(result))
+            self._metrics.prefilled(result, telemetry.exemplar(span))
         return convert_request.prefill_result_to_proto(result)
 
     @contextlib.contextmanager
@@ -65,6 +69,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         await self._idle.wait()
 
 
-def _attributes(result: PrefillResult) -> dict[str, int]:
-    names = ("prefill_prefix_len", "computed_tokens", "kv_bytes_moved")
+def _attributes(result: PrefillResult) -> dict[str, int | float]:
+    names = ("prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s")
     return {name: getattr(result, name) for name in names}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import rpc, telemetry
 from services.errors import ConfigError, IsthmusError, root_cause
@@ -28,7 +28,7 @@ from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.generation import Generator
-from services.router.metrics import RouterMetrics
+from services.router.metrics import RankCollector, RouterMetrics
 from services.router.openai import openai_app
 from services.router.placement import Weights
 from services.router.server import GenerationService
@@ -66,11 +66,12 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
     """A router from its first look at etcd to its last answer. Raises ConfigError."""
     failed = asyncio.Event()
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     metrics = RouterMetrics(registry)
     tokenizer = Tokenizer(config.model)
     tls = config.tls()
     async with AsyncExitStack() as stack:
-        stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint))
+        stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
         keys = ClusterKeys(config.cluster)
         etcd = await stack.enter_async_context(
             Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
@@ -96,10 +97,14 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
+        registry.register(RankCollector(cluster, mirror))
         server = await _serve_grpc(config, service)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(_serve_http(config, service))
-        metrics_port, stop_metrics = telemetry.serve_metrics(config.host, config.metrics_port, registry)
+        labels = {"cluster": config.cluster, "role": "router", "worker": name}
+        metrics_port, stop_metrics = telemetry.serve_metrics(
+            config.host, config.metrics_port, registry, labels
+        )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         await _wait_for_index(mirror, failed)
         await server.set_serving(True)

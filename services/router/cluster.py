@@ -5,13 +5,13 @@ learned of their speed, and where conversations are pinned. `place` turns all th
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from services import rpc
 from services.errors import Unavailable
-from services.index.mirror import Mirror, RankView
+from services.index.mirror import Mirror, RankState, RankView
 from services.index.pins import PinWriter
 from services.index.registry import REMOTE_ONLY
 from services.kv.block_hash import extend_hash, scope_seed, sequence_hashes
@@ -51,6 +51,7 @@ class Placed:
     pinned: RankKey | None
     hashes: tuple[BlockHash, ...]  # of the prompt's index blocks
     degraded: str | None
+    best_hit_tokens: Mapping[Role, int]  # of all ranks of the role, as believed
 
     @property
     def plan(self) -> Plan:
@@ -107,6 +108,14 @@ class Cluster:
             if view.registration.role is role and view.registration.model == model
         ]
 
+    def is_up(self, view: RankView) -> bool:
+        """Whether the rank is registered or speaks, and has not just failed; it may be full or draining."""
+        rank = view.registration.id.key
+        client = self._clients.get(rank)
+        if view.registration.role is Role.DECODE and (client is None or not client.connected.is_set()):
+            return False
+        return view.state is RankState.LIVE and self._balance.excluded(rank) != "failed"
+
     def max_context_tokens(self) -> int:
         """Of the roomiest decode rank. Raises Unavailable when there is none."""
         sizes = [view.registration.max_context_tokens for view in self.ranks(Role.DECODE)]
@@ -149,7 +158,11 @@ class Cluster:
         if chosen.prefill is not None:
             prefill = self._mirror.ranks[chosen.prefill.id.key].registration.address
         client = self._clients[chosen.decode.id.key]
-        return Placed(decision, client, prefill, request.pinned, tuple(hashes), self.degraded)
+        best = {
+            Role.DECODE: max((candidate.hit_tokens for candidate in decodes), default=0),
+            Role.PREFILL: max((candidate.hit_tokens for candidate in prefills), default=0),
+        }
+        return Placed(decision, client, prefill, request.pinned, tuple(hashes), self.degraded, best)
 
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
         """A request went out: count it, and pin its conversation."""

@@ -26,6 +26,7 @@ class RouterConfig(ClusterConfig):
     max_attempts: int = setting(3, "ranks that a request is tried on at most")
 
     def __post_init__(self) -> None:
+        ClusterConfig.__post_init__(self)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
         if self.max_attempts < 1:

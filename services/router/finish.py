@@ -57,9 +57,7 @@ def _stages(progress: Progress) -> generation_pb2.StageTimes:
         route_s=progress.route_s,
         first_token_s=progress.first_token_s or 0.0,
     )
-    if (admitted := progress.admitted) is not None:
-        stages.decode_queue_s = admitted.decode_queue_s
-        stages.prefill_queue_s = admitted.prefill_queue_s
-        stages.prefill_compute_s = admitted.prefill_compute_s
-        stages.transfer_s = admitted.transfer_s
+    if progress.stages is not None:
+        for name, seconds in progress.stages.seconds():
+            setattr(stages, f"{name}_s", seconds)
     return stages

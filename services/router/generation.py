@@ -39,6 +39,7 @@ from services.router.finish import finish_of
 from services.router.metrics import RouterMetrics
 from services.router.progress import Checked, Progress
 from services.router.prompt import PromptEncoder
+from services.router.stages import Stages, stages_of
 from services.router.stop_strings import StopStrings
 from services.router.tokenizer import Tokenizer
 from services.router.trace_attributes import attributes_of
@@ -108,7 +109,7 @@ class Generator:
         """
         deadline = None if timeout_s is None else self._clock() + timeout_s
         with telemetry.span("router.generate", traceparent) as span:
-            checked = self._check(request)
+            checked = self._admit(request)
             with self._track(checked, span) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
@@ -122,6 +123,16 @@ class Generator:
         yield response
 
     # -- the door ---------------------------------------------------------------------------------
+
+    def _admit(self, request: generation_pb2.GenerateRequest) -> Checked:
+        try:
+            checked = self._check(request)
+            if checked.request_id in self._running:
+                raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
+        except IsthmusError as error:
+            self._metrics.rejected(error)
+            raise
+        return checked
 
     def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
         if request.model and request.model != self._model_name:
@@ -147,8 +158,6 @@ class Generator:
 
     @contextmanager
     def _track(self, checked: Checked, span: Span) -> Iterator[Progress]:
-        if checked.request_id in self._running:
-            raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
         progress = Progress(checked.request_id, self._clock(), span)
         self._running[checked.request_id] = progress
         outcome = "cancelled"
@@ -167,7 +176,7 @@ class Generator:
 
     def _tell_story(self, progress: Progress, outcome: str) -> None:
         admitted, placed = progress.admitted, progress.placed
-        self._metrics.observe(progress, outcome, self._clock() - progress.began_s)
+        self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
         progress.span.set_attributes(attributes_of(progress))
         telemetry.event(
             log,
@@ -212,6 +221,8 @@ class _Run:
         self._stop = StopStrings(checked.sampling.stop)
         remembered = generator._memory.recall(checked.memory_key) if checked.conversation_id else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt)
+        self._metrics = generator._metrics
+        self._metrics.drifted(self._drift or 0)
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
         while True:
@@ -255,7 +266,10 @@ class _Run:
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed))
         self._cluster.sent(checked.request_id, checked.conversation_id, placed)
-        progress.route_s += self._clock() - began
+        self._metrics.placed(placed)
+        now = self._clock()
+        progress.route_s += now - began
+        progress.sent_s = now - progress.began_s
 
     def _command(self, placed: Placed) -> StartCommand:
         checked = self._checked
@@ -292,7 +306,7 @@ class _Run:
         progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
         if progress.attempts >= self._generator._max_attempts:
             raise error
-        self._generator._metrics.retries.inc()
+        self._metrics.moved(progress)
         telemetry.event(
             log,
             "request_moved",
@@ -317,12 +331,35 @@ class _Run:
         assert progress.placed is not None
         if progress.admitted is None:
             progress.admitted = admitted
+            self._metrics.admitted(progress.placed, admitted)
         self._cluster.admitted(self._checked.request_id, progress.placed, admitted)
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        progress, now = self._progress, self._clock()
+        if progress.first_token_s is None:
+            progress.first_token_s = now - progress.began_s
+            progress.stages = self._stages()
+            progress.span.add_event("first_token")
+            self._metrics.first_token(progress)
+        else:
+            self._metrics.tokens(num_tokens, now - progress.last_tokens_at_s)
+        progress.last_tokens_at_s = now
+
+    def _stages(self) -> Stages:
+        progress = self._progress
+        assert progress.admitted is not None and progress.first_token_s is not None, "it comes with a token"
+        return stages_of(
+            tokenize_s=progress.tokenize_s,
+            route_s=progress.route_s,
+            sent_s=progress.sent_s,
+            first_token_s=progress.first_token_s,
+            admitted=progress.admitted,
+        )
 
     def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
         progress = self._progress
-        if progress.first_token_s is None and output.token_ids:
-            progress.first_token_s = self._clock() - progress.began_s
+        if output.token_ids:
+            self._note_tokens(len(output.token_ids))
         progress.output_ids.extend(output.token_ids)
         response = generation_pb2.GenerateResponse(
             request_id=self._checked.request_id,

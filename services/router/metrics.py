@@ -1,11 +1,24 @@
-"""What a router shows Prometheus."""
+"""What a router shows Prometheus of requests. What it shows of the index is in services/index/metrics.py."""
+
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from services.kv.types import Plan
+from services import telemetry
+from services.errors import IsthmusError
+from services.index.mirror import Mirror
+from services.kv.types import Plan, RankId, Role
+from services.request import Admitted
+from services.router.cluster import Cluster, Placed
 from services.router.progress import Progress
+from services.router.stages import STAGES
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
+_ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
+_RANK = ("role", "worker", "rank")
 
 
 class RouterMetrics:
@@ -16,43 +29,174 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._stages = Histogram(
+            "isthmus_ttft_stage_seconds",
+            "Request received until its first token, by stage; the stages of a request add up.",
+            ["stage"],
+            buckets=_STAGE_SECONDS,
+            registry=registry,
+        )
+        for stage in STAGES:
+            self._stages.labels(stage)
+        self._itl = Histogram(
+            "isthmus_itl_seconds",
+            "Between two tokens of a stream, as the router sees them.",
+            buckets=_ITL_SECONDS,
+            registry=registry,
+        )
         self._duration = Histogram(
             "isthmus_request_seconds", "Request received until its end.", buckets=_SECONDS, registry=registry
         )
-        self._requests = Counter("isthmus_requests", "Requests by outcome.", ["outcome"], registry=registry)
+        self._requests = Counter(
+            "isthmus_requests",
+            "Requests by how they ended: finished, cancelled, or the error's name.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._rejections = Counter(
+            "isthmus_rejections",
+            "Requests that ended before any rank had taken them, by the error's name.",
+            ["reason"],
+            registry=registry,
+        )
         self._placements = Counter(
-            "isthmus_placements", "Placements by plan and reason.", ["plan", "reason"], registry=registry
+            "isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"], registry=registry
         )
         self._prompt = self._tokens("prompt", "Prompt tokens of admitted requests.", registry)
         self._reused = self._tokens("reused", "Prompt tokens that no rank had to compute.", registry)
-        self._prefix = self._tokens("decode_prefix", "Prompt tokens that the decode rank held.", registry)
-        self._predicted = self._tokens("predicted_prefix", "The same, as the index predicted.", registry)
-        self._completion = self._tokens("completion", "Generated tokens.", registry)
-        self._moved = Counter("isthmus_kv_bytes_moved", "KV bytes that crossed.", registry=registry)
-        self._saved = Counter("isthmus_kv_bytes_saved", "KV bytes that needed not cross.", registry=registry)
-        self.retries = Counter(
-            "isthmus_request_moves", "Times a request left a failed rank for another.", registry=registry
+        self._computed = self._tokens("computed", "Prompt tokens that a rank computed.", registry)
+        self._drift = self._tokens(
+            "drift", "Tokens of past turns that did not come back as they were generated.", registry
         )
+        self._completion = self._tokens("completion", "Generated tokens.", registry)
+        self._moved = Counter("isthmus_kv_moved_bytes", "KV bytes that crossed.", registry=registry)
+        self._saved = Counter("isthmus_kv_saved_bytes", "KV bytes that needed not cross.", registry=registry)
+        self._moves = Counter(
+            "isthmus_request_moves",
+            "Times a request left a failed rank: retry, before its first token, or migration, after it.",
+            ["kind"],
+            registry=registry,
+        )
+        for kind in ("retry", "migration"):
+            self._moves.labels(kind)
+        self._hits = _HitMetrics(registry)
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
 
-    def observe(self, progress: Progress, outcome: str, took_s: float) -> None:
-        """Account for a request that has ended, however it ended."""
-        self._requests.labels(outcome).inc()
-        self._duration.observe(took_s)
-        if progress.first_token_s is not None:
-            self._ttft.observe(progress.first_token_s)
-        self._completion.inc(len(progress.output_ids))
-        admitted, placed = progress.admitted, progress.placed
-        if admitted is None or placed is None:
-            return
+    def rejected(self, error: IsthmusError) -> None:
+        """A request was refused at the door."""
+        self._requests.labels(type(error).__name__).inc()
+        self._rejections.labels(type(error).__name__).inc()
+
+    def placed(self, placed: Placed) -> None:
         self._placements.labels(placed.plan.value, placed.decision.reason).inc()
+
+    def first_token(self, progress: Progress) -> None:
+        exemplar = telemetry.exemplar(progress.span)
+        if progress.first_token_s is not None:
+            self._ttft.observe(progress.first_token_s, exemplar)
+        if progress.stages is not None:
+            for stage, seconds in progress.stages.seconds():
+                self._stages.labels(stage).observe(seconds, exemplar)
+
+    def tokens(self, num_tokens: int, took_s: float) -> None:
+        """One more step's tokens of a stream, `took_s` after the ones before."""
+        for _ in range(num_tokens):
+            self._itl.observe(took_s / num_tokens)
+
+    def drifted(self, num_tokens: int) -> None:
+        self._drift.inc(num_tokens)
+
+    def moved(self, progress: Progress) -> None:
+        self._moves.labels("retry" if progress.first_token_s is None else "migration").inc()
+
+    def admitted(self, placed: Placed, admitted: Admitted) -> None:
+        """Account for the first placement of a request, as its usage does."""
         self._prompt.inc(admitted.prompt_tokens)
-        self._prefix.inc(admitted.decode_prefix_len)
-        self._predicted.inc(placed.decision.chosen.decode.hit_tokens)
+        self._computed.inc(admitted.computed_tokens)
         local = admitted.plan is Plan.LOCAL
         self._reused.inc(admitted.decode_prefix_len if local else admitted.prefill_prefix_len)
         self._moved.inc(admitted.kv_bytes_moved)
         self._saved.inc(admitted.kv_bytes_prompt - admitted.kv_bytes_moved)
+        self._hits.admitted(placed, admitted)
+
+    def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
+        """Account for a request that has ended, however it ended."""
+        self._requests.labels(outcome).inc()
+        if progress.admitted is None and outcome not in ("finished", "cancelled"):
+            self._rejections.labels(outcome).inc()
+        self._duration.observe(took_s, telemetry.exemplar(progress.span))
+        self._completion.inc(len(progress.output_ids))
 
     def _tokens(self, name: str, documentation: str, registry: CollectorRegistry) -> Counter:
         return Counter(f"isthmus_{name}_tokens", documentation, registry=registry)
+
+
+class _HitMetrics:
+    """Of the ranks that requests were sent to, in prompt tokens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._prompt = Counter(
+            "isthmus_placed_prompt_tokens", "Prompt tokens sent to the rank.", _RANK, registry=registry
+        )
+        self._predicted = Counter(
+            "isthmus_predicted_hit_tokens",
+            "Of the prompt tokens sent to the rank, those that the router believed to be cached there.",
+            _RANK,
+            registry=registry,
+        )
+        self._delivered = Counter(
+            "isthmus_delivered_hit_tokens",
+            "Of the prompt tokens sent to the rank, those that were cached there.",
+            _RANK,
+            registry=registry,
+        )
+        self._available = Counter(
+            "isthmus_available_hit_tokens",
+            "Of the prompt tokens sent to the rank, those that its role's best rank was believed to hold.",
+            _RANK,
+            registry=registry,
+        )
+
+    def admitted(self, placed: Placed, admitted: Admitted) -> None:
+        chosen = placed.decision.chosen
+        decode, prefill = chosen.decode, chosen.prefill
+        self._count(Role.DECODE, decode.id, decode.hit_tokens, admitted.decode_prefix_len, placed, admitted)
+        if prefill is not None:
+            delivered = admitted.prefill_prefix_len
+            self._count(Role.PREFILL, prefill.id, prefill.hit_tokens, delivered, placed, admitted)
+
+    def _count(
+        self, role: Role, rank: RankId, predicted: int, delivered: int, placed: Placed, admitted: Admitted
+    ) -> None:
+        # Workers keep their names over all their lives, so the series are bounded by the ranks.
+        labels = (role.value, rank.worker, str(rank.rank))
+        self._prompt.labels(*labels).inc(admitted.prompt_tokens)
+        self._predicted.labels(*labels).inc(predicted)
+        self._delivered.labels(*labels).inc(delivered)
+        self._available.labels(*labels).inc(max(delivered, placed.best_hit_tokens[role]))
+
+
+class RankCollector(Collector):
+    """What a router thinks of every rank; read when scraped."""
+
+    def __init__(self, cluster: Cluster, mirror: Mirror) -> None:
+        self._cluster = cluster
+        self._mirror = mirror
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            "isthmus_rank_up",
+            "1 while the router can use the rank; 0 while it is suspect, not connected or has failed.",
+            labels=_RANK,
+        )
+        blocks = GaugeMetricFamily(
+            "isthmus_index_rank_blocks", "Index blocks that the rank is known to hold.", labels=_RANK
+        )
+        for role in Role:
+            for view in self._cluster.ranks(role):
+                rank = view.registration.id.key
+                labels = (role.value, rank.worker, str(rank.rank))
+                up.add_metric(labels, self._cluster.is_up(view))
+                blocks.add_metric(labels, self._mirror.index.num_blocks(rank))
+        yield up
+        yield blocks

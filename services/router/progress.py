@@ -8,6 +8,7 @@ from services.kv.types import RankKey
 from services.request import Admitted, SamplingParams
 from services.router.cluster import Placed
 from services.router.decode_client import OutputStream
+from services.router.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +42,8 @@ class Progress:
     placed: Placed | None = None
     excluded: set[RankKey] = field(default_factory=set)
     attempts: int = 0
+    sent_s: float = 0.0  # to the rank it is with, from `began_s`
+    stages: Stages | None = None  # up to the first token
+    last_tokens_at_s: float = 0.0  # when the last tokens came
     stream: OutputStream | None = None
     aborted: bool = False

@@ -156,6 +156,7 @@ def admitted_to_proto(admitted: Admitted) -> decode_pb2.Admitted:
         prefill_compute_s=admitted.prefill_compute_s,
         transfer_s=admitted.transfer_s,
         plan=convert.plan_to_proto(admitted.plan),
+        first_decode_step_s=admitted.first_decode_step_s,
     )
 
 
@@ -172,6 +173,7 @@ def admitted_from_proto(pb: decode_pb2.Admitted) -> Admitted:
         prefill_compute_s=convert.finite("admitted.prefill_compute_s", pb.prefill_compute_s),
         transfer_s=convert.finite("admitted.transfer_s", pb.transfer_s),
         plan=convert.plan_from_proto(pb.plan),
+        first_decode_step_s=convert.finite("admitted.first_decode_step_s", pb.first_decode_step_s),
     )
 
 

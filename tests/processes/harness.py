@@ -332,11 +332,17 @@ class Stream:
 
 
 async def scrape(port):
-    """Values by name, or by name{label value}."""
+    """Values by name, or by name{label value}; without the labels that say whose they are."""
     url = f"http://127.0.0.1:{port}/metrics"
     body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
     samples = [s for family in text_string_to_metric_families(body) for s in family.samples]
-    return {s.name + (f"{{{','.join(s.labels.values())}}}" if s.labels else ""): s.value for s in samples}
+    return {sample.name + _label_values(sample): sample.value for sample in samples}
+
+
+def _label_values(sample):
+    whose = ("cluster", "role", "worker", "rank")
+    values = [value for name, value in sample.labels.items() if name not in whose]
+    return f"{{{','.join(values)}}}" if values else ""
 
 
 async def _idle(port):

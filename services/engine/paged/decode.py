@@ -63,6 +63,7 @@ class _Received:
 
     prefill: PrefillResult
     bytes_moved: int
+    link_s: float  # until the handshake with the rank stood
     transfer_s: float
 
 
@@ -115,14 +116,16 @@ class PagedDecodeEngine(PagedEngine):
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
     ) -> AsyncGenerator[Output, None]:
         seq = self._sequence(request, receives=remote_prefill is not None)
+        asked = time.monotonic()
         with self._mailbox(seq) as mailbox:
             try:
                 reserved = await _next(mailbox, Reserved)
+                queue_s = time.monotonic() - asked
                 received = None
                 if remote_prefill is not None:
                     received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
-                yield _output(token, self._admitted(seq, reserved, received, token))
+                yield _output(token, self._admitted(seq, reserved, queue_s, received, token))
                 while token.finished is None:
                     token = await _next(mailbox, Token)
                     yield _output(token, None)
@@ -140,6 +143,7 @@ class PagedDecodeEngine(PagedEngine):
             Unavailable: the rank is stopping; likewise.
         """
         assert self._links is not None
+        reserved_at = time.monotonic()
         peer = remote_prefill.peer
         try:
             link = await self._links.link(peer)
@@ -163,7 +167,7 @@ class PagedDecodeEngine(PagedEngine):
         self.post(Landed(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
-        return _Received(prefill, landed.bytes_moved, transfer_s)
+        return _Received(prefill, landed.bytes_moved, began - reserved_at, transfer_s)
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
         """Set the pages aside; `on_stopped` is called when nobody can write them any more."""
@@ -179,7 +183,7 @@ class PagedDecodeEngine(PagedEngine):
         on_stopped()
 
     def _admitted(
-        self, seq: Sequence, reserved: Reserved, received: _Received | None, first: Token
+        self, seq: Sequence, reserved: Reserved, queue_s: float, received: _Received | None, first: Token
     ) -> Admitted:
         prompt_tokens = len(seq.request.all_ids)
         prefill = received.prefill if received is not None else None
@@ -192,7 +196,7 @@ class PagedDecodeEngine(PagedEngine):
             else prefill.computed_tokens,
             kv_bytes_moved=received.bytes_moved if received is not None else 0,
             kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
-            decode_queue_s=reserved.queue_s,
+            decode_queue_s=queue_s + (received.link_s if received is not None else 0.0),
             prefill_queue_s=prefill.queue_s if prefill is not None else 0.0,
             prefill_compute_s=prefill.compute_s if prefill is not None else first.compute_s,
             transfer_s=received.transfer_s if received is not None else 0.0,

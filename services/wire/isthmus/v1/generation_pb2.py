@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bisthmus/v1/generation.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"?\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.isthmus.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x84\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.isthmus.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.isthmus.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x17\n\x0f\x63onversation_id\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x11\x42\x08\n\x06prompt\"\x92\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rreused_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x05 \x01(\r\x12\x14\n\x0c\x64\x65lta_tokens\x18\x06 \x01(\r\x12\x1a\n\x12prefill_prefix_len\x18\x07 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x08 \x01(\x04\x12\x16\n\x0ekv_bytes_saved\x18\t \x01(\x04\x12\x19\n\x0c\x64rift_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_drift_tokens\"\xa8\x01\n\nStageTimes\x12\x12\n\ntokenize_s\x18\x01 \x01(\x01\x12\x0f\n\x07route_s\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x04 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\x05 \x01(\x01\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x07 \x01(\x01\"\xa2\x01\n\tPlacement\x12\"\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x1e\n\x04plan\x18\x03 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x1c\n\x14predicted_prefix_len\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\"\xbc\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.isthmus.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.isthmus.v1.Usage\x12(\n\tplacement\x18\x04 \x01(\x0b\x32\x15.isthmus.v1.Placement\x12&\n\x06stages\x18\x05 \x01(\x0b\x32\x16.isthmus.v1.StageTimes\"\xb2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12\"\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.isthmus.v1.Finish\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.isthmus.v1.GenerateRequest\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x93\x02\n\tCandidate\x12\"\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x1e\n\x04plan\x18\x03 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x19\n\x11\x64\x65\x63ode_hit_tokens\x18\x04 \x01(\r\x12\x1a\n\x12prefill_hit_tokens\x18\x05 \x01(\r\x12#\n\x05terms\x18\x06 \x03(\x0b\x32\x14.isthmus.v1.CostTerm\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12\x0e\n\x06\x63hosen\x18\t \x01(\x08\x12\x10\n\x08\x65xcluded\x18\n \x01(\t\"u\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12)\n\ncandidates\x18\x02 \x03(\x0b\x32\x15.isthmus.v1.Candidate\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"\\\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x15\n\rprefill_ranks\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_ranks\x18\x04 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.isthmus.v1.Model2\xa4\x02\n\nGeneration\x12G\n\x08Generate\x12\x1b.isthmus.v1.GenerateRequest\x1a\x1c.isthmus.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.isthmus.v1.AbortRequest\x1a\x19.isthmus.v1.AbortResponse\x12\x42\n\x07\x45xplain\x12\x1a.isthmus.v1.ExplainRequest\x1a\x1b.isthmus.v1.ExplainResponse\x12K\n\nListModels\x12\x1d.isthmus.v1.ListModelsRequest\x1a\x1e.isthmus.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bisthmus/v1/generation.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"?\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.isthmus.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x84\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.isthmus.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.isthmus.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x17\n\x0f\x63onversation_id\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x11\x42\x08\n\x06prompt\"\x92\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rreused_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x05 \x01(\r\x12\x14\n\x0c\x64\x65lta_tokens\x18\x06 \x01(\r\x12\x1a\n\x12prefill_prefix_len\x18\x07 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x08 \x01(\x04\x12\x16\n\x0ekv_bytes_saved\x18\t \x01(\x04\x12\x19\n\x0c\x64rift_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_drift_tokens\"\xee\x01\n\nStageTimes\x12\x12\n\ntokenize_s\x18\x01 \x01(\x01\x12\x0f\n\x07route_s\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x04 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\x05 \x01(\x01\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x07 \x01(\x01\x12\x16\n\x0erouter_queue_s\x18\x08 \x01(\x01\x12\x1b\n\x13\x66irst_decode_step_s\x18\t \x01(\x01\x12\x0f\n\x07relay_s\x18\n \x01(\x01\"\xa2\x01\n\tPlacement\x12\"\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x1e\n\x04plan\x18\x03 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x1c\n\x14predicted_prefix_len\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\"\xbc\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.isthmus.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.isthmus.v1.Usage\x12(\n\tplacement\x18\x04 \x01(\x0b\x32\x15.isthmus.v1.Placement\x12&\n\x06stages\x18\x05 \x01(\x0b\x32\x16.isthmus.v1.StageTimes\"\xb2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12\"\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.isthmus.v1.Finish\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\">\n\x0e\x45xplainRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.isthmus.v1.GenerateRequest\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x93\x02\n\tCandidate\x12\"\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x1e\n\x04plan\x18\x03 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x19\n\x11\x64\x65\x63ode_hit_tokens\x18\x04 \x01(\r\x12\x1a\n\x12prefill_hit_tokens\x18\x05 \x01(\r\x12#\n\x05terms\x18\x06 \x03(\x0b\x32\x14.isthmus.v1.CostTerm\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12\x0e\n\x06\x63hosen\x18\t \x01(\x08\x12\x10\n\x08\x65xcluded\x18\n \x01(\t\"u\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12)\n\ncandidates\x18\x02 \x03(\x0b\x32\x15.isthmus.v1.Candidate\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"\\\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x15\n\rprefill_ranks\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_ranks\x18\x04 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.isthmus.v1.Model2\xa4\x02\n\nGeneration\x12G\n\x08Generate\x12\x1b.isthmus.v1.GenerateRequest\x1a\x1c.isthmus.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.isthmus.v1.AbortRequest\x1a\x19.isthmus.v1.AbortResponse\x12\x42\n\x07\x45xplain\x12\x1a.isthmus.v1.ExplainRequest\x1a\x1b.isthmus.v1.ExplainResponse\x12K\n\nListModels\x12\x1d.isthmus.v1.ListModelsRequest\x1a\x1e.isthmus.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,31 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_start=473
   _globals['_USAGE']._serialized_end=747
   _globals['_STAGETIMES']._serialized_start=750
-  _globals['_STAGETIMES']._serialized_end=918
-  _globals['_PLACEMENT']._serialized_start=921
-  _globals['_PLACEMENT']._serialized_end=1083
-  _globals['_FINISH']._serialized_start=1086
-  _globals['_FINISH']._serialized_end=1274
-  _globals['_GENERATERESPONSE']._serialized_start=1277
-  _globals['_GENERATERESPONSE']._serialized_end=1455
-  _globals['_ABORTREQUEST']._serialized_start=1457
-  _globals['_ABORTREQUEST']._serialized_end=1491
-  _globals['_ABORTRESPONSE']._serialized_start=1493
-  _globals['_ABORTRESPONSE']._serialized_end=1523
-  _globals['_EXPLAINREQUEST']._serialized_start=1525
-  _globals['_EXPLAINREQUEST']._serialized_end=1587
-  _globals['_COSTTERM']._serialized_start=1589
-  _globals['_COSTTERM']._serialized_end=1630
-  _globals['_CANDIDATE']._serialized_start=1633
-  _globals['_CANDIDATE']._serialized_end=1908
-  _globals['_EXPLAINRESPONSE']._serialized_start=1910
-  _globals['_EXPLAINRESPONSE']._serialized_end=2027
-  _globals['_LISTMODELSREQUEST']._serialized_start=2029
-  _globals['_LISTMODELSREQUEST']._serialized_end=2048
-  _globals['_MODEL']._serialized_start=2050
-  _globals['_MODEL']._serialized_end=2142
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2144
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2199
-  _globals['_GENERATION']._serialized_start=2202
-  _globals['_GENERATION']._serialized_end=2494
+  _globals['_STAGETIMES']._serialized_end=988
+  _globals['_PLACEMENT']._serialized_start=991
+  _globals['_PLACEMENT']._serialized_end=1153
+  _globals['_FINISH']._serialized_start=1156
+  _globals['_FINISH']._serialized_end=1344
+  _globals['_GENERATERESPONSE']._serialized_start=1347
+  _globals['_GENERATERESPONSE']._serialized_end=1525
+  _globals['_ABORTREQUEST']._serialized_start=1527
+  _globals['_ABORTREQUEST']._serialized_end=1561
+  _globals['_ABORTRESPONSE']._serialized_start=1563
+  _globals['_ABORTRESPONSE']._serialized_end=1593
+  _globals['_EXPLAINREQUEST']._serialized_start=1595
+  _globals['_EXPLAINREQUEST']._serialized_end=1657
+  _globals['_COSTTERM']._serialized_start=1659
+  _globals['_COSTTERM']._serialized_end=1700
+  _globals['_CANDIDATE']._serialized_start=1703
+  _globals['_CANDIDATE']._serialized_end=1978
+  _globals['_EXPLAINRESPONSE']._serialized_start=1980
+  _globals['_EXPLAINRESPONSE']._serialized_end=2097
+  _globals['_LISTMODELSREQUEST']._serialized_start=2099
+  _globals['_LISTMODELSREQUEST']._serialized_end=2118
+  _globals['_MODEL']._serialized_start=2120
+  _globals['_MODEL']._serialized_end=2212
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2214
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2269
+  _globals['_GENERATION']._serialized_start=2272
+  _globals['_GENERATION']._serialized_end=2564
 # @@protoc_insertion_point(module_scope)

@@ -76,7 +76,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drift_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("tokenize_s", "route_s", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "first_token_s")
+    __slots__ = ("tokenize_s", "route_s", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "first_token_s", "router_queue_s", "first_decode_step_s", "relay_s")
     TOKENIZE_S_FIELD_NUMBER: _ClassVar[int]
     ROUTE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,9 @@ class StageTimes(_message.Message):
     PREFILL_COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    RELAY_S_FIELD_NUMBER: _ClassVar[int]
     tokenize_s: float
     route_s: float
     decode_queue_s: float
@@ -91,7 +94,10 @@ class StageTimes(_message.Message):
     prefill_compute_s: float
     transfer_s: float
     first_token_s: float
-    def __init__(self, tokenize_s: _Optional[float] = ..., route_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+    router_queue_s: float
+    first_decode_step_s: float
+    relay_s: float
+    def __init__(self, tokenize_s: _Optional[float] = ..., route_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., router_queue_s: _Optional[float] = ..., first_decode_step_s: _Optional[float] = ..., relay_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("decode", "prefill", "plan", "predicted_prefix_len", "reason")

@@ -1,0 +1,41 @@
+"""What a prefill rank shows Prometheus beside its pool."""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from services.engine.base import PrefillEngine
+from services.pool_metrics import SECONDS, PoolCollector, RequestMetrics
+from services.request import PrefillResult
+
+
+class PrefillMetrics(RequestMetrics):
+    def __init__(self, registry: CollectorRegistry, engine: PrefillEngine) -> None:
+        super().__init__(registry)
+        registry.register(PoolCollector(engine.load))
+        self._prefix_tokens = Counter(
+            "isthmus_prefill_prefix_tokens", "Prompt tokens found in this rank's cache.", registry=registry
+        )
+        self._computed_tokens = Counter(
+            "isthmus_prefill_computed_tokens", "Prompt tokens computed.", registry=registry
+        )
+        self._sent = Counter(
+            "isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.", registry=registry
+        )
+        self._queue = Histogram(
+            "isthmus_prefill_queue_seconds",
+            "Request received until its computing begins.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._compute = Histogram(
+            "isthmus_prefill_compute_seconds",
+            "Computing begun until the first token.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+    def prefilled(self, result: PrefillResult, exemplar: dict[str, str] | None) -> None:
+        self._prefix_tokens.inc(result.prefill_prefix_len)
+        self._computed_tokens.inc(result.computed_tokens)
+        self._sent.inc(result.kv_bytes_moved)
+        self._queue.observe(result.queue_s, exemplar)
+        self._compute.observe(result.compute_s, exemplar)

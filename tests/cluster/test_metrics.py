@@ -1,0 +1,134 @@
+"""What routers and ranks show Prometheus of requests whose course is known."""
+
+import asyncio
+import urllib.request
+
+import grpc
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from cluster.harness import FakeCluster, ids_request
+from services.router.stages import STAGES
+
+PROMPT = [(11 * i) % 500 for i in range(40)]
+
+
+async def samples(part, cluster):
+    """Values of a router's or a rank's page by (name, labels beside the process's own)."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{part.metrics_port}/metrics", headers={"Accept": "application/openmetrics-text"}
+    )
+    body = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=10).read().decode())
+    found = {}
+    for family in text_string_to_metric_families(body):
+        for sample in family.samples:
+            assert sample.labels.pop("cluster") == cluster.base.cluster
+            found[(sample.name, *sorted(sample.labels.items()))] = sample
+    return found
+
+
+def value(found, name, **labels):
+    matching = [
+        sample.value
+        for (sample_name, *pairs), sample in found.items()
+        if sample_name == name and labels.items() <= dict(pairs).items()
+    ]
+    assert matching, (name, labels)
+    return sum(matching)
+
+
+async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        tokens, first = await cluster.generate(PROMPT, conversation_id="c")
+        # It comes back changed from its third generated token on: those after it have drifted.
+        turn = [*PROMPT, *tokens[:2], 499, 3, 2, 1]
+        _, second = await cluster.generate(turn, conversation_id="c")
+        router = await samples(cluster.routers[0], cluster)
+        decode = await samples(cluster.ranks["decode-0/0"], cluster)
+        prefill = await samples(cluster.ranks["prefill-0/0"], cluster)
+    usages = (first.usage, second.usage)
+    assert second.usage.drift_tokens > 0 and second.usage.decode_prefix_len > 0
+
+    def total(name):
+        return sum(getattr(usage, name) for usage in usages)
+
+    assert value(router, "isthmus_requests_total", outcome="finished") == 2
+    assert value(router, "isthmus_ttft_seconds_count") == value(router, "isthmus_request_seconds_count") == 2
+    for stage in STAGES:
+        assert value(router, "isthmus_ttft_stage_seconds_count", stage=stage) == 2
+    of_stages = value(router, "isthmus_ttft_stage_seconds_sum")
+    assert of_stages == pytest.approx(value(router, "isthmus_ttft_seconds_sum"), rel=0.05)
+    assert value(router, "isthmus_itl_seconds_count") == total("completion_tokens") - 2
+    for name in ("prompt", "completion", "computed", "reused", "drift"):
+        assert value(router, f"isthmus_{name}_tokens_total") == total(f"{name}_tokens")
+    assert value(router, "isthmus_kv_moved_bytes_total") == total("kv_bytes_moved")
+    assert value(router, "isthmus_kv_saved_bytes_total") == total("kv_bytes_saved")
+    assert value(router, "isthmus_placements_total", plan="remote") == 2
+    for role, worker, held in (
+        ("decode", "decode-0", total("decode_prefix_len")),
+        ("prefill", "prefill-0", total("prefill_prefix_len")),
+    ):
+        rank = {"role": role, "worker": worker, "rank": "0"}
+        assert value(router, "isthmus_placed_prompt_tokens_total", **rank) == total("prompt_tokens")
+        assert value(router, "isthmus_delivered_hit_tokens_total", **rank) == held
+        assert value(router, "isthmus_available_hit_tokens_total", **rank) >= held
+        assert value(router, "isthmus_rank_up", **rank) == 1
+    assert value(decode, "isthmus_decode_prefix_tokens_total", rank="0") == total("decode_prefix_len")
+    assert value(decode, "isthmus_decode_generated_tokens_total") == total("completion_tokens")
+    assert value(decode, "isthmus_decode_received_bytes_total") == total("kv_bytes_moved")
+    assert value(prefill, "isthmus_prefill_sent_bytes_total") == total("kv_bytes_moved")
+    assert value(prefill, "isthmus_prefill_computed_tokens_total") == total("computed_tokens")
+    for rank in (decode, prefill):
+        assert value(rank, "isthmus_rank_requests_total", outcome="finished") == 2
+        assert value(rank, "isthmus_transfer_failures_total") == 0
+
+
+async def test_a_refusal_at_the_door_is_counted_and_not_timed(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        for fields in ({"model": "gpt-9"}, {"request_id": "x" * 999}):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await cluster.generate(PROMPT, **fields)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await cluster.generate([10**6])
+        router = await samples(cluster.routers[0], cluster)
+    assert value(router, "isthmus_rejections_total", reason="NotFound") == 1
+    assert value(router, "isthmus_rejections_total", reason="InvalidRequest") == 2
+    assert value(router, "isthmus_ttft_seconds_count") == 0
+
+
+async def test_a_lost_rank_shows_as_a_move_and_as_down(etcd_endpoint, model_dir, cluster_name):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1), fake_step_s=0.02)
+    async with cluster:
+        call = cluster.stubs[0].Generate(ids_request(PROMPT, 60))
+        assert (await call.read()).token_ids  # it has its first token
+        where = [name for name, rank in cluster.ranks.items() if name.startswith("decode") and busy(rank)]
+        await cluster.ranks[where[0]].server.stop(0)  # still registered
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        router = await samples(cluster.routers[0], cluster)
+    assert value(router, "isthmus_request_moves_total", kind="migration") == 1
+    assert value(router, "isthmus_request_moves_total", kind="retry") == 0
+    assert value(router, "isthmus_rank_up", worker=where[0].split("/")[0]) == 0
+    assert value(router, "isthmus_rank_up", role="decode") == 1
+    assert value(router, "isthmus_prompt_tokens_total") == len(PROMPT)  # billed once
+
+
+def busy(rank):
+    return rank.engine.load().running > 0
+
+
+async def test_exemplars_lead_to_the_trace(etcd_endpoint, model_dir, cluster_name, spans):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        await cluster.generate(PROMPT)
+        pages = [
+            await samples(part, cluster)
+            for part in (cluster.routers[0], cluster.ranks["decode-0/0"], cluster.ranks["prefill-0/0"])
+        ]
+    (trace,) = {f"{span.context.trace_id:032x}" for span in spans.get_finished_spans()}
+    for page, name in zip(
+        pages,
+        ("isthmus_ttft_seconds", "isthmus_decode_transfer_seconds", "isthmus_prefill_compute_seconds"),
+        strict=True,
+    ):
+        exemplars = [s.exemplar for key, s in page.items() if key[0] == f"{name}_bucket" and s.exemplar]
+        assert [exemplar.labels for exemplar in exemplars] == [{"trace_id": trace}]
