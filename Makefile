@@ -66,6 +66,7 @@ lint: $(STAMP) ## style, types, import floors, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python docs/generate_metrics.py --check
 
 format: $(STAMP) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix

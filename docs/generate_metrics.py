@@ -1,0 +1,134 @@
+"""Write docs/metrics.md from the metrics that the services register.
+
+`--check` writes nothing and exits with 1 when what is committed differs from what would be written.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics import MetricWrapperBase
+
+from services.decode.metrics import DecodeMetrics
+from services.engine.base import DecodeEngine, PrefillEngine
+from services.index.etcd import Etcd
+from services.index.etcd_settings import EtcdSettings
+from services.index.keys import ClusterKeys
+from services.index.membership import Membership
+from services.index.metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
+from services.index.mirror import Mirror
+from services.index.pins import PinWriter
+from services.index.registry import Registration, Schema
+from services.kv.types import Generation, KvLayout, RankAddress, RankId, RankLoad, Role
+from services.prefill.metrics import PrefillMetrics
+from services.router.cluster import Cluster
+from services.router.metrics import RankCollector, RouterMetrics
+
+TABLE = Path(__file__).parent / "metrics.md"
+_HEAD = """\
+# Metrics
+
+Written by `docs/generate_metrics.py` from the code; `make lint` holds it to that.
+
+Every router and every rank serves `/metrics` on a port of its own (`--metrics-port`), in Prometheus's text
+format or, asked for it, in OpenMetrics with exemplars: the histograms of requests carry the `trace_id` of a
+request whose trace is recorded. Every sample says whose it is, by the labels `cluster`, `role` (`router`,
+`prefill`, `decode`), `worker` (a router's name) and `rank`. Where a router speaks of a rank, `role`, `worker`
+and `rank` are that rank's.
+
+Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
+tenant or error text is ever a label.
+"""
+_SECTIONS = {
+    ("router",): "Routers",
+    ("prefill", "decode"): "Ranks",
+    ("decode",): "Decode ranks",
+    ("prefill",): "Prefill ranks",
+    ("router", "prefill", "decode"): "All",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    def __str__(self) -> str:
+        labels = ", ".join(f"`{label}`" for label in self.labels)
+        return f"| `{self.name}` | {self.kind} | {labels} | {self.meaning} |"
+
+
+class _IdleEngine:
+    def load(self) -> RankLoad:
+        return RankLoad()
+
+
+class _EmptyCluster:
+    def ranks(self, role: Role) -> list[Any]:
+        return []
+
+
+async def registries() -> dict[str, CollectorRegistry]:
+    """As the services fill them, by role."""
+    made = {role: CollectorRegistry() for role in ("router", "prefill", "decode")}
+    keys, settings = ClusterKeys("c"), EtcdSettings(("127.0.0.1:1",))
+    async with Etcd(settings, rng=random.Random(0)) as etcd:
+        mirror = Mirror(etcd, keys, "r")
+        made["router"].register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
+        StalenessMetrics(made["router"])
+        RouterMetrics(made["router"])
+        made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
+        PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine()))
+        DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine()))
+        for role in (Role.PREFILL, Role.DECODE):
+            address = RankAddress(RankId("w", 0, Generation(1)), "127.0.0.1:1")
+            registration = Registration(role, address, KvLayout(64, 1, 0), "m", 1, 1, "fake", (), "")
+            membership = Membership(etcd, keys, Schema(64, "s"), registration)
+            made[role.value].register(MembershipCollector(membership))
+    for registry in made.values():
+        EtcdMetrics(registry)
+        ProcessCollector(registry=registry)
+    return made
+
+
+def rows(registry: CollectorRegistry) -> Iterator[Row]:
+    for collector in list(registry._collector_to_names):
+        for metric in collector.collect():
+            owner = collector if isinstance(collector, MetricWrapperBase) else metric
+            suffix = "_total" if metric.type == "counter" else ""
+            labels = tuple(getattr(owner, "_labelnames", None) or ())
+            yield Row(metric.name + suffix, metric.type, labels, metric.documentation)
+
+
+def table() -> str:
+    of_role = {role: set(rows(registry)) for role, registry in asyncio.run(registries()).items()}
+    everything = set.union(*of_role.values())
+    text = _HEAD
+    for roles, title in _SECTIONS.items():
+        section = {row for row in everything if tuple(r for r in of_role if row in of_role[r]) == roles}
+        lines = [str(row) for row in sorted(section, key=lambda row: row.name)]
+        text += f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
+        text += "\n".join(lines) + "\n"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    if not check:
+        TABLE.write_text(table())
+    elif not TABLE.exists() or TABLE.read_text() != table():
+        sys.exit("docs/metrics.md is stale, run docs/generate_metrics.py")
+
+
+if __name__ == "__main__":
+    main()
