@@ -39,7 +39,9 @@ async def test_a_cluster_that_keeps_kv_passes(etcd_endpoint, model_dir, cluster_
 
 
 async def test_one_that_does_not_fails_with_a_sentence(etcd_endpoint, model_dir, cluster_name, capsys):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, kv_pages=2048, decode_cache="off") as cluster:
+    async with FakeCluster(
+        etcd_endpoint, model_dir, cluster_name, kv_pages=2048, decode_cache="off"
+    ) as cluster:
         assert await run_check(cluster) == 1
     assert capsys.readouterr().err.strip()
 

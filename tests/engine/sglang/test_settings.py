@@ -3,7 +3,7 @@
 import pytest
 
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
-from services.engine.sglang.settings import IDLE_CONNECTION_S, SglangSettings
+from services.engine.sglang.settings import IDLE_CONNECTION_S
 from services.errors import ConfigError
 from services.kv.types import Role
 from sglang_settings import sglang_settings
