@@ -1,0 +1,101 @@
+"""When two ranks cannot agree, the request goes another way: another prefill rank, or plan local."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.harness import FakeCluster
+from services.engine.fake import continuation
+from services.errors import ProtocolError
+from services.kv.ticket import StartsWithinPage
+from services.router.balance import Balance
+from services.transfer import rooms
+from services.wire.isthmus.v1 import common_pb2
+
+PROMPT = list(range(30, 71))
+
+
+@pytest.fixture
+def remote_looks_cheaper(monkeypatch):
+    monkeypatch.setattr(Balance, "rate", lambda self, rank: 10.0 if rank.worker == "decode-0" else 1e6)
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """How many tickets were refused, by generation of the prefill ranks that refuse every one."""
+    generations, check_ticket = {}, rooms.check_ticket
+
+    def check(ticket, prompt_len, layout, memory, own_generation):
+        if own_generation in generations:
+            generations[own_generation] += 1
+            raise ProtocolError("refused on purpose")
+        check_ticket(ticket, prompt_len, layout, memory, own_generation)
+
+    monkeypatch.setattr(rooms, "check_ticket", check)
+    return generations
+
+
+async def test_a_ticket_refused_by_one_prefill_rank_is_honoured_by_the_other(
+    etcd_endpoint, model_dir, cluster_name, refusing
+):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=(1, 1)) as cluster:
+        refusing[cluster.ranks["prefill-0/0"].address.id.generation] = 0
+        number = 0
+        while not sum(refusing.values()):  # until one was sent there first
+            number += 1
+            tokens, finish = await cluster.generate([number, *PROMPT])
+            assert tokens == continuation([number, *PROMPT], 8)
+            assert finish.placement.prefill.worker == "prefill-1"
+        await cluster.assert_nothing_held()
+
+
+async def test_without_another_prefill_rank_decode_computes_it(
+    etcd_endpoint, model_dir, cluster_name, refusing, remote_looks_cheaper
+):
+    plans = ("remote", "local")
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster:
+        refusing[cluster.ranks["prefill-0/0"].address.id.generation] = 0
+        tokens, finish = await cluster.generate(PROMPT)
+        assert tokens == continuation(PROMPT, 8)
+        assert finish.placement.plan == common_pb2.PLAN_LOCAL
+        assert sum(refusing.values()) == 1
+        await cluster.assert_nothing_held()
+
+
+async def test_a_prefill_rank_of_another_layout_is_never_asked(
+    etcd_endpoint, model_dir, cluster_name, refusing, remote_looks_cheaper
+):
+    plans = ("remote", "local")
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster:
+        await cluster.stop_rank("prefill-0/0")
+        cluster.base = replace(cluster.base, page_size=2)
+        await cluster.start_rank("prefill", "odd", 0)
+        refusing[cluster.ranks["odd/0"].address.id.generation] = 0
+        for number in range(3):
+            tokens, finish = await cluster.generate([number, *PROMPT])
+            assert tokens == continuation([number, *PROMPT], 8)
+            assert finish.placement.plan == common_pb2.PLAN_LOCAL
+        assert sum(refusing.values()) == 0
+        await cluster.assert_nothing_held()
+
+
+async def test_a_delta_that_must_start_earlier_costs_no_attempt(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch
+):
+    check_ticket, asked = rooms.check_ticket, []
+
+    def check(ticket, *facts):
+        if ticket.decode_prefix_len > 8:
+            asked.append(ticket.decode_prefix_len)
+            raise StartsWithinPage(8, ticket.decode_prefix_len)
+        check_ticket(ticket, *facts)
+
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        await cluster.generate(PROMPT)
+        monkeypatch.setattr(rooms, "check_ticket", check)
+        tokens, finish = await cluster.generate([*PROMPT, 1, 2])
+        assert tokens == continuation([*PROMPT, 1, 2], 8)
+        assert asked == [40]
+        usage = finish.usage
+        assert (usage.decode_prefix_len, usage.delta_tokens) == (8, len(PROMPT) + 2 - 8)
+        await cluster.assert_nothing_held()
