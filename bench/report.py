@@ -25,14 +25,17 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
 
 
-def write_json(path: Path, benchmark: str, settings: Row, rows: list[Row]) -> None:
+def write_json(
+    path: Path, benchmark: str, settings: Row, rows: list[Row], summary: Row | None = None
+) -> None:
+    """`summary` becomes keys of the top level."""
     host = {"cpus": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
     report = {
         "benchmark": benchmark,
         "host": host,
         "settings": dict(settings),
         "rows": [dict(row) for row in rows],
-    }
+    } | (summary or {})
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 

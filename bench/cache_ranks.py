@@ -1,0 +1,232 @@
+"""A prefill rank in a process of its own, and decode ranks in this one: the real engines and transport.
+
+    start: python -m bench.cache_ranks SETTINGS  --one line: endpoint, id-->  DecodeSide connects
+    stop:  the end of stdin stops the prefill process; it dies with its parent anyway
+
+The plan of a request is chosen as a router does, by the same price of the same measured rates; the index is
+what the decode rank says of its tree, and the prompts that the prefill rank has been sent.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+
+import grpc
+
+from services import rpc
+from services.decode.prefill_leg import PrefillChannels, PrefillLeg
+from services.engine.base import DecodeEngine
+from services.engine.choose import EngineSettings, decode_engine, prefill_engine
+from services.engine.paged.core import Limits
+from services.engine.paged.decode import Lease
+from services.kv.block_hash import scope_seed, sequence_hashes
+from services.kv.types import BlockHash, Generation, Plan, RankAddress, RankId, RankLoad
+from services.parent_death import die_with
+from services.prefill.server import PrefillService
+from services.request import Admitted, GenerationRequest, Output
+from services.router.balance import Balance
+from services.router.placement import DecodeCandidate, PlacementRequest, PrefillCandidate, Weights, place
+from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
+
+_MODEL_NAME = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """Of both ranks of a side."""
+
+    model_path: str
+    decode_pages: int
+    prefill_pages: int
+    page_size: int
+    chunk_size: int
+    max_running_requests: int
+    num_threads: int  # of each rank
+    transport: str
+
+    def engine(self, num_pages: int, *, cache_enabled: bool) -> EngineSettings:
+        return EngineSettings(
+            engine="torch",
+            model_path=self.model_path,
+            model_name=_MODEL_NAME,
+            device="cpu",
+            dtype=None,
+            num_threads=self.num_threads,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            index_block=self.page_size,
+            cache_enabled=cache_enabled,
+            transport=self.transport,
+            limits=Limits(self.max_running_requests, self.chunk_size),
+            lease=Lease(),
+        )
+
+
+class DecodeSide:
+    """One decode rank and its prefill rank. Made by `open_side`."""
+
+    def __init__(
+        self, engine: DecodeEngine, peer: RankAddress, channels: PrefillChannels, planner: "Planner"
+    ) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._channels = channels
+        self._planner = planner
+
+    def load(self) -> RankLoad:
+        return self._engine.load()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        """What a client sees of the engine, as it sees it. Raises as DecodeEngine.generate."""
+        plan = self._planner.choose(request)
+        leg = PrefillLeg(self._channels, self._peer, None, "") if plan is Plan.REMOTE else None
+        try:
+            async with aclosing(self._engine.generate(request, leg)) as outputs:
+                async for output in outputs:
+                    if output.admitted is not None:
+                        self._planner.admitted(request.request_id, output.admitted)
+                    yield output
+        finally:
+            self._planner.ended(request.request_id)
+
+
+class Planner:
+    """services.router.cluster for one rank of each role, without etcd between them."""
+
+    def __init__(self, engine: DecodeEngine, decode: RankId, prefill: RankId, settings: RankSettings) -> None:
+        self._engine = engine
+        self._decode, self._prefill = decode, prefill
+        self._settings = settings
+        self._balance = Balance(time.monotonic, chunk_tokens=settings.chunk_size)
+        self._held: set[BlockHash] = set()  # by the decode rank's tree
+        self._sent: set[BlockHash] = set()  # prompts that the prefill rank has computed
+
+    async def follow(self) -> None:
+        """Learn what the decode rank's tree holds, until its engine stops."""
+        async for events in self._engine.cache_events():
+            self._held.difference_update(events.removed)
+            self._held.update(events.stored)
+
+    def choose(self, request: GenerationRequest) -> Plan:
+        ids = request.all_ids
+        hashes = sequence_hashes(ids, self._settings.page_size, scope_seed(_MODEL_NAME, request.cache_salt))
+        decode, prefill = self._candidates(hashes)
+        layout = self._engine.layout
+        wanted = PlacementRequest(
+            prompt_tokens=len(ids),
+            kv_bytes_per_token=layout.page_bytes / layout.page_size,
+            chunk_tokens=self._settings.chunk_size,
+        )
+        decision = place(wanted, [decode], [prefill], self._balance.bandwidth, Weights(), 0.0)
+        is_remote = decision.chosen.plan is Plan.REMOTE
+        hit = prefill.hit_tokens if is_remote else decode.hit_tokens
+        self._balance.sent(
+            request.request_id,
+            decode.id.key,
+            prefill.id.key if is_remote else None,
+            max(0, len(ids) - hit),
+        )
+        if is_remote:
+            self._sent.update(hashes)
+        return decision.chosen.plan
+
+    def admitted(self, request_id: str, admitted: Admitted) -> None:
+        prefill = self._prefill.key if admitted.plan is Plan.REMOTE else None
+        self._balance.admitted(request_id)
+        self._balance.observe_admitted(self._decode.key, prefill, admitted)
+
+    def ended(self, request_id: str) -> None:
+        self._balance.ended(request_id)
+
+    def _candidates(self, hashes: Sequence[BlockHash]) -> tuple[DecodeCandidate, PrefillCandidate]:
+        load, balance, page_size = self._engine.load(), self._balance, self._settings.page_size
+        balance.report(self._decode.key, load)
+        decode = DecodeCandidate(
+            id=self._decode,
+            hit_tokens=_match(hashes, self._held) * page_size,
+            pending_tokens=balance.pending_tokens(self._decode.key),
+            prefill_tokens_per_s=balance.rate(self._decode.key),
+            running=load.running,
+            step_s=load.step_s,
+            free_tokens=load.books.free * page_size,
+            evictable_tokens=load.books.cached * page_size,
+        )
+        prefill = PrefillCandidate(
+            id=self._prefill,
+            hit_tokens=_match(hashes, self._sent) * page_size,
+            pending_tokens=balance.pending_tokens(self._prefill.key),
+            prefill_tokens_per_s=balance.rate(self._prefill.key),
+        )
+        return decode, prefill
+
+
+def _match(hashes: Iterable[BlockHash], held: set[BlockHash]) -> int:
+    return sum(1 for _ in takewhile(held.__contains__, hashes))
+
+
+@asynccontextmanager
+async def open_side(settings: RankSettings, *, decode_cache: bool) -> AsyncIterator[DecodeSide]:
+    """Prefill's cache is always on, as in the runs that this follows."""
+    decode_id = RankId("decode", 0, Generation(secrets.randbits(64)))
+    engine = decode_engine(settings.engine(settings.decode_pages, cache_enabled=decode_cache), decode_id)
+    async with AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(_prefill_process(settings))
+        await engine.start()
+        channels = PrefillChannels(None)
+        planner = Planner(engine, decode_id, peer.id, settings)
+        follower = asyncio.create_task(planner.follow())
+        stack.push_async_callback(lambda: follower)
+        stack.push_async_callback(channels.close)
+        stack.push_async_callback(engine.stop)
+        yield DecodeSide(engine, peer, channels, planner)
+
+
+@asynccontextmanager
+async def _prefill_process(settings: RankSettings) -> AsyncIterator[RankAddress]:
+    parent = os.getpid()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.cache_ranks",
+        json.dumps(asdict(settings)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: die_with(parent),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        facts = json.loads(await process.stdout.readline())
+        yield RankAddress(RankId("prefill", 0, Generation(facts["generation"])), facts["endpoint"])
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+async def serve_prefill(settings: RankSettings) -> None:
+    """The prefill process: says where it is, then serves until the end of stdin."""
+    own_id = RankId("prefill", 0, Generation(secrets.randbits(64)))
+    engine = prefill_engine(settings.engine(settings.prefill_pages, cache_enabled=True), own_id)
+    await engine.start()
+
+    def register(server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(engine), server)
+        handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
+
+    server = await rpc.open_server("127.0.0.1:0", register, [])
+    print(json.dumps({"generation": own_id.generation, "endpoint": f"127.0.0.1:{server.port}"}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop()
+    await engine.stop()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(serve_prefill(RankSettings(**json.loads(sys.argv[1]))))

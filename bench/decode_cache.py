@@ -1,0 +1,152 @@
+"""What the decode rank's radix cache gains and costs: on against off, on the same requests, in one run.
+
+    python -m bench.decode_cache --json FILE --workload shared|groups|turns|idle
+
+Each side is a prefill rank in a process of its own and a decode rank, both our torch engine, KV between them
+over a real transport; prefill's cache is on in both. Clients work in a closed loop at a fixed concurrency and
+see tokens as they leave the engine; TTFT counts from the submission. Both sides stand at the same time and
+take turns: off, on, on, off, ... each time with fresh requests of the same shape. Outputs have the same
+lengths on both sides.
+
+Lengths are scaled down so that a run stays below ten minutes on two cores: contexts of one to two thousand
+tokens on a model of 8 layers, hidden 512, float32; `--quick` is a smoke test on a tiny one.
+Where a plan may be local, the price that routers use decides (services/router/placement.py).
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import cache_workload
+from bench.cache_load import Run, drive
+from bench.cache_ranks import DecodeSide, RankSettings, open_side
+from bench.cache_summary import figures, ratios, verdicts, worst
+from bench.cache_workload import Workload
+from bench.checkpoint import Size, checkpoint
+from bench.report import Row, table, write_json
+
+SIDES = ("off", "on")
+QUICK = Size(layers=2, hidden=64, max_context_tokens=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is compared by itself: a workload of which every round has its own requests."""
+
+    name: str
+    make: Callable[[int], Workload]
+
+
+def cells(name: str, quick: bool) -> list[Cell]:
+    if name == "idle":
+        return [
+            Cell(f"{concurrency} {'with' if hits else 'without'} hits", _idle(concurrency, hits, quick))
+            for concurrency in (1, 4)
+            for hits in (False, True)
+        ]
+    make = {
+        "shared": cache_workload.shared,
+        "groups": cache_workload.groups,
+        "turns": cache_workload.turns,
+    }[name]
+    return [Cell(name, lambda seed: make(seed, quick))]
+
+
+def _idle(concurrency: int, hits: bool, quick: bool) -> Callable[[int], Workload]:
+    return lambda seed: cache_workload.idle(seed, concurrency, hits, quick)
+
+
+async def measure(
+    settings: RankSettings, cells: Sequence[Cell], rounds: int, seed: int
+) -> dict[str, dict[str, list[Run]]]:
+    """The runs of each side, by cell."""
+    runs: dict[str, dict[str, list[Run]]] = {cell.name: {side: [] for side in SIDES} for cell in cells}
+    async with AsyncExitStack() as stack:
+        sides = {
+            name: await stack.enter_async_context(open_side(settings, decode_cache=name == "on"))
+            for name in SIDES
+        }
+        for side in sides.values():  # the first steps are slow: caches, kernels, the connection
+            await drive(side, cache_workload.idle(seed - 1, 2, hits=False, quick=True), seed)
+        for round_ in range(rounds):
+            for cell in cells:
+                for name in SIDES if round_ % 2 == 0 else reversed(SIDES):
+                    runs[cell.name][name].append(await _run(sides[name], cell, round_, seed))
+    return runs
+
+
+async def _run(side: DecodeSide, cell: Cell, round_: int, seed: int) -> Run:
+    workload = cell.make(seed + round_)
+    return await drive(side, cache_workload.renamed(workload, f"@{round_}"), seed + round_)
+
+
+def pool_pages(cells: Sequence[Cell], page_size: int, seed: int) -> int:
+    return max(cell.make(seed).pool_pages(page_size) for cell in cells)
+
+
+def report(workload: str, runs: dict[str, dict[str, list[Run]]]) -> tuple[Row, list[Row]]:
+    """The ratios, and the raw figures of each cell and side."""
+    raw: list[Row] = []
+    compared = []
+    for cell, by_side in runs.items():
+        rows = {side: figures(of_side) for side, of_side in by_side.items()}
+        raw += [{"cell": cell, "cache": side} | row for side, row in rows.items()]
+        compared.append(ratios(rows["on"], rows["off"]))
+    return (worst(compared) if workload == "idle" else compared[0]), raw
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--workload", choices=("shared", "groups", "turns", "idle"), required=True)
+    parser.add_argument("--rounds", type=int, help="of each side; default 2, idle 12")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny model, few requests")
+    parser.add_argument("--pages", type=int, help="of the decode rank's pool; default: as the workload says")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--chunk-size", type=int, default=512)
+    parser.add_argument("--num-threads", type=int, default=1, help="torch threads of each rank")
+    parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    page_size = 16 if arguments.quick else arguments.page_size
+    chosen = cells(arguments.workload, arguments.quick)
+    rounds = arguments.rounds or (1 if arguments.quick else 12 if arguments.workload == "idle" else 2)
+    load = os.getloadavg()[0]
+    pages = arguments.pages or pool_pages(chosen, page_size, arguments.seed)
+    with checkpoint(QUICK if arguments.quick else Size()) as directory:
+        settings = RankSettings(
+            model_path=str(directory),
+            decode_pages=pages,
+            prefill_pages=max(1024, 2 * pages),
+            page_size=page_size,
+            chunk_size=arguments.chunk_size,
+            max_running_requests=64,
+            num_threads=arguments.num_threads,
+            transport=arguments.transport,
+        )
+        runs = asyncio.run(measure(settings, chosen, rounds, arguments.seed))
+    compared, raw = report(arguments.workload, runs)
+    sample = chosen[0].make(arguments.seed)
+    print(
+        f"workload {arguments.workload}: {sample.num_turns} turns a round, concurrency {sample.concurrency}"
+    )
+    print(f"pool of {pages} pages of {page_size}; rounds {rounds}; load average at the start {load:.1f}\n")
+    print(table(raw))
+    print(f"\n{table([compared])}\n\n{table(verdicts(arguments.workload, compared))}")
+    if arguments.json is not None:
+        settings_row: Row = {k: v for k, v in vars(arguments).items() if k != "json"}
+        settings_row |= {"decode_pages": pages, "rounds": rounds, "load_at_start": load}
+        write_json(arguments.json, "decode_cache", settings_row, raw, compared)
+
+
+if __name__ == "__main__":
+    main()
