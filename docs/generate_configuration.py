@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, and the flags in the chart's values.schema.json, from the settings in the code.
+"""Write docs/configuration.md and the flags in the chart's values.schema.json from the code's settings.
 
 `--check` writes nothing and exits with 1 when what is committed differs from what would be written.
 """
@@ -68,13 +68,13 @@ _HEAD = """\
 
 Written by `docs/generate_configuration.py` from the code; `make lint` fails when it is out of date.
 
-Services and commands take flags only, as `--name=value`. A flag whose value may be given several times takes commas
-as well, unless it says otherwise. `--name=` is none. `--help` of each prints the same.
+Services and commands take flags only, as `--name=value`; `...` marks those that may be given several times
+(all but `--engine-arg` take commas as well). `--name=` is none. `--help` of each prints the same.
 
-In the chart every flag is listed in one place: those of all services under `flags`, the others under `router.flags`,
-`prefill.flags` and `decode.flags`, by their names here without the dashes. Where the column *chart* names something
-else, the chart makes the flag from that value; *set* means that it sets the flag itself. `values.schema.json` refuses
-such flags, and those that do not exist.
+In the chart every flag is listed in one place: those of all services under `flags`, the others under
+`router.flags`, `prefill.flags` and `decode.flags`, by their names here without the dashes. Where the column
+*chart* names something else, the chart makes the flag from that value; *set* means that it sets the flag
+itself. `values.schema.json` refuses such flags, and those that do not exist.
 """
 
 
@@ -95,7 +95,10 @@ def sections() -> list[Section]:
         Section("Every service", "Of routers and of workers.", tuple(common), chart),
         Section("Router", "`python -m services.router`", router, router_chart),
         Section(
-            "Prefill and decode workers", "`python -m services.prefill`, `python -m services.decode`", rank, chart
+            "Prefill and decode workers",
+            "`python -m services.prefill`, `python -m services.decode`",
+            rank,
+            chart,
         ),
     ]
     for command, name in COMMANDS.items():
@@ -121,7 +124,10 @@ def reference() -> str:
 
 def _table(section: Section) -> str:
     chart = section.chart_values is not None
-    rows = ["| flag | default | " + ("chart | " if chart else "") + "meaning |", "|---|---|" + "---|" * (1 + chart)]
+    rows = [
+        "| flag | default | " + ("chart | " if chart else "") + "meaning |",
+        "|---|---|" + "---|" * (1 + chart),
+    ]
     for flag in section.flags:
         cells = [f"`--{flag.name}={_cell(flag.hint)}`" + (" ..." if flag.repeated else ""), _default(flag)]
         if section.chart_values is not None:

@@ -212,7 +212,9 @@ def _scalar(hint: Any) -> _Scalar:
 
 def _choice(values: dict[str, Any]) -> _Scalar:
     names = {value: name for name, value in values.items()}
-    return _Scalar(values.__getitem__, names.__getitem__, "one of " + ", ".join(values), "|".join(values), tuple(values))
+    return _Scalar(
+        values.__getitem__, names.__getitem__, "one of " + ", ".join(values), "|".join(values), tuple(values)
+    )
 
 
 def _read_number(text: str) -> float:

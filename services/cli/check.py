@@ -59,7 +59,7 @@ def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
     before, after = first.placement.decode, second.placement.decode
     if (before.worker, before.rank) != (after.worker, after.rank):
         return "the second turn went to another decode rank: `isthmus explain` tells the prices"
-    return "the decode rank lacks the first turn's KV: is --decode-cache=on, and is the prompt longer than a page?"
+    return "the decode rank lacks the first turn's KV: is its cache on, and the prompt longer than a page?"
 
 
 async def _first_answer(

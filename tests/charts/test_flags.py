@@ -102,7 +102,7 @@ def test_flags_of_all_services_yield_to_a_service_s_own():
 
 
 def test_engine_arguments_keep_their_commas():
-    arguments = ["--tp-size=8", "--json-model-override-args={\"a\": 1, \"b\": 2}"]
+    arguments = ["--tp-size=8", '--json-model-override-args={"a": 1, "b": 2}']
     values = merged(sample("sglang-dp-attention"), {"decode": {"flags": {"engine-arg": arguments}}})
     assert render(values).config("decode").engine_arg == tuple(arguments)
 

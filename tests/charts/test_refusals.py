@@ -35,9 +35,9 @@ BY_SCHEMA = {
     "an etcd that loses consistency": ({"etcd": {"image": {"tag": "v3.5.1"}}}, "/etcd/image/tag"),
     "an etcd without /livez": ({"etcd": {"image": {"tag": "v3.5.10"}}}, "/etcd/image/tag"),
     "whatever etcd is newest": ({"etcd": {"image": {"tag": "latest"}}}, "/etcd/image/tag"),
-    "an endpoint without its port": ({"etcd": {"external": {"endpoints": ["etcd"]}}}, "/etcd/external/endpoints/0"),
+    "an endpoint without its port": ({"etcd": {"external": {"endpoints": ["etcd"]}}}, "endpoints/0"),
     "a quota beyond etcd's": ({"etcd": {"quotaBytes": 10**11}}, "/etcd/quotaBytes"),
-    "two kinds of budget at once": ({"router": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
+    "two kinds of budget": ({"router": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
     "traces to nowhere": ({"tracing": {"endpoint": "collector"}}, "/tracing/endpoint"),
     "memory in words": ({"decode": {"sharedMemory": "much"}}, "/decode/sharedMemory"),
     "maybe": ({"monitoring": {"serviceMonitors": "maybe"}}, "/monitoring/serviceMonitors"),
@@ -46,7 +46,9 @@ BY_SCHEMA = {
 BY_TEMPLATE = {
     "no model": ({"model": {"path": ""}}, "model.path is required"),
     "a volume that is not named": ({"model": {"source": "volume"}}, "model.volume must say which"),
-    "a volume that is not used": ({"model": {"volume": {"emptyDir": {}}}}, "model.volume is for model.source volume"),
+    "a volume that is not used": (
+        {"model": {"volume": {"emptyDir": {}}}}, "model.volume is for model.source volume"
+    ),
     "a model outside its volume": (
         {"model": {"path": "/elsewhere/m", "source": "volume", "volume": {"emptyDir": {}}}},
         "must lie in model.mountPath /models",
@@ -59,7 +61,9 @@ BY_TEMPLATE = {
     "fewer GPUs than ranks": ({"decode": GPU | {"gpus": 4}, "prefill": GPU}, "each of its 8 DP ranks"),
     "torch ranks on one GPU": ({"decode": {"gpus": 1, "dpSize": 2}}, "would share the first GPU"),
     "torch with more GPUs than it uses": ({"prefill": {"gpus": 2}}, "would share the first GPU"),
-    "SGLang's flags for torch": ({"decode": {"flags": {"engine-arg": ["--x"]}}}, "engine-arg is for engine sglang"),
+    "SGLang's flags for torch": (
+        {"decode": {"flags": {"engine-arg": ["--x"]}}}, "engine-arg is for engine sglang"
+    ),
     "two engines": ({"decode": GPU}, "must be the same"),
     "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
     "a user of our own etcd": (

@@ -1,4 +1,4 @@
-"""Every sample: linted, rendered, and each object checked against the schemas of three Kubernetes versions."""
+"""Every sample: linted, rendered, and each object checked against three versions of Kubernetes."""
 
 import copy
 import json

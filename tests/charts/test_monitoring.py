@@ -1,0 +1,103 @@
+"""Dashboards, alerts and scrape targets: whatever lies in the chart's folders becomes an object."""
+
+import json
+
+import pytest
+import yaml
+
+from charts.rendering import CHART, LEAST, merged, render, rendered
+
+ON = merged(LEAST, {"monitoring": {"serviceMonitors": True, "prometheusRules": True}})
+ALERTS = {
+    "groups": [
+        {
+            "name": "isthmus",
+            "rules": [
+                {
+                    "alert": "IsthmusRankDown",
+                    "expr": "up == 0",
+                    "for": "5m",
+                    "labels": {"severity": "page"},
+                    "annotations": {"summary": "{{ $labels.instance }} is {{ $value | humanize }} down"},
+                }
+            ],
+        }
+    ]
+}
+DASHBOARD = {"title": "Overview", "panels": [], "templating": {"list": [{"query": "{{ not Helm's }}"}]}}
+
+
+def of_release(objects, kind, prefix):
+    return {name: item for name, item in objects.of(kind).items() if name.startswith(prefix)}
+
+
+@pytest.fixture
+def chart(chart_copy):
+    """With one dashboard and one file of alerts of ours, beside those that are there."""
+    for folder in ("dashboards", "alerts"):
+        (chart_copy / folder).mkdir(exist_ok=True)
+    (chart_copy / "dashboards" / "made_up.json").write_text(json.dumps(DASHBOARD, indent=2))
+    (chart_copy / "alerts" / "made_up.yaml").write_text(yaml.safe_dump(ALERTS))
+    return chart_copy
+
+
+def test_a_dashboard_becomes_a_configmap_that_grafana_s_sidecar_finds(chart):
+    config_map = of_release(render(LEAST, chart), "ConfigMap", "dashboard-")["dashboard-made-up"]
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert config_map["metadata"]["annotations"] == {"grafana_folder": "Isthmus"}
+    assert json.loads(config_map["data"]["made_up.json"]) == DASHBOARD
+
+
+def test_alerts_become_a_rule_object_word_by_word(chart):
+    rule = of_release(render(ON, chart), "PrometheusRule", "alerts-")["alerts-made-up"]
+    assert rule["spec"] == ALERTS
+
+
+def test_every_file_that_is_there_is_rendered():
+    objects = render(ON)
+    dashboards = {path.name for path in (CHART / "dashboards").glob("*.json")}
+    found = {
+        name for item in of_release(objects, "ConfigMap", "dashboard-").values() for name in item["data"]
+    }
+    assert found == dashboards
+    rules = list(of_release(objects, "PrometheusRule", "alerts-").values())
+    files = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "alerts").glob("*.yaml"))]
+    assert [rule["spec"] for rule in rules] == files
+    for config_map in of_release(objects, "ConfigMap", "dashboard-").values():
+        assert len(json.dumps(config_map)) < 1_000_000  # Kubernetes takes a mebibyte
+
+
+def test_every_metrics_port_is_scraped_through_a_service_that_has_it():
+    objects = render(merged(ON, {"decode": {"dpSize": 3}}))
+    monitors = objects.of("ServiceMonitor")
+    assert set(monitors) == {"router", "prefill", "decode", "etcd"}
+    for name, monitor in monitors.items():
+        selector = monitor["spec"]["selector"]["matchLabels"].items()
+        services = [s for s in objects.of("Service").values() if selector <= s["metadata"]["labels"].items()]
+        offered = {port["name"] for service in services for port in service["spec"]["ports"]}
+        scraped = [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]]
+        assert set(scraped) <= offered, name
+        ports = {port["name"] for port in objects.container(name)["ports"]}
+        assert set(scraped) == {port for port in ports if port.startswith("metrics")}
+
+
+def test_labels_that_the_operator_selects_by():
+    for kind in ("ServiceMonitor", "PrometheusRule"):
+        for item in rendered("production").of(kind).values():
+            assert item["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_without_the_operator_none_of_its_objects(chart):
+    """Rendered offline, auto finds no such API; the cluster would refuse the objects."""
+    objects = render(LEAST, chart)
+    assert not objects.of("ServiceMonitor") and not objects.of("PrometheusRule")
+
+
+def test_dashboards_can_be_left_out(chart):
+    off = {"monitoring": {"dashboards": {"enabled": False}}}
+    assert not of_release(render(merged(LEAST, off), chart), "ConfigMap", "dashboard-")
+
+
+def test_an_external_etcd_is_not_ours_to_scrape():
+    objects = render(merged(ON, {"etcd": {"external": {"endpoints": ["e:2379"]}}}))
+    assert set(objects.of("ServiceMonitor")) == {"router", "prefill", "decode"}

@@ -1,0 +1,360 @@
+"""What the pods promise a cluster: probes, an orderly end, no privileges, room, and who may talk to whom."""
+
+import pytest
+
+from charts.rendering import COMPONENT, LEAST, RELEASE, SAMPLES, merged, render, rendered, sample
+
+NAMES = ("least", *SAMPLES)
+OURS = ("router", "prefill", "decode")
+SUPERVISOR_S = 5  # services/rank.py: what a supervisor gives a rank beyond the grace
+
+
+def env_of(container):
+    return {env["name"] for env in container["env"]}
+
+
+@pytest.mark.parametrize("component", OURS)
+@pytest.mark.parametrize("name", NAMES)
+def test_probes_tell_starting_from_ready_from_alive(name, component):
+    container = rendered(name).container(component)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    paths = {}
+    for probe in ("startup", "readiness", "liveness"):
+        get = container[f"{probe}Probe"]["httpGet"]
+        assert ports[get["port"]] == rendered(name).config(component).health_port
+        paths[probe] = get["path"]
+    assert paths == {"startup": "/startup", "readiness": "/ready", "liveness": "/live"}
+
+
+@pytest.mark.parametrize("seconds", [5, 7, 900])
+def test_a_model_gets_its_time_to_load(seconds):
+    probe = render(merged(LEAST, {"decode": {"startupSeconds": seconds}})).container("decode")["startupProbe"]
+    assert seconds <= probe["periodSeconds"] * probe["failureThreshold"] < seconds + 5
+
+
+@pytest.mark.parametrize("grace_s", [None, 30, 47.5, 600])
+@pytest.mark.parametrize("component", OURS)
+def test_the_kubelet_waits_longer_than_the_service_does(component, grace_s):
+    flags = {} if grace_s is None else {"grace-s": grace_s}
+    objects = render(merged(LEAST, {component: {"flags": flags}}))
+    pod, config = objects.pods()[component], objects.config(component)
+    assert config.grace_s == (30 if grace_s is None else grace_s)
+    needed = config.grace_s
+    if component == "router":
+        stop = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert stop == ["sleep", "5"]
+        needed += int(stop[1])
+    else:
+        needed += SUPERVISOR_S
+    assert needed + 5 <= pod["terminationGracePeriodSeconds"] <= needed + 20
+
+
+def test_a_grace_given_to_all_services_counts_where_they_have_none():
+    values = merged(LEAST, {"flags": {"grace-s": 300}, "decode": {"flags": {"grace-s": None}}})
+    objects = render(values)
+    assert objects.config("decode").grace_s == 300
+    assert objects.pods()["decode"]["terminationGracePeriodSeconds"] >= 310
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_runs_as_root_or_writes_to_its_image(name):
+    for component, pod in rendered(name).pods().items():
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] and security["runAsUser"] > 0, component
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"] + pod.get("initContainers", []):
+            own = container["securityContext"]
+            assert own["readOnlyRootFilesystem"] is True
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"]["drop"] == ["ALL"]
+            rdma = (sample(name) if name != "least" else {}).get(component, {}).get("rdma")
+            assert own["capabilities"].get("add", []) == (["IPC_LOCK"] if rdma else [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mount_has_its_volume_and_every_container_a_place_to_write(name):
+    objects = rendered(name)
+    claims = {item["metadata"]["name"]
+              for workload in objects.of("StatefulSet").values()
+              for item in workload["spec"].get("volumeClaimTemplates", [])}  # fmt: skip
+    for component, pod in objects.pods().items():
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        for container in pod["containers"] + pod.get("initContainers", []):
+            mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+            assert {mount["name"] for mount in mounts.values()} <= volumes | claims
+            assert "/tmp" in mounts or component == "etcd"
+            for argument in container.get("args", []):
+                path = argument.partition("=")[2]
+                if path.startswith("/etc/isthmus/"):  # certificates and passwords
+                    assert any(path.startswith(f"{mount}/") for mount in mounts), argument
+        used = {m["name"] for c in pod["containers"] for m in c["volumeMounts"]}
+        assert volumes <= used, component
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_and_limits_are_set_everywhere(name):
+    for pod in rendered(name).pods().values():
+        for container in pod["containers"] + pod.get("initContainers", []):
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+            assert "memory" in container["resources"]["limits"]
+
+
+def test_gpus_and_rdma_are_asked_for_where_they_are_used():
+    objects = rendered("sglang-dp-attention")
+    limits = objects.container("decode")["resources"]["limits"]
+    assert limits == {"memory": "1024Gi", "nvidia.com/gpu": 8, "rdma/hca_shared_devices": 1}
+    assert "nvidia.com/gpu" not in objects.container("router")["resources"]["limits"]
+    assert objects.config("decode").device == "cuda"
+    assert objects.config("decode").dp_size == 8
+    assert "nvidia.com/gpu" not in rendered("least").container("decode")["resources"]["limits"]
+    assert rendered("least").config("decode").device == "cpu"
+    (shm,) = [v for v in objects.pods()["decode"]["volumes"] if v["name"] == "shared-memory"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+
+
+def test_each_pod_has_the_image_it_needs():
+    def image(name, component):
+        return rendered(name).container(component)["image"]
+
+    assert image("least", "router") == image("least", "decode") == "isthmus:0.1.0-cpu"
+    assert image("one-node-gpu", "decode") == "isthmus:0.1.0-cuda"
+    assert image("one-node-gpu", "router") == image("one-node-gpu", "test") == "isthmus:0.1.0-cpu"
+    assert image("sglang-dp-attention", "prefill") == "isthmus:0.1.0-sglang"
+    own = {"image": {"repository": "r/i", "tag": "t"}, "decode": {"image": {"tag": "u"}}}
+    objects = render(merged(LEAST, own))
+    assert objects.container("router")["image"] == "r/i:t"
+    assert objects.container("decode")["image"] == "r/i:u"
+
+
+MODELS = {
+    "hostPath": ({"path": "/srv/m"}, {"hostPath": {"path": "/srv/m", "type": "Directory"}}, "/srv/m"),
+    "volume": (
+        {"path": "/models/a/b", "source": "volume", "volume": {"nfs": {"server": "s", "path": "/x"}}},
+        {"nfs": {"server": "s", "path": "/x"}},
+        "/models",
+    ),
+    "volume itself": (
+        {"path": "/models", "source": "volume", "volume": {"image": {"reference": "r/weights:1"}}},
+        {"image": {"reference": "r/weights:1"}},
+        "/models",
+    ),
+    "image": ({"path": "/opt/m", "source": "image"}, None, None),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("component", OURS)
+def test_the_model_comes_from_where_it_is_said_to(case, component):
+    model, volume, mounted = MODELS[case]
+    pod = render({"model": model}).pods()[component]
+    volumes = [v for v in pod["volumes"] if v["name"] == "model"]
+    mounts = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "model"]
+    assert volumes == ([] if volume is None else [{"name": "model", **volume}])
+    assert mounts == ([] if volume is None else [{"name": "model", "mountPath": mounted, "readOnly": True}])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_budgets_and_spread_select_exactly_their_pods(name):
+    objects = rendered(name)
+    for component, workload in objects.workloads().items():
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        budget = objects.of("PodDisruptionBudget")[component]["spec"]
+        assert budget["maxUnavailable"] == 1
+        constraints = workload["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert "kubernetes.io/hostname" in {c["topologyKey"] for c in constraints} or name == "production"
+        selectors = [budget["selector"], *(c["labelSelector"] for c in constraints)]
+        for selector in selectors:
+            others = [w for other, w in objects.workloads().items() if other != component]
+            assert selector["matchLabels"].items() <= labels.items()
+            for other in others:
+                their_labels = other["spec"]["template"]["metadata"]["labels"]
+                assert not selector["matchLabels"].items() <= their_labels.items()
+
+
+def test_a_new_chart_version_alone_restarts_no_pod():
+    labels = rendered("least").of("StatefulSet")["decode"]["spec"]["template"]["metadata"]["labels"]
+    assert not any("version" in key or "chart" in key for key in labels)
+
+
+def test_routers_scale_with_their_load_and_yield_to_the_autoscaler():
+    objects = rendered("least")
+    scaler = objects.of("HorizontalPodAutoscaler")["router"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == objects.of("Deployment")["router"]["metadata"]["name"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 8)
+    assert "replicas" not in objects.of("Deployment")["router"]["spec"]
+    fixed = render(merged(LEAST, {"router": {"autoscaling": {"enabled": False}}}))
+    assert fixed.of("Deployment")["router"]["spec"]["replicas"] == 2
+    assert not fixed.of("HorizontalPodAutoscaler")
+
+
+# -- who may talk to whom --------------------------------------------------------------------------------
+
+
+def allowed(objects, source, target, port):
+    """Do the policies let a pod of our component `source` reach `target`'s port? source None: a stranger."""
+    labels = {name: w["spec"]["template"]["metadata"]["labels"] for name, w in objects.workloads().items()}
+    labels |= {name: pod["metadata"]["labels"] for name, pod in objects.of("Pod").items()}
+
+    def matches(peer, component):
+        if component is None or "podSelector" not in peer or "namespaceSelector" in peer:
+            return False
+        selector = peer["podSelector"]
+        wanted = selector.get("matchLabels", {}).items() <= labels[component].items()
+        return wanted and all(
+            labels[component].get(e["key"]) in e["values"] for e in selector.get("matchExpressions", [])
+        )
+
+    def passes(rules, side, component):
+        for rule in rules:
+            ports = [p["port"] for p in rule.get("ports", [])]
+            peers = rule.get(side, [])
+            if (not ports or port in ports) and (not peers or any(matches(p, component) for p in peers)):
+                return True
+        return False
+
+    policies = objects.of("NetworkPolicy")
+    enters = passes(policies[target]["spec"]["ingress"], "from", source)
+    leaves = source not in policies or passes(policies[source]["spec"]["egress"], "to", target)
+    return enters and leaves
+
+
+@pytest.mark.parametrize("name", ["least", "production"])
+def test_policies_let_the_cluster_work(name):
+    objects = rendered(name)
+    assert set(objects.of("NetworkPolicy")) == {"router", "prefill", "decode", "etcd"}
+    for source in OURS:
+        assert allowed(objects, source, "etcd", 2379), source
+        for target in ("prefill", "decode"):  # KV crosses at ports that UCX chooses
+            assert allowed(objects, source, target, 7000) and allowed(objects, source, target, 45678)
+    assert allowed(objects, "etcd", "etcd", 2380)
+    assert allowed(objects, "test", "router", 7777)
+    for target, port in (("router", 8080), ("prefill", 8080), ("decode", 8080), ("etcd", 2381)):
+        assert allowed(objects, None, target, port)  # probes
+
+
+@pytest.mark.parametrize("name", ["least", "production"])
+def test_policies_keep_strangers_away(name):
+    objects = rendered(name)
+    assert not allowed(objects, None, "etcd", 2379)
+    assert not allowed(objects, "test", "etcd", 2379)
+    assert not allowed(objects, None, "decode", 7000)
+    assert not allowed(objects, "etcd", "decode", 7000)
+    assert not allowed(objects, "decode", "router", 7777) or name == "least"
+    assert not allowed(objects, "router", "etcd", 2380)
+    assert allowed(objects, None, "router", 8000) == (name == "least")  # production names its clients
+    assert allowed(objects, None, "decode", 9400) == (name == "least")
+
+
+def test_egress_follows_etcd_and_traces_outside():
+    values = {
+        "etcd": {"external": {"endpoints": ["a.example:2379", "https://b.example:4001"]}},
+        "tracing": {"endpoint": "http://collector:4317"},
+    }
+    objects = render(merged(LEAST, values))
+    for component in OURS:
+        egress = objects.of("NetworkPolicy")[component]["spec"]["egress"]
+        open_ports = {p["port"] for rule in egress if "to" not in rule for p in rule["ports"]}
+        assert open_ports == {53, 2379, 4001, 4317}
+    assert "etcd" not in objects.of("NetworkPolicy")
+    assert "etcd" not in objects.of("StatefulSet")
+
+
+def test_policies_can_be_left_out():
+    assert not render(merged(LEAST, {"networkPolicy": {"enabled": False}})).of("NetworkPolicy")
+
+
+# -- TLS, etcd's and ours; fronts ------------------------------------------------------------------------
+
+
+def test_tls_comes_from_secrets_and_reaches_every_service():
+    tls = {
+        "tls": {"secretName": "ours", "mutual": True, "serverName": "n"},
+        "etcd": {"tls": {"secretName": "e"}},
+    }
+    objects = render(merged(LEAST, tls))
+    for component in OURS:
+        config = objects.config(component)
+        assert config.tls().mutual and config.tls().server_name == "n"
+        assert config.etcd_settings().tls is not None
+        secrets = {v["secret"]["secretName"] for v in objects.pods()[component]["volumes"] if "secret" in v}
+        assert secrets == {"ours", "e"}
+    assert objects.of("Service")["router"]["spec"]["ports"][1]["appProtocol"] == "https"
+    assert "--client-cert-auth=true" in objects.container("etcd")["args"]
+    assert "--peer-client-cert-auth=true" in objects.container("etcd")["args"]
+    assert {"--tls-cert=/etc/isthmus/tls/tls.crt", "--tls-server-name=n"} <= set(
+        objects.container("test")["args"]
+    )
+
+
+def test_a_password_for_etcd_comes_from_a_secret():
+    external = {"endpoints": ["e:2379"], "user": "isthmus", "passwordSecret": "etcd-password"}
+    objects = render(merged(LEAST, {"etcd": {"external": external}}))
+    config = objects.config("decode")
+    assert (config.etcd, config.etcd_user) == (("e:2379",), "isthmus")
+    assert str(config.etcd_password_file) == "/etc/isthmus/etcd-password/password"
+
+
+def test_fronts_lead_to_the_routers_http_port():
+    ingress = {"ingress": {"enabled": True, "host": "llm.example", "tlsSecretName": "web", "className": "c"}}
+    spec = render(merged(LEAST, ingress)).of("Ingress")["http"]["spec"]
+    (rule,) = spec["rules"]
+    assert (rule["host"], spec["tls"][0]["secretName"]) == ("llm.example", "web")
+    assert rule["http"]["paths"][0]["backend"]["service"] == {
+        "name": f"{RELEASE}-router",
+        "port": {"name": "http"},
+    }
+    route = rendered("production").of("HTTPRoute")["http"]["spec"]
+    assert route["rules"][0]["backendRefs"] == [{"name": f"{RELEASE}-router", "port": 8000}]
+    assert route["parentRefs"][0]["name"] == "public"
+    policy = rendered("production").of("BackendTLSPolicy")["http"]["spec"]
+    assert policy["validation"]["hostname"] == rendered("production").config("router").tls_server_name
+
+
+def test_etcd_keeps_its_data_apart_from_its_pods():
+    (claim,) = rendered("least").of("StatefulSet")["etcd"]["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "8Gi"
+    laptop = rendered("laptop")
+    assert "volumeClaimTemplates" not in laptop.of("StatefulSet")["etcd"]["spec"]
+    assert {"name": "data", "emptyDir": {}} in laptop.pods()["etcd"]["volumes"]
+    assert rendered("least").of("StatefulSet")["etcd"]["spec"]["replicas"] == 3
+
+
+def test_services_select_the_pods_they_name():
+    objects = rendered("least")
+    for name, service in objects.of("Service").items():
+        component = name.removesuffix("-metrics")
+        assert service["spec"]["selector"][COMPONENT] == component
+        ports = {port["name"] for port in objects.container(component)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    assert "metrics" not in {p["name"] for p in objects.of("Service")["router"]["spec"]["ports"]}
+
+
+def test_the_helm_test_is_a_hook_and_runs_once():
+    pod = rendered("least").of("Pod")["test"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["spec"]["restartPolicy"] == "Never"
+
+
+def test_what_users_add_is_there():
+    extra = {
+        "extraEnv": [{"name": "UCX_TLS", "value": "rc,cuda_copy"}],
+        "extraVolumes": [{"name": "v", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+        "podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "priorityClassName": "high",
+        "affinity": {"nodeAffinity": {}},
+    }
+    objects = render(merged(LEAST, {component: extra for component in OURS}))
+    for component in OURS:
+        template = objects.workloads()[component]["spec"]["template"]
+        pod = template["spec"]
+        assert template["metadata"]["annotations"] == extra["podAnnotations"]
+        assert "UCX_TLS" in env_of(pod["containers"][0])
+        for key in ("nodeSelector", "tolerations", "priorityClassName", "affinity"):
+            assert pod[key] == extra[key]
+        assert extra["extraVolumes"][0] in pod["volumes"]
+        assert extra["extraVolumeMounts"][0] in pod["containers"][0]["volumeMounts"]
