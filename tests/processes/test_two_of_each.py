@@ -91,10 +91,20 @@ async def a_prefill_worker_told_to_stop_finishes_what_it_computes(cluster):
 
 
 async def until_draining(cluster, rank):
-    async def draining():
-        return (await cluster.registrations())[rank].draining
+    """The routers have heard."""
 
-    await until(draining, f"{rank} is registered as one that takes no more")
+    async def heard():
+        explained = [await cluster.explain(prompt_of(70), router) for router in range(2)]
+        return all(
+            any(rank in (name(c.decode), name(c.prefill)) and "draining" in c.excluded for c in e.candidates)
+            for e in explained
+        )
+
+    await until(heard, f"the routers know that {rank} is draining")
+
+
+def name(rank):
+    return f"{rank.worker}/{rank.rank}"
 
 
 async def start_again(cluster, worker, before):
