@@ -9,6 +9,7 @@ machine's one clock; "told" is what the mirror itself reckons without comparing 
 import argparse
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +37,8 @@ def main() -> None:
     for part in arguments.only.split(","):
         for name, of_part in _run(part, arguments.minutes):
             print(f"\n{name}\n{table(of_part)}", flush=True)
-            rows += [{"part": name, **row} for row in of_part]
-    write_json(arguments.json, "index", {"minutes": arguments.minutes, "goals": _GOALS}, rows)
+            rows += [{"part": name, "load": os.getloadavg()[0], **row} for row in of_part]
+            write_json(arguments.json, "index", {"minutes": arguments.minutes, "goals": _GOALS}, rows)
 
 
 def _run(part: str, minutes: float) -> list[tuple[str, list[Row]]]:

@@ -47,27 +47,39 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompts of so many blocks, each held by some of the ranks, each to a depth of its own."""
+    """Prompts of so many blocks, each held by some of the ranks, each to a depth of its own.
+
+    The first `shared` blocks are the same in all of them, and every rank holds those.
+    """
 
     blocks: int
+    shared: int
     holders: int
     prompts: list[list[int]]
 
 
 def match_rows(rng: np.random.Generator) -> list[Row]:
-    """A conversation is mostly held by few ranks; by every rank is the most look-ups there can be."""
+    """A conversation is mostly held by few ranks, a system prompt by all of them. Held by every rank to a
+    depth of its own is the most look-ups that there can be."""
     asked = [
-        Asked(blocks, holders, [draw_hashes(rng, blocks) for _ in range(count)])
-        for blocks, holders, count in (
-            (128, 4, 200),
-            (128, NUM_RANKS, 40),
-            (128, 0, 200),
-            (8192, 4, 4),
-            (8192, NUM_RANKS, 1),
+        _asked(rng, *case)
+        for case in (
+            (128, 16, 4, 200),
+            (128, 0, 4, 200),
+            (128, 0, NUM_RANKS, 40),
+            (128, 0, 0, 200),
+            (8192, 16, 4, 4),
+            (8192, 0, NUM_RANKS, 1),
         )
     ]
     index = _filled(rng, asked)
     return [_match_row(index, one) for one in asked]
+
+
+def _asked(rng: np.random.Generator, blocks: int, shared: int, holders: int, count: int) -> Asked:
+    start = draw_hashes(rng, shared)
+    prompts = [start + draw_hashes(rng, blocks - shared) for _ in range(count)]
+    return Asked(blocks, shared, holders, prompts)
 
 
 def _filled(rng: np.random.Generator, asked: list[Asked]) -> PrefixIndex:
@@ -76,6 +88,8 @@ def _filled(rng: np.random.Generator, asked: list[Asked]) -> PrefixIndex:
         for prompt in one.prompts:
             for number in rng.choice(NUM_RANKS, one.holders, replace=False):
                 held[number].update(prompt[: int(rng.integers(1, len(prompt) + 1))])
+        for blocks in held:
+            blocks.update(one.prompts[0][: one.shared])
     index = PrefixIndex()
     for number, blocks in enumerate(held):
         blocks.update(draw_hashes(rng, max(0, ENTRIES // NUM_RANKS - len(blocks))))
@@ -88,6 +102,7 @@ def _match_row(index: PrefixIndex, asked: Asked) -> Row:
     best = min(passes, key=lambda took_us: percentile(took_us, 50))
     return {
         "prompt blocks": asked.blocks,
+        "shared": asked.shared,
         "held by ranks": asked.holders,
         "entries": index.total_blocks,
         "p50 us": percentile(best, 50),

@@ -79,16 +79,28 @@ class PrefixIndex:
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
         """How many leading blocks of the sequence the rank holds."""
         blocks = self._blocks.get(key)
-        return _depth(blocks, hashes[::-1]) if blocks else 0
+        return _depth(blocks, hashes[::-1], len(hashes)) if blocks and hashes else 0
 
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
         """`match` for every rank; ranks that hold nothing of the sequence are left out."""
+        depths: dict[RankKey, int] = {}
         if not hashes:
-            return {}
-        first, deepest_first = hashes[0], hashes[::-1]
-        return {key: _depth(blocks, deepest_first) for key, blocks in self._blocks.items() if first in blocks}
+            return depths
+        first, deepest_first, depth = hashes[0], hashes[::-1], len(hashes)
+        for key, blocks in self._blocks.items():
+            if first in blocks:
+                # Mostly as deep as on the rank before: all hold the same system prompt, few the rest.
+                depths[key] = depth = _depth(blocks, deepest_first, depth)
+        return depths
 
 
-def _depth(held: set[int], deepest_first: Sequence[int]) -> int:
+def _depth(held: set[int], deepest_first: Sequence[int], guess: int) -> int:
+    """How many leading blocks are held; `guess` is 1 or more, and costs two look-ups where it is right."""
+    total = len(deepest_first)
+    at = total - guess
     # From the deepest block on, those not held come first: what `bisect` takes for sorted.
-    return len(deepest_first) - bisect_left(deepest_first, True, key=held.__contains__)
+    if deepest_first[at] not in held:
+        return total - bisect_left(deepest_first, True, at + 1, total, key=held.__contains__)
+    if at == 0 or deepest_first[at - 1] not in held:
+        return guess
+    return total - bisect_left(deepest_first, True, 0, at - 1, key=held.__contains__)
