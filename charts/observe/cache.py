@@ -1,0 +1,176 @@
+"""Whether requests meet the KV that is there, and whether the index tells routers the truth."""
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from panels import CLUSTER, RANK, Query, board, graph
+
+_RATE = "[$__rate_interval]"
+_NAME = "{{role}} {{worker}}/{{rank}}"
+_BY_RANK = "role, worker, rank"
+
+
+def _rate(metric: str, by: str = "", selector: str = CLUSTER) -> str:
+    return f"sum{f' by ({by}) ' if by else ''}(rate({metric}{{{selector}}}{_RATE}))"
+
+
+def _share(metric: str, by: str) -> str:
+    """Of the prompt tokens sent to ranks."""
+    return f"{_rate(metric, by, RANK)} / {_rate('isthmus_placed_prompt_tokens_total', by, RANK)}"
+
+
+def _increase(metric: str, by: str = "") -> str:
+    return f"sum{f' by ({by}) ' if by else ''}(increase({metric}{{{CLUSTER}}}{_RATE}))"
+
+
+def cache() -> Dashboard:
+    placed = _rate("isthmus_placed_prompt_tokens_total", _BY_RANK, RANK)
+    return board(
+        "isthmus-cache",
+        "Isthmus / Cache and routing",
+        "Whether requests go where their prefix is, what that saves, and whether the index is to be trusted.",
+        [
+            (
+                "Hits",
+                [
+                    graph(
+                        "Hit rate by rank",
+                        "percentunit",
+                        "Share of the prompt tokens sent to the rank that it held already. Decode ranks: KV "
+                        "that need not move; prefill ranks: KV that need not be computed.",
+                        Query(_share("isthmus_delivered_hit_tokens_total", _BY_RANK), _NAME),
+                        maximum=1,
+                    ),
+                    graph(
+                        "Predicted, delivered and available hits",
+                        "percentunit",
+                        "Predicted: what the index said of the chosen ranks. Delivered: what they held. "
+                        "Available: what the best rank was said to hold. Far apart: runbook IsthmusHitRateFell.",
+                        *(
+                            Query(_share(f"isthmus_{kind}_hit_tokens_total", "role"), f"{{{{role}}}} {kind}")
+                            for kind in ("predicted", "delivered", "available")
+                        ),
+                        maximum=1,
+                    ),
+                    graph(
+                        "KV bytes moved and saved",
+                        "Bps",
+                        "Moved from prefill to decode ranks, and not moved because the decode rank held them.",
+                        Query(_rate("isthmus_kv_moved_bytes_total"), "moved"),
+                        Query(_rate("isthmus_kv_saved_bytes_total"), "saved"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Drift",
+                        "percentunit",
+                        "Tokens of past turns that came back other than they were generated, as a share of "
+                        "prompt tokens: hits lost because clients send text instead of token_ids.",
+                        Query(
+                            f"{_rate('isthmus_drift_tokens_total')} / {_rate('isthmus_prompt_tokens_total')}",
+                            "drifted",
+                        ),
+                    ),
+                ],
+            ),
+            (
+                "Decisions",
+                [
+                    graph(
+                        "Why ranks were chosen",
+                        "reqps",
+                        "Decisions by plan and reason. pinned and longest_prefix keep a conversation at home; "
+                        "cheapest means that home was too busy or there was none.",
+                        Query(_rate("isthmus_placements_total", "plan, reason"), "{{plan}}: {{reason}}"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "How evenly prompts are spread",
+                        "short",
+                        "Prompt tokens of the busiest rank against the mean of its role: 1 is perfectly even, "
+                        "the number of ranks means that one takes everything.",
+                        Query(f"max by (role) ({placed}) / avg by (role) ({placed})", "{{role}}"),
+                    ),
+                    graph(
+                        "Conversations with a pin",
+                        "short",
+                        "Conversations that routers remember a home for.",
+                        Query(f"max(isthmus_index_pins{{{CLUSTER}}})", "pinned"),
+                    ),
+                    graph(
+                        "What became of pins",
+                        "short",
+                        "Pins per minute: written to etcd, dropped because too many waited, or lost to another "
+                        "router that was first.",
+                        Query(f"60 * {_rate('isthmus_pins_total', 'outcome')}", "{{outcome}}"),
+                    ),
+                ],
+            ),
+            (
+                "Index",
+                [
+                    graph(
+                        "How old the index is",
+                        "s",
+                        "How far each router's index is behind the ranks, and the age of 99 of 100 updates "
+                        "when they arrived. Runbook: IsthmusIndexStale.",
+                        Query(
+                            f"max by (worker) (isthmus_index_staleness_seconds{{{CLUSTER}}})",
+                            "{{worker}} now",
+                        ),
+                        Query(
+                            "histogram_quantile(0.99, sum by (le) (rate("
+                            f"isthmus_index_update_staleness_seconds_bucket{{{CLUSTER}}}{_RATE})))",
+                            "99 % of updates",
+                        ),
+                    ),
+                    graph(
+                        "What ranks are known to hold",
+                        "short",
+                        "Index blocks by rank, as the routers know them.",
+                        Query(f"max by ({_BY_RANK}) (isthmus_index_rank_blocks{{{RANK}}})", _NAME),
+                    ),
+                    graph(
+                        "Gaps and repairs",
+                        "short",
+                        "Records of ranks that routers missed, ranks they read again, listings of the whole "
+                        "index, and values they could not read. All rare; a listing at each start is normal.",
+                        Query(_increase("isthmus_index_gaps_total"), "gaps"),
+                        Query(_increase("isthmus_index_resyncs_total"), "ranks read again"),
+                        Query(_increase("isthmus_index_listings_total"), "listings"),
+                        Query(_increase("isthmus_index_torn_values_total"), "unreadable values"),
+                    ),
+                    graph(
+                        "Routers without the index",
+                        "short",
+                        "Routers that cannot follow etcd, by reason; they place by what they remember and by "
+                        "load. Runbook: IsthmusRouterDegraded.",
+                        Query(f"sum by (reason) (isthmus_router_degraded{{{CLUSTER}}})", "{{reason}}"),
+                        stacked=True,
+                    ),
+                ],
+            ),
+            (
+                "etcd",
+                [
+                    graph(
+                        "Etcd round trips",
+                        "s",
+                        "95 of 100 calls were answered within this time, by kind of call. No request waits for "
+                        "them.",
+                        Query(
+                            "histogram_quantile(0.95, sum by (le, method) (rate("
+                            f"isthmus_etcd_round_trip_seconds_bucket{{{CLUSTER}}}{_RATE})))",
+                            "{{method}}",
+                        ),
+                    ),
+                    graph(
+                        "Trouble with etcd",
+                        "short",
+                        "Calls that failed, writes that had to be tried again, and leases that were lost, each "
+                        "over the last interval. Runbook: IsthmusEtcdLeaseLosses.",
+                        Query(f"{_increase('isthmus_etcd_failures_total')} or vector(0)", "failed calls"),
+                        Query(_increase("isthmus_publisher_failures_total"), "failed writes"),
+                        Query(_increase("isthmus_lease_losses_total"), "leases lost"),
+                    ),
+                ],
+            ),
+        ],
+    )

@@ -1,0 +1,171 @@
+"""Are we fine? The first row answers in five seconds, what follows says where to look."""
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from panels import CLUSTER, RANK, Limits, Query, board, graph, tile
+
+_RATE = "[$__rate_interval]"
+
+
+def _quantile(share: float, metric: str, by: str = "le") -> str:
+    return f"histogram_quantile({share}, sum by ({by}) (rate({metric}_bucket{{{CLUSTER}}}{_RATE})))"
+
+
+def _rate(metric: str, by: str = "", more: str = "") -> str:
+    grouped = f"sum by ({by}) " if by else "sum"
+    return f"{grouped}(rate({metric}{{{CLUSTER}{more}}}{_RATE}))"
+
+
+_HITS = f"{_rate('isthmus_reused_tokens_total')} / {_rate('isthmus_prompt_tokens_total')}"
+_FAILED = ', outcome!~"finished|cancelled"'
+_ERRORS = (
+    f"({_rate('isthmus_requests_total', more=_FAILED)} or vector(0)) / {_rate('isthmus_requests_total')}"
+)
+
+
+def overview() -> Dashboard:
+    return board(
+        "isthmus-overview",
+        "Isthmus / Overview",
+        "Whether users are served well, and what it costs. Start here.",
+        [
+            (
+                "Are we fine?",
+                [
+                    tile(
+                        "Prompt tokens from cache",
+                        "percentunit",
+                        "Share of prompt tokens that no rank had to compute. Higher is cheaper and faster; what "
+                        "is usual depends on the traffic. Runbook: IsthmusHitRateFell.",
+                        _HITS,
+                        Limits(yellow=0.3, red=0.1, low=True),
+                    ),
+                    tile(
+                        "Wait for the first token (95 %)",
+                        "s",
+                        "95 of 100 requests got their first token within this time. The goal is 2.5 s. Runbook: "
+                        "IsthmusTtftBudgetBurnsFast.",
+                        _quantile(0.95, "isthmus_ttft_seconds"),
+                        Limits(yellow=1.5, red=2.5),
+                    ),
+                    tile(
+                        "Pause between tokens (95 %)",
+                        "s",
+                        "95 of 100 tokens came within this time after the one before.",
+                        _quantile(0.95, "isthmus_itl_seconds"),
+                        Limits(yellow=0.1, red=0.25),
+                    ),
+                    tile(
+                        "Requests that fail",
+                        "percentunit",
+                        "Share of requests that ended with an error, refused ones included. Requests that their "
+                        "clients cancelled do not count.",
+                        _ERRORS,
+                        Limits(yellow=0.01, red=0.05),
+                    ),
+                    tile(
+                        "Tokens generated per second",
+                        "short",
+                        "Output of all streams of the cluster together.",
+                        _rate("isthmus_completion_tokens_total"),
+                    ),
+                    tile(
+                        "Ranks that are down",
+                        "short",
+                        "Ranks that no router can use. Runbook: IsthmusRankDown.",
+                        f"count(max by (cluster, role, worker, rank) (isthmus_rank_up{{{RANK}}}) == 0)"
+                        " or vector(0)",
+                        Limits(yellow=1, red=2),
+                    ),
+                ],
+            ),
+            (
+                "What users feel",
+                [
+                    graph(
+                        "Wait for the first token",
+                        "s",
+                        "From a request's arrival at the router to its first token: half, 95 and 99 of 100 "
+                        "requests were faster than this.",
+                        Query(_quantile(0.5, "isthmus_ttft_seconds"), "half"),
+                        Query(_quantile(0.95, "isthmus_ttft_seconds"), "95 %"),
+                        Query(_quantile(0.99, "isthmus_ttft_seconds"), "99 %"),
+                    ),
+                    graph(
+                        "Where the time to first token goes",
+                        "s",
+                        "The mean request, stage by stage; together they are its wait for the first token. The "
+                        "runbook IsthmusTtftBudgetBurnsFast says what to do about each stage.",
+                        Query(
+                            f"{_rate('isthmus_ttft_stage_seconds_sum', by='stage')} / on () group_left () "
+                            f"{_rate('isthmus_ttft_seconds_count')}",
+                            "{{stage}}",
+                        ),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Pause between tokens",
+                        "s",
+                        "Between two tokens of a stream: half, 95 and 99 of 100 pauses were shorter than this.",
+                        Query(_quantile(0.5, "isthmus_itl_seconds"), "half"),
+                        Query(_quantile(0.95, "isthmus_itl_seconds"), "95 %"),
+                        Query(_quantile(0.99, "isthmus_itl_seconds"), "99 %"),
+                    ),
+                    graph(
+                        "Whole requests",
+                        "s",
+                        "From a request's arrival to its last token; long answers take long.",
+                        Query(_quantile(0.5, "isthmus_request_seconds"), "half"),
+                        Query(_quantile(0.95, "isthmus_request_seconds"), "95 %"),
+                    ),
+                ],
+            ),
+            (
+                "Load and cost",
+                [
+                    graph(
+                        "Requests per second",
+                        "reqps",
+                        "Requests that ended, by how: finished, cancelled by the client, or the error's name.",
+                        Query(_rate("isthmus_requests_total", by="outcome"), "{{outcome}}"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Requests in flight",
+                        "short",
+                        "Requests that routers hold open, and requests that wait for pages on ranks.",
+                        Query(f"sum(isthmus_router_running_requests{{{CLUSTER}}})", "open on routers"),
+                        Query(f"sum(isthmus_waiting_requests{{{CLUSTER}}})", "waiting on ranks"),
+                    ),
+                    graph(
+                        "Prompt tokens computed",
+                        "short",
+                        "Prompt tokens per second: computed is what the hardware is paid for, the rest came "
+                        "from a cache.",
+                        Query(_rate("isthmus_computed_tokens_total"), "computed"),
+                        Query(_rate("isthmus_reused_tokens_total"), "from a cache"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Tokens generated",
+                        "short",
+                        "Output tokens per second over all streams.",
+                        Query(_rate("isthmus_completion_tokens_total"), "generated"),
+                    ),
+                    graph(
+                        "Requests that had to move",
+                        "reqps",
+                        "Requests that left a failed rank for another one: retries before their first token, "
+                        "migrations after it. Users notice a pause, no error.",
+                        Query(_rate("isthmus_request_moves_total", by="kind"), "{{kind}}"),
+                    ),
+                    graph(
+                        "Requests refused",
+                        "reqps",
+                        "Requests that ended before any rank had taken them, by the error's name. "
+                        "InvalidRequest and NotFound are the clients' mistakes.",
+                        Query(_rate("isthmus_rejections_total", by="reason"), "{{reason}}"),
+                    ),
+                ],
+            ),
+        ],
+    )
