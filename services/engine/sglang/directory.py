@@ -1,7 +1,9 @@
 """Where the prefill processes of a worker serve their Handshake, told by its service over gRPC."""
 
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +11,13 @@ import grpc
 
 from services import rpc
 from services.engine.sglang.reports import Active
-from services.errors import ProtocolError, Unavailable
+from services.errors import IsthmusError, ProtocolError, Unavailable
 from services.kv.types import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 _TIMEOUT_S = 15.0  # as for a stream
+_FRESH_S = 3.0  # SGLang asks every second while a request waits
 
 Place = tuple[int, int, int, int]  # dp_rank, cp_rank, tp_rank, pp_rank
 
@@ -88,3 +91,51 @@ async def look_up(endpoint: str, tls: rpc.TlsConfig | None) -> Directory:
     if not response.ranks:
         raise Unavailable(f"{endpoint} names no ranks yet")
     return directory_from_proto(response)
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    future: "Future[Directory]"
+    answered_s: float | None = None
+
+
+class Lookups:
+    """Directories that are asked for in the background, by HOST:PORT.
+
+    A request that waits for one can end before the answer comes. What is said then of a worker is not kept
+    for the next request: it may have had another life since, at the same address.
+    """
+
+    def __init__(
+        self, ask: Callable[[str], "Future[Directory]"], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._asked: dict[str, _Asked] = {}
+
+    def take(self, endpoint: str, wait_s: float) -> Directory | None:
+        """The answer, once; None while it is still to come. Raises IsthmusError."""
+        asked = self._asked.get(endpoint)
+        if asked is None or self._is_stale(asked):
+            asked = self._asked[endpoint] = self._ask_now(endpoint)
+        try:
+            directory = asked.future.result(wait_s)
+        except TimeoutError:
+            return None
+        except IsthmusError:
+            del self._asked[endpoint]
+            raise
+        del self._asked[endpoint]
+        return directory
+
+    def _ask_now(self, endpoint: str) -> _Asked:
+        asked = _Asked(self._ask(endpoint))
+
+        def note(_: object) -> None:
+            asked.answered_s = self._clock()
+
+        asked.future.add_done_callback(note)
+        return asked
+
+    def _is_stale(self, asked: _Asked) -> bool:
+        return asked.answered_s is not None and self._clock() - asked.answered_s > _FRESH_S

@@ -18,7 +18,6 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from services import rpc
 from services.engine.sglang import frames
 from services.engine.sglang.decode_streams import DecodeStreams
-from services.engine.sglang.directory import Directory, look_up
+from services.engine.sglang.directory import Directory, Lookups, look_up
 from services.engine.sglang.frames import Frames
 from services.engine.sglang.idle_waits import room_news
 from services.engine.sglang.loop_thread import LoopThread
@@ -81,7 +80,7 @@ class IsthmusKVManager(NixlKVManager):
         self._sleeps = bool(server_args.sleep_on_idle)
         # decode
         self._directories: dict[str, Directory] = {}
-        self._lookups: dict[str, Future[Directory]] = {}
+        self._lookups = Lookups(self._ask)
         self._rooms: dict[int, set[str]] = {}  # open rooms and the prefill processes that write them
         self._rooms_lock = threading.Lock()
         # prefill
@@ -342,21 +341,18 @@ class IsthmusKVManager(NixlKVManager):
         """`bootstrap_addr` is HOST:PORT of the prefill worker's service."""
         if bootstrap_addr in self.prefill_info_table:
             return True
-        if bootstrap_addr not in self._lookups:
-            self._lookups[bootstrap_addr] = self._loop_thread.spawn(
-                look_up(bootstrap_addr, self._settings.tls())
-            )
         try:
-            directory = self._lookups[bootstrap_addr].result(_DIRECTORY_WAIT_S)
-        except (FutureTimeout, TimeoutError):
-            return False  # still asking
+            directory = self._lookups.take(bootstrap_addr, _DIRECTORY_WAIT_S)
         except IsthmusError as error:
             log.warning("kv_directory_unavailable prefill=%s reason=%r", bootstrap_addr, str(error))
-            del self._lookups[bootstrap_addr]
             return False
-        del self._lookups[bootstrap_addr]
+        if directory is None:
+            return False  # still asking
         self._learn(bootstrap_addr, directory)
         return True
+
+    def _ask(self, endpoint: str) -> "Future[Directory]":
+        return self._loop_thread.spawn(look_up(endpoint, self._settings.tls()))
 
     def _learn(self, bootstrap_addr: str, directory: Directory) -> None:
         info = _server_info(directory.topology)

@@ -1,11 +1,12 @@
 """Who serves what at which endpoint: asking at the wrong one says so."""
 
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
 
 from services import rpc
-from services.engine.sglang.directory import DirectoryService, look_up
+from services.engine.sglang.directory import Directory, DirectoryService, Lookups, look_up
 from services.errors import ProtocolError, Unavailable
 from services.transfer.handshake_server import HandshakeService
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -36,3 +37,57 @@ async def test_a_directory_serves_no_connect_and_is_empty_before_its_ranks_stand
                 await handshake_pb2_grpc.HandshakeStub(channel).Connect().read()
     finally:
         await server.stop()
+
+
+class Asking:
+    """Remembers who was asked; the test answers. Its time stands still until it is set."""
+
+    def __init__(self):
+        self.futures, self.now = [], 100.0
+        self.lookups = Lookups(self.ask, lambda: self.now)
+
+    def ask(self, endpoint):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+ONE, OTHER = Directory({(0, 0, 0, 0): "h:1"}, {}), Directory({(0, 0, 0, 0): "h:2"}, {})
+
+
+def test_an_answer_is_waited_for_and_taken_once():
+    asking = Asking()
+    assert asking.lookups.take("h:9", 0.0) is None
+    assert asking.lookups.take("h:9", 0.0) is None
+    asking.futures[0].set_result(ONE)
+    asking.now += 2.9
+    assert asking.lookups.take("h:9", 0.0) is ONE
+    assert asking.lookups.take("h:9", 0.0) is None
+    assert len(asking.futures) == 2
+
+
+def test_an_answer_that_nobody_waited_for_is_not_believed_later():
+    asking = Asking()
+    assert asking.lookups.take("h:9", 0.0) is None
+    asking.futures[0].set_result(ONE)
+    asking.now += 3.1
+    assert asking.lookups.take("h:9", 0.0) is None  # asked again
+    asking.futures[1].set_result(OTHER)
+    assert asking.lookups.take("h:9", 0.0) is OTHER
+
+
+def test_a_slow_answer_is_as_good_as_a_quick_one():
+    asking = Asking()
+    assert asking.lookups.take("h:9", 0.0) is None
+    asking.now += 14.0
+    asking.futures[0].set_result(ONE)
+    assert asking.lookups.take("h:9", 0.0) is ONE
+
+
+def test_a_failure_is_told_and_asked_for_again():
+    asking = Asking()
+    assert asking.lookups.take("h:9", 0.0) is None
+    asking.futures[0].set_exception(Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        asking.lookups.take("h:9", 0.0)
+    assert asking.lookups.take("h:9", 0.0) is None
+    assert len(asking.futures) == 2
