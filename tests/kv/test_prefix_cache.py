@@ -318,6 +318,31 @@ def test_quarantined_pages_are_not_lent_again_until_the_writer_has_stopped():
     assert cache.extend(waiting, 2)
 
 
+def test_what_is_evicted_ahead_lets_the_next_ones_lie_together():
+    cache = PrefixCache(6, page_size=1, index_block=1, model="m", evict_ahead_pages=2)
+    for number in range(6):
+        cache.close(filled(cache, [number]))
+    one, other = cache.open([], ""), cache.open([], "")
+    assert cache.extend(one, 2)
+    assert cache.check() == PageBooks(6, free=2, cached=2, locked=0, private=2, quarantined=0)
+    assert cache.extend(other, 2)
+    assert (cache.check().free, cache.check().cached) == (0, 2)
+    assert not cache.extend(one, 3)
+
+
+def test_it_knows_in_how_many_pieces_it_lends():
+    cache = PrefixCache(8, page_size=1, index_block=1, model="m", enabled=False)
+    held = [cache.open([], "") for _ in range(8)]
+    for sequence in held:
+        assert cache.extend(sequence, 1)
+    for sequence in held[:6]:
+        if sequence.pages[0] not in (2, 5):
+            cache.close(sequence)
+    assert cache.free_runs == 2
+    assert cache.extend(held[7], 4)
+    assert (cache.lent_pages, cache.lent_runs) == (4, 2)
+
+
 def test_a_refused_extension_evicts_nothing():
     cache = PrefixCache(3, page_size=1, index_block=1, model="m")
     cache.close(filled(cache, [1, 2]))

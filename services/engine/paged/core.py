@@ -184,6 +184,9 @@ class EngineCore:
             ),
             retractions=self.retractions,
             overtakes=self._gate.overtakes,
+            free_runs=self.cache.free_runs,
+            lent_pages=self.cache.lent_pages,
+            lent_runs=self.cache.lent_runs,
             reserved_pages=self._gate.reserved_pages,
         )
 

@@ -17,6 +17,11 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
 from services.request import GenerationRequest
 
+# Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts and
+# scans a sixteenth cost 0.4 % of the prompts' tokens in hits, and runs of 5.3 pages were lent instead of 1.03.
+_EVICT_AHEAD = 16
+_MAX_EVICTED_AHEAD = 256
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
@@ -168,6 +173,7 @@ class PagedEngine:
             settings.model,
             enabled=settings.enabled,
             protected_share=settings.protected_share,
+            evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
         )
         warm_up(runner, cache, self._limits.chunk_size)
         return EngineCore(runner, cache, self._limits, time.monotonic)
