@@ -17,8 +17,8 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
 from services.request import GenerationRequest
 
-# Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts and
-# scans a sixteenth cost 0.4 % of the prompts' tokens in hits, and runs of 5.3 pages were lent instead of 1.03.
+# Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts
+# and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages were lent instead of 1.03.
 _EVICT_AHEAD = 16
 _MAX_EVICTED_AHEAD = 256
 
