@@ -217,12 +217,13 @@ class Soak:
         return outcomes.counts["answered"] / (time.monotonic() - began)
 
     async def open_loop(self, seconds: float, rate: float, outcomes: Outcomes) -> None:
-        """Poisson arrivals."""
-        end = time.monotonic() + seconds
+        """Poisson arrivals; those that are late because we were are made up for."""
+        due = time.monotonic()
+        end = due + seconds
         async with asyncio.TaskGroup() as requests:
-            while (now := time.monotonic()) < end:
+            while (due := due + self.rng.expovariate(rate)) < end:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
                 requests.create_task(self.ask(self.mix.draw(), outcomes, self._abort_after_s()))
-                await asyncio.sleep(min(end - now, self.rng.expovariate(rate)))
 
     async def quiet_aborts(self, outcomes: Outcomes) -> list[float]:
         """Seconds from each abort until no rank holds anything."""
@@ -316,7 +317,7 @@ async def _measure(driver: Soak, memory: Memory, seconds: float) -> Row:
     growth = memory.growth()
     return {
         "capacity_per_s": capacity,
-        "offered_per_s": OVERLOAD * capacity,
+        "offered_per_s": sum(load.counts.values()) / seconds,
         **{f"num_{name}": count for name, count in sorted(load.counts.items())},
         "ttft_p50_s": statistics.median(load.ttft_s),
         "errors": len(errors) + ranks.tracebacks,

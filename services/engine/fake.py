@@ -2,7 +2,7 @@
 
 It has a real pool. The slot of position i holds mix(token_i, i), and the next token is drawn from the
 sum of all slots, read back from the pages. So one wrong, missing or stale page anywhere changes the
-output, and `next_token` says what it should have been.
+output, and `continuation` says what it should have been.
 """
 
 import time
@@ -73,18 +73,14 @@ class FakeRunner:
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
 
-def next_token(ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
-    """What a FakeRunner must generate after `ids`."""
-    total = sum(_mix(token, position) for position, token in enumerate(ids)) & _MASK
-    return _draw(total, len(ids), vocab_size)
-
-
 def continuation(ids: Sequence[int], num_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """The `num_tokens` tokens that a FakeRunner must generate after `ids`."""
-    all_ids = list(ids)
-    for _ in range(num_tokens):
-        all_ids.append(next_token(all_ids, vocab_size))
-    return all_ids[len(ids) :]
+    total = sum(_mix(token, position) for position, token in enumerate(ids))
+    tokens: list[int] = []
+    for length in range(len(ids), len(ids) + num_tokens):
+        tokens.append(_draw(total & _MASK, length, vocab_size))
+        total += _mix(tokens[-1], length)
+    return tokens
 
 
 def _mix(token: int, position: int) -> int:
