@@ -103,7 +103,7 @@ async def _turn(side: DecodeSide, run: Run, conversation: Conversation, answers:
     turn = Turn(sent_s=time.perf_counter())
     run.turns.append(turn)
     try:
-        async for output in side.generate(request):
+        async for output in side.generate(request, run.workload.plans):
             turn.token_times_s += [time.perf_counter()] * len(output.token_ids)
             turn.token_ids += output.token_ids
             turn.admitted = turn.admitted or output.admitted

@@ -3,8 +3,8 @@
     start: python -m bench.cache_ranks SETTINGS  --one line: endpoint, id-->  DecodeSide connects
     stop:  the end of stdin stops the prefill process; it dies with its parent anyway
 
-The plan of a request is chosen as a router does, by the same price of the same measured rates; the index is
-what the decode rank says of its tree, and the prompts that the prefill rank has been sent.
+Where a request may go either way, its plan is chosen as a router does, by the same price of the same measured
+rates. The index is what the decode rank says of its tree, and what the prefill rank has been sent.
 """
 
 import asyncio
@@ -84,9 +84,9 @@ class DecodeSide:
     def load(self) -> RankLoad:
         return self._engine.load()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerationRequest, plans: frozenset[Plan]) -> AsyncIterator[Output]:
         """What a client sees of the engine, as it sees it. Raises as DecodeEngine.generate."""
-        plan = self._planner.choose(request)
+        plan = self._planner.choose(request, plans)
         leg = PrefillLeg(self._channels, self._peer, None, "") if plan is Plan.REMOTE else None
         try:
             async with aclosing(self._engine.generate(request, leg)) as outputs:
@@ -115,7 +115,7 @@ class Planner:
             self._held.difference_update(events.removed)
             self._held.update(events.stored)
 
-    def choose(self, request: GenerationRequest) -> Plan:
+    def choose(self, request: GenerationRequest, plans: frozenset[Plan]) -> Plan:
         ids = request.all_ids
         hashes = sequence_hashes(ids, self._settings.page_size, scope_seed(_MODEL_NAME, request.cache_salt))
         decode, prefill = self._candidates(hashes)
@@ -124,6 +124,7 @@ class Planner:
             prompt_tokens=len(ids),
             kv_bytes_per_token=layout.page_bytes / layout.page_size,
             chunk_tokens=self._settings.chunk_size,
+            plans=plans,
         )
         decision = place(wanted, [decode], [prefill], self._balance.bandwidth, Weights(), 0.0)
         is_remote = decision.chosen.plan is Plan.REMOTE

@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from services.kv.types import Plan
+
 TokenIds = tuple[int, ...]
 
 _FIRST_ID, _END_ID = 4, 500  # of the characters vocabulary, without its special tokens
@@ -36,6 +38,7 @@ class Workload:
     ramp: int
     # Of the concurrency, how much the pool holds without sharing; None: every conversation, to its end.
     held_share: float | None
+    plans: frozenset[Plan] = frozenset({Plan.REMOTE})
 
     @property
     def num_turns(self) -> int:
@@ -103,7 +106,7 @@ def turns(seed: int, quick: bool = False) -> Workload:
         )
         for i in range(count)
     )
-    return Workload("turns", conversations, concurrency, ramp=count, held_share=None)
+    return Workload("turns", conversations, concurrency, ramp=count, held_share=None, plans=frozenset(Plan))
 
 
 def idle(seed: int, concurrency: int, hits: bool, quick: bool = False) -> Workload:
@@ -123,6 +126,17 @@ def idle(seed: int, concurrency: int, hits: bool, quick: bool = False) -> Worklo
         for i in range(2 * concurrency)
     )
     return Workload(name, conversations, concurrency, ramp=concurrency, held_share=None)
+
+
+def warm_up(seed: int, plan: Plan, quick: bool = False) -> Workload:
+    """Makes both ranks measure what they do: the router's price rests on it. Prompts of one whole chunk."""
+    length, answer = (128, 4) if quick else (512, 16)
+    ids = Ids(seed)
+    conversations = tuple(
+        Conversation(f"warm-up-{plan.value}-{i}", (ids.take(f"{plan.value}/{i}", length),), answer)
+        for i in range(4)
+    )
+    return Workload("warm-up", conversations, 2, ramp=0, held_share=None, plans=frozenset({plan}))
 
 
 def renamed(workload: Workload, suffix: str) -> Workload:

@@ -10,7 +10,8 @@ lengths on both sides.
 
 Lengths are scaled down so that a run stays below ten minutes on two cores: contexts of one to two thousand
 tokens on a model of 8 layers, hidden 512, float32; `--quick` is a smoke test on a tiny one.
-Where a plan may be local, the price that routers use decides (services/router/placement.py).
+Prefill computes every prompt (plan remote), as in the runs that this follows; but in `turns` the price that
+routers use decides who computes a tail (services/router/placement.py).
 """
 
 import argparse
@@ -29,6 +30,7 @@ from bench.cache_summary import figures, ratios, verdicts, worst
 from bench.cache_workload import Workload
 from bench.checkpoint import Size, checkpoint
 from bench.report import Row, table, write_json
+from services.kv.types import Plan
 
 SIDES = ("off", "on")
 QUICK = Size(layers=2, hidden=64, max_context_tokens=4096)
@@ -62,7 +64,7 @@ def _idle(concurrency: int, hits: bool, quick: bool) -> Callable[[int], Workload
 
 
 async def measure(
-    settings: RankSettings, cells: Sequence[Cell], rounds: int, seed: int
+    settings: RankSettings, cells: Sequence[Cell], rounds: int, seed: int, quick: bool
 ) -> dict[str, dict[str, list[Run]]]:
     """The runs of each side, by cell."""
     runs: dict[str, dict[str, list[Run]]] = {cell.name: {side: [] for side in SIDES} for cell in cells}
@@ -72,7 +74,8 @@ async def measure(
             for name in SIDES
         }
         for side in sides.values():  # the first steps are slow: caches, kernels, the connection
-            await drive(side, cache_workload.idle(seed - 1, 2, hits=False, quick=True), seed)
+            for plan in Plan:
+                await drive(side, cache_workload.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             for cell in cells:
                 for name in SIDES if round_ % 2 == 0 else reversed(SIDES):
@@ -133,7 +136,7 @@ def main() -> None:
             num_threads=arguments.num_threads,
             transport=arguments.transport,
         )
-        runs = asyncio.run(measure(settings, chosen, rounds, arguments.seed))
+        runs = asyncio.run(measure(settings, chosen, rounds, arguments.seed, arguments.quick))
     compared, raw = report(arguments.workload, runs)
     sample = chosen[0].make(arguments.seed)
     print(

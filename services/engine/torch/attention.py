@@ -101,7 +101,7 @@ def attend_in_place(query: Tensor, keys: Tensor, values: Tensor, view: DecodeVie
 def _attend_run(grouped: Tensor, keys: Tensor, values: Tensor, run: PageRun, scaling: float) -> _Rows:
     pages = slice(run.first_page, run.first_page + run.num_pages)
     query = grouped[run.readers].flatten(1, 2).expand(run.num_pages, -1, -1, -1)
-    return _attend_pages(query, keys[pages], values[pages], None, scaling)
+    return _attend_pages(query, keys[pages], values[pages], run.mask, scaling)
 
 
 def _attend_copies(

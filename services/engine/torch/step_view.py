@@ -3,8 +3,8 @@
 Pages that single tokens read are sorted by number. Neighbours with as many readers each are a *run*: one
 strided tensor, read where it lies, pages as the batch dimension, whoever its readers are. So a prefix
 that several sequences share is a run with all of them as readers, a prefix of a prefix another one, and
-private pages that lie side by side are one run too. Runs too short to be worth a kernel call, and the
-pages that are still filling, are copied together instead, each page once whoever reads it.
+private pages that lie side by side are one run too, with the pages that are still filling. Where a kernel
+call costs more than it saves, a small gap is read for nothing, and what is short is copied together.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ from services.engine.paged.runner import Chunk
 
 Ids = NDArray[np.int64]
 
-# K and V of one layer: copying this much costs about what a call of the kernel costs.
+# In K and V of one layer. A call of the kernel costs as much as copying this much first, or as reading twice
+# that with one reader.
 _MIN_RUN_BYTES = 128 << 10
+_MAX_GAP_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,12 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Neighbouring full pages, read where they are."""
+    """Neighbouring pages, read where they are."""
 
     first_page: int
     num_pages: int
-    readers: (
-        Tensor  # int64 [num_pages, readers], rows of the queries; [1, readers] where all are read by the same
-    )
+    readers: Tensor  # int64 [num_pages, readers], queries; [1, readers] where all pages have the same
+    mask: Tensor | None  # 0 or -inf, [num_pages, 1, 1, page_size]; None where every slot counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,99 +121,117 @@ def _view_chunk(offset: int, chunk: Chunk, page_size: int, device: torch.device)
 def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, num_heads: int) -> DecodeView:
     page_size = kv.shape[4]
     chunks = [chunk for _, chunk in decodes]
-    runs, lone = _split(_shared_pages(chunks, page_size), _min_run_pages(kv))
-    copies = _copies([*lone, *_tails(chunks, page_size)], page_size, kv.dtype)
-    yielded = [run.readers.expand(run.num_pages, -1) for run in runs] + [copy.readers for copy in copies]
-    segments = torch.cat([readers.flatten() for readers in yielded]).numpy()
+    page_bytes = kv[0, 0].numel() * kv.itemsize
+    reads = _runs(_page_reads(chunks, page_size), page_size, _MAX_GAP_BYTES // page_bytes)
+    is_run = [len(read.pages) * page_bytes >= _MIN_RUN_BYTES for read in reads]
+    runs = [read for read, yes in zip(reads, is_run, strict=True) if yes]
+    copies = _merged([read for read, yes in zip(reads, is_run, strict=True) if not yes])
+    segments = np.concatenate([read.segments.ravel() for read in (*runs, *copies)])
     return DecodeView(
         offsets=torch.tensor([offset for offset, _ in decodes]),
-        runs=runs,
-        copies=copies,
+        runs=tuple(_page_run(read, page_size, kv.dtype) for read in runs),
+        copies=tuple(_page_copies(read, kv.dtype) for read in copies),
         parts=_parts(segments, len(chunks), num_heads),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """`pages` [num_pages], each read by as many queries: `readers` [num_pages, readers]."""
+class _Reads:
+    """Pages that are read in one call."""
 
-    pages: Ids
-    readers: Ids
-    num_tokens: int  # of each page
+    pages: Ids  # [num_pages]
+    num_tokens: Ids  # [num_pages], of each page, from its first slot on
+    segments: Ids  # [num_pages, readers], the queries that read each; -1: nobody wants what comes out
 
 
-def _shared_pages(chunks: Sequence[Chunk], page_size: int) -> list[_Read]:
-    """The full pages, ascending, in runs of neighbours with equal numbers of readers."""
-    num_full = [chunk.end // page_size for chunk in chunks]
-    tables = [np.asarray(chunk.pages[:n], np.int64) for chunk, n in zip(chunks, num_full, strict=True)]
-    pages, rows = np.concatenate(tables), np.repeat(np.arange(len(chunks)), num_full)
-    order = np.argsort(pages, kind="stable")
-    rows = rows[order]
-    unique, first, counts = np.unique(pages[order], return_index=True, return_counts=True)
-    is_new_run = (np.diff(unique) != 1) | (np.diff(counts) != 0)
-    borders = [0, *(np.flatnonzero(is_new_run) + 1).tolist(), len(unique)] if len(unique) else []
-    reads = []
+def _page_reads(chunks: Sequence[Chunk], page_size: int) -> tuple[Ids, Ids, Ids]:
+    """For each page of each query, sorted by page: page, tokens, query."""
+    counts = [-(-chunk.end // page_size) for chunk in chunks]
+    tables = [np.asarray(chunk.pages[:count], np.int64) for chunk, count in zip(chunks, counts, strict=True)]
+    lasts = np.cumsum(counts) - 1
+    tokens = np.full(lasts[-1] + 1, page_size)
+    tokens[lasts] = [(chunk.end - 1) % page_size + 1 for chunk in chunks]
+    pages, queries = np.concatenate(tables), np.repeat(np.arange(len(chunks)), counts)
+    order = np.lexsort((tokens, pages))
+    return pages[order], tokens[order], queries[order]
+
+
+def _runs(page_reads: tuple[Ids, Ids, Ids], page_size: int, max_gap: int) -> list[_Reads]:
+    """Neighbours with as many readers each.
+
+    A gap of up to `max_gap` pages between two is read for nothing, if it has one reader; the fewer, the
+    more readers.
+    """
+    pages, tokens, queries = page_reads
+    keys, first, counts = np.unique(pages * (page_size + 1) + tokens, return_index=True, return_counts=True)
+    unique, unique_tokens = pages[first], tokens[first]
+    gaps = np.diff(unique) - 1
+    is_border = (gaps < 0) | (gaps * counts[1:] > max_gap) | (np.diff(counts) != 0)
+    borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), len(keys)]
+    runs = []
     for start, end in pairwise(borders):
         count, begin = int(counts[start]), int(first[start])
-        readers = rows[begin : begin + (end - start) * count].reshape(-1, count)
-        reads.append(_Read(unique[start:end], readers, page_size))
-    return reads
+        run_pages = np.arange(unique[start], unique[end - 1] + 1)
+        place = unique[start:end] - unique[start]
+        run_tokens = np.full(len(run_pages), page_size)
+        run_tokens[place] = unique_tokens[start:end]
+        segments = np.full((len(run_pages), count), -1)
+        segments[place] = queries[begin : begin + (end - start) * count].reshape(-1, count)
+        runs.append(_Reads(run_pages, run_tokens, segments))
+    return runs
 
 
-def _tails(chunks: Sequence[Chunk], page_size: int) -> list[_Read]:
-    """The pages that are still filling; nobody shares such a one."""
+def _merged(reads: Sequence[_Reads]) -> list[_Reads]:
+    """Reads with equal numbers of readers become one."""
+    by_count: dict[int, list[_Reads]] = {}
+    for read in reads:
+        by_count.setdefault(read.segments.shape[1], []).append(read)
     return [
-        _Read(np.array([chunk.pages[chunk.end // page_size]]), np.array([[row]]), chunk.end % page_size)
-        for row, chunk in enumerate(chunks)
-        if chunk.end % page_size
+        _Reads(
+            np.concatenate([read.pages for read in group]),
+            np.concatenate([read.num_tokens for read in group]),
+            np.concatenate([read.segments for read in group]),
+        )
+        for group in by_count.values()
     ]
 
 
-def _min_run_pages(kv: Tensor) -> int:
-    page_bytes_of_layer: int = kv[0, 0].numel() * kv.itemsize
-    return -(-_MIN_RUN_BYTES // page_bytes_of_layer)
-
-
-def _split(reads: Sequence[_Read], min_pages: int) -> tuple[tuple[PageRun, ...], list[_Read]]:
-    """Runs that are long enough, and the reads that are too short to be one."""
-    runs = tuple(_run(read) for read in reads if len(read.pages) >= min_pages)
-    return runs, [read for read in reads if len(read.pages) < min_pages]
-
-
-def _run(read: _Read) -> PageRun:
-    readers = read.readers
-    if (readers == readers[0]).all():
-        readers = readers[:1]
-    return PageRun(int(read.pages[0]), len(read.pages), torch.from_numpy(readers))
-
-
-def _copies(reads: Sequence[_Read], page_size: int, dtype: torch.dtype) -> tuple[PageCopies, ...]:
-    """Reads with equal numbers of readers become one copy."""
-    by_count: dict[int, list[_Read]] = {}
-    for read in reads:
-        by_count.setdefault(read.readers.shape[1], []).append(read)
-    return tuple(_copy(group, dtype) for group in by_count.values())
-
-
-def _copy(reads: Sequence[_Read], dtype: torch.dtype) -> PageCopies:
-    lengths = np.repeat([read.num_tokens for read in reads], [len(read.pages) for read in reads])
-    num_tokens = int(lengths.max())
-    mask = None
-    if (lengths < num_tokens).any():
-        is_past = torch.from_numpy(np.arange(num_tokens) >= lengths[:, None])
-        mask = torch.zeros(is_past.shape, dtype=dtype).masked_fill_(is_past, -torch.inf)[:, None, None]
-    return PageCopies(
-        pages=torch.from_numpy(np.concatenate([read.pages for read in reads])),
-        num_tokens=num_tokens,
-        readers=torch.from_numpy(np.concatenate([read.readers for read in reads])),
-        mask=mask,
+def _page_run(reads: _Reads, page_size: int, dtype: torch.dtype) -> PageRun:
+    wanted = reads.segments[reads.segments[:, 0] >= 0]
+    readers = reads.segments.clip(0)
+    if (wanted == wanted[0]).all():
+        readers = wanted[:1]
+    return PageRun(
+        first_page=int(reads.pages[0]),
+        num_pages=len(reads.pages),
+        readers=torch.from_numpy(readers),
+        mask=_mask(reads.num_tokens, page_size, dtype),
     )
 
 
+def _page_copies(reads: _Reads, dtype: torch.dtype) -> PageCopies:
+    num_tokens = int(reads.num_tokens.max())
+    return PageCopies(
+        pages=torch.from_numpy(reads.pages),
+        num_tokens=num_tokens,
+        readers=torch.from_numpy(reads.segments.clip(0)),
+        mask=_mask(reads.num_tokens, num_tokens, dtype),
+    )
+
+
+def _mask(lengths: Ids, num_tokens: int, dtype: torch.dtype) -> Tensor | None:
+    """0, and -inf past each length; [pages, 1, 1, num_tokens]. None where nothing is masked."""
+    if (lengths == num_tokens).all():
+        return None
+    is_past = torch.from_numpy(np.arange(num_tokens) >= lengths[:, None])
+    return torch.zeros(is_past.shape, dtype=dtype).masked_fill_(is_past, -torch.inf)[:, None, None]
+
+
 def _parts(segments: Ids, num_queries: int, num_heads: int) -> Tensor:
-    """See DecodeView.parts; `segments` are the query of each part."""
-    counts = np.bincount(segments, minlength=num_queries)
+    """See DecodeView.parts; `segments` are the query of each part, or -1."""
     order = np.argsort(segments, kind="stable")
+    order = order[np.searchsorted(segments[order], 0) :]
+    counts = np.bincount(segments[order], minlength=num_queries)
     rank_in_query = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     parts = np.full((num_queries, counts.max()), len(segments))
     parts[segments[order], rank_in_query] = order

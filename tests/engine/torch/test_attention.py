@@ -132,25 +132,30 @@ def planned(chunks, kv):
     return runs, [(c.pages.tolist(), c.readers.tolist(), c.num_tokens) for c in decode.copies]
 
 
-def test_neighbouring_pages_with_as_many_readers_are_one_run_and_all_others_are_copied_once():
-    kv = torch.empty(16, 1, 2, 1, 16, 512)  # two pages make a run
+def test_neighbouring_pages_with_as_many_readers_are_one_run():
+    kv = torch.empty(24, 1, 2, 1, 16, 512)  # a gap of up to four pages for one reader is read for nothing
     chunks = [
         chunk(1, 70, [2, 3, 4, 5, 12]),
-        chunk(1, 70, [2, 3, 4, 5, 13]),
+        chunk(1, 70, [2, 3, 4, 5, 15]),
         chunk(1, 35, [2, 3, 6]),
         chunk(1, 63, [8, 9, 10, 11]),
-        chunk(1, 15, [7]),
+        chunk(1, 15, [22]),
     ]
     runs, copies = planned(chunks, kv)
     assert runs == [
         ([2, 3], [[0, 1, 2]] * 2),  # what all three share
         ([4, 5], [[0, 1]] * 2),  # what only two of them share
-        ([7, 8, 9, 10, 11], [[4], [3], [3], [3], [3]]),  # private pages of two sequences, side by side
+        # Private pages of four sequences, three of them still filling; 7, 13 and 14 are nobody's.
+        ([*range(6, 16)], [[2], [0], [3], [3], [3], [3], [0], [0], [0], [1]]),
     ]
-    assert copies == [([12, 13, 6], [[0], [1], [2]], 7)]
-    runs, copies = planned([chunk(1, 50, [2, 9, 4, 6]), chunk(1, 50, [2, 9, 8, 5])], kv)
-    assert runs == []
-    assert copies == [([2, 9], [[0, 1]] * 2, 16), ([4, 8, 6, 5], [[0], [1], [0], [1]], 16)]
+    assert copies == [([22], [[4]], 16)]  # alone it is not worth a call of its own
+
+
+def test_what_is_too_short_for_a_run_is_copied_once_for_all_its_readers():
+    kv = torch.empty(32, 1, 2, 1, 16, 512)  # two pages make a run
+    runs, copies = planned([chunk(1, 50, [2, 9, 4, 16]), chunk(1, 50, [2, 9, 30, 18])], kv)
+    assert runs == [([16, 17, 18], [[0], [0], [1]])]
+    assert copies == [([2, 9], [[0, 1]] * 2, 16), ([4, 30], [[0], [1]], 16)]
 
 
 def test_what_slots_past_the_end_hold_does_not_matter():
