@@ -65,7 +65,7 @@ class Ids:
 
 def shared(seed: int, quick: bool = False) -> Workload:
     """PR 19746: one long context shared by all, prefix to suffix 11 to 1; the pool holds 0.29 of them."""
-    concurrency, prefix, suffix, answer = (8, 352, 32, 8) if quick else (32, 1408, 128, 128)
+    concurrency, prefix, suffix, answer = (8, 352, 32, 8) if quick else (32, 2112, 192, 160)
     ids = Ids(seed)
     context = ids.take("context", prefix)
     conversations = tuple(

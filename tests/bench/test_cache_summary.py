@@ -1,0 +1,102 @@
+import math
+
+import pytest
+
+from bench.cache_load import RankSample, Run, Turn
+from bench.cache_summary import figures, percentile, ratios, verdicts, worst
+from bench.cache_workload import Conversation, Workload
+from services.kv.types import Plan
+from services.request import Admitted
+
+
+def admitted(moved=100, computed=10, plan=Plan.REMOTE):
+    return Admitted(
+        prompt_tokens=20,
+        decode_prefix_len=0,
+        prefill_prefix_len=10,
+        computed_tokens=computed,
+        kv_bytes_moved=moved,
+        kv_bytes_prompt=200,
+        decode_queue_s=0.0,
+        prefill_queue_s=0.0,
+        prefill_compute_s=0.1,
+        transfer_s=0.0,
+        plan=plan,
+    )
+
+
+def a_turn(sent_s, ttft_s, gap_s, count=3, **fields):
+    times = [sent_s + ttft_s + i * gap_s for i in range(count)]
+    return Turn(sent_s, times, list(range(count)), admitted(**fields))
+
+
+def a_run(*turns, concurrency=1, ramp=1, samples=()):
+    conversations = (Conversation("c", ((1, 2),), 3),) * len(turns)
+    return Run(Workload("w", conversations, concurrency, ramp, None), list(turns), list(samples))
+
+
+def a_side(ttft_s=1.0, gap_s=0.5, running=4, **fields):
+    samples = [RankSample(0.5, 99, 0, 1.0), RankSample(3.0, running, 0, 0.9), RankSample(99.0, 99, 0, 1.0)]
+    turns = [a_turn(2.0 * i, ttft_s, gap_s, **fields) for i in range(4)]
+    return a_run(*turns, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4), (0.99, 4), (1.0, 4)]
+)
+def test_percentiles(share, expected):
+    assert percentile([4, 1, 3, 2], share) == expected
+
+
+def test_figures_leave_out_the_ramp_and_what_is_outside_of_the_window():
+    row = figures([a_side()])
+    # Sent at 0 (the ramp), 2, 4 and 6; tokens 1, 1.5 and 2 seconds later; the window is from 2 to 6.
+    assert (row["turns"], row["rejected"]) == (3, 0)
+    assert (row["ttft_p50"], row["itl_p50"]) == (1.0, 0.5)
+    assert row["throughput"] == 7 / 4  # at 2, 3, 3.5, 4, 5, 5.5 and 6
+    assert (row["kv_bytes_moved"], row["computed_tokens"], row["local_share"]) == (300, 30, 0)
+    assert (row["running_p50"], row["pool_used_p50"]) == (4, 0.9)
+
+
+def test_a_short_run_counts_to_its_end():
+    run = a_run(a_turn(0.0, 1.0, 0.5), a_turn(2.0, 1.0, 0.5), samples=[RankSample(3.0, 1, 0, 0.1)])
+    assert figures([run])["throughput"] == 4 / 2
+
+
+def test_rejected_turns_are_counted_and_measured_nowhere():
+    run = a_side()
+    run.turns.insert(2, Turn(3.0, rejected=True))
+    assert (figures([run])["turns"], figures([run])["rejected"]) == (3, 1)
+
+
+def test_ratios_point_the_way_that_the_issue_says():
+    on = figures([a_side(ttft_s=0.5, gap_s=0.25, running=8, moved=25, computed=10)])
+    off = figures([a_side(ttft_s=1.0, gap_s=0.5, running=4, moved=100, computed=20)])
+    row = ratios(on, off)
+    assert (row["ttft_p50_ratio"], row["ttft_p99_ratio"], row["kv_bytes_moved_ratio"]) == (2, 2, 4)
+    assert (row["itl_p50_ratio"], row["itl_p99_ratio"], row["computed_tokens_ratio"]) == (0.5, 0.5, 0.5)
+    assert (row["running_p50_on"], row["running_p50_off"], row["rejected"]) == (8, 4, 0)
+
+
+def test_nothing_moved_on_either_side_is_no_difference():
+    nothing, some = figures([a_side(moved=0)]), figures([a_side(moved=5)])
+    assert ratios(nothing, nothing)["kv_bytes_moved_ratio"] == 1
+    assert ratios(nothing, some)["kv_bytes_moved_ratio"] == math.inf
+
+
+def test_the_worst_cell_is_the_one_that_speaks_against_the_cache():
+    fast, slow = figures([a_side(ttft_s=0.5, gap_s=0.25)]), figures([a_side(ttft_s=1.0, gap_s=0.5)])
+    row = worst([ratios(fast, slow), ratios(slow, fast)])
+    assert (row["ttft_p50_ratio"], row["itl_p50_ratio"]) == (0.5, 2)
+
+
+def test_verdicts_say_what_was_met():
+    row = ratios(figures([a_side()]), figures([a_side()]))
+    met = {verdict["goal"]: verdict["met"] for verdict in verdicts("shared", row)}
+    assert met == {
+        "ttft_p50_ratio": False,
+        "throughput_ratio": False,
+        "itl_p50_ratio": True,
+        "rejected": True,
+    }
+    assert all(verdict["met"] for verdict in verdicts("idle", row))
