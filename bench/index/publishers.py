@@ -13,7 +13,6 @@ import random
 import resource
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 from bench.index.simulated_ledger import SimulatedLedger
 from services.index.etcd import Etcd
@@ -74,28 +73,29 @@ async def run(arguments: argparse.Namespace) -> None:
         Etcd(EtcdSettings((arguments.etcd,)), rng=random.Random(number)) for number in range(num_clients)
     ]
     keys = ClusterKeys(arguments.cluster)
-    members, tasks = [], []
-    for number in range(arguments.ranks):
-        its = registration(f"{arguments.name}-{number}")
-        etcd = clients[number % num_clients]
-        ledger = SimulatedLedger(arguments.blocks_per_s, arguments.capacity, etcd.clock, number)
-        settings = PublisherSettings(writes_per_s=arguments.writes_per_s)
-        member = Membership(etcd, keys, SCHEMA, its, publisher_settings=settings, ledger=ledger)
-        members.append(member)
-        tasks.append(asyncio.create_task(member.run(no_events())))
-        if number % 20 == 19:
-            await asyncio.gather(*(one.registered.wait() for one in members[-20:]))
-    await asyncio.gather(*(member.registered.wait() for member in members))
-    print("ready", flush=True)
-    await stopping.wait()
-    print(json.dumps(_summary(members)), flush=True)
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with suppress(asyncio.CancelledError):
-            await task
+    members: list[Membership] = []
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for number in range(arguments.ranks):
+            members.append(_member(arguments, clients[number % num_clients], keys, number))
+            tasks.append(group.create_task(members[-1].run(no_events())))
+            if number % 20 == 19:
+                await asyncio.gather(*(one.registered.wait() for one in members[-20:]))
+        await asyncio.gather(*(member.registered.wait() for member in members))
+        print("ready", flush=True)
+        await stopping.wait()
+        print(json.dumps(_summary(members)), flush=True)
+        for task in tasks:
+            task.cancel()
     for client in clients:
         await client.close()
+
+
+def _member(arguments: argparse.Namespace, etcd: Etcd, keys: ClusterKeys, number: int) -> Membership:
+    its = registration(f"{arguments.name}-{number}")
+    ledger = SimulatedLedger(arguments.blocks_per_s, arguments.capacity, etcd.clock, number)
+    settings = PublisherSettings(writes_per_s=arguments.writes_per_s)
+    return Membership(etcd, keys, SCHEMA, its, publisher_settings=settings, ledger=ledger)
 
 
 def _summary(members: list[Membership]) -> dict[str, float]:

@@ -35,18 +35,18 @@ class SimulatedLedger(HashLedger):
         self._blocks_per_s = blocks_per_s
         self._clock = clock
         self._rng = np.random.default_rng(seed)
-        self._taken_s = clock()
-        self._ring = stamps(self._taken_s, capacity, self._rng)  # oldest first
+        self._drawn_s = clock()
+        self._ring = stamps(self._drawn_s, capacity, self._rng)  # oldest first
 
     def __repr__(self) -> str:
         return f"SimulatedLedger(blocks={len(self._ring)})"
 
     @property
     def has_news(self) -> bool:
-        return self.needs_snapshot or self._num_due() > 0
+        return True  # by the time that it is asked
 
     def age_s(self, now: float) -> float:
-        return now - self._taken_s
+        return now - self._drawn_s
 
     def record(self, events: CacheEvents, now: float) -> None:
         raise AssertionError("nothing is recorded: it is drawn")
@@ -54,9 +54,9 @@ class SimulatedLedger(HashLedger):
     def take_delta(self, max_hashes: int) -> tuple["array[int]", "array[int]"]:  # type: ignore[override]
         count = min(self._num_due(), max_hashes // 2, len(self._ring))
         # Stamped with the time of the oldest: nothing of the delta is older.
-        added = stamps(self._taken_s, count, self._rng)
+        added = stamps(self._drawn_s, count, self._rng)
         removed, self._ring = self._ring[:count], np.concatenate((self._ring[count:], added))
-        self._taken_s = self._clock()
+        self._drawn_s = self._clock()
         return _packed(added), _packed(removed)
 
     def take_snapshot(self) -> "array[int]":  # type: ignore[override]
@@ -65,7 +65,7 @@ class SimulatedLedger(HashLedger):
         return _packed(self._ring)
 
     def _num_due(self) -> int:
-        return int(self._blocks_per_s * (self._clock() - self._taken_s))
+        return int(self._blocks_per_s * (self._clock() - self._drawn_s))
 
 
 def _packed(blocks: Blocks) -> "array[int]":
