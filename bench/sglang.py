@@ -137,7 +137,7 @@ async def run_ours(bench: Bench) -> Measured:
         rank_flags=bench.rank_flags(),
         common_flags=(f"--index-block={PAGE_SIZE}",),
         router_flags=("--plans=remote",),
-        ready_timeout_s=400.0,
+        ready_timeout_s=900.0,
     )
     with (bench.folder / "isthmus.log").open("w") as log:
 

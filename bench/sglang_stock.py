@@ -29,7 +29,7 @@ from services.ports import free_ports
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PROBE, _WAITS = "bench.sglang_probe", "bench.sglang_waits"  # plugins
 _PROBE_FILE = "ISTHMUS_BENCH_PROBE"  # as in sglang_probe
-_START_S, _STOP_S, _POLL_S = 400.0, 5.0, 0.2
+_START_S, _STOP_S, _POLL_S = 900.0, 5.0, 0.2
 _OURS = "--kv-events-config"  # only our index needs it
 
 
