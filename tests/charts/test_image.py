@@ -1,0 +1,48 @@
+"""The images' Dockerfile, as far as it can be judged without building it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from charts.rendering import CHART, SAMPLES, rendered
+
+REPOSITORY = CHART.parents[1]
+DOCKERFILE = (REPOSITORY / "docker" / "Dockerfile").read_text()
+
+
+def test_hadolint_has_nothing_to_say():
+    hadolint = Path(sys.executable).parent / "hadolint"
+    result = subprocess.run([hadolint, REPOSITORY / "docker" / "Dockerfile"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_each_image_the_chart_asks_for_is_a_target():
+    wanted = {
+        container["image"].partition("0.1.0-")[2]
+        for name in SAMPLES
+        for component, pod in rendered(name).pods().items()
+        if component != "etcd"
+        for container in pod["containers"]
+    }
+    assert (
+        wanted
+        == {"cpu", "cuda", "sglang"}
+        == wanted & set(re.findall(r"^FROM .* AS (\w+)$", DOCKERFILE, re.M))
+    )
+
+
+def test_images_run_as_the_user_that_the_chart_names():
+    users = set(re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.M))
+    security = rendered("least").pods()["decode"]["securityContext"]
+    assert users == {(str(security["runAsUser"]), str(security["runAsGroup"]))}
+
+
+def test_base_images_are_pinned():
+    for image in re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.M):
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+
+
+def test_the_sglang_image_is_of_the_release_that_is_tested():
+    pins = (REPOSITORY / "constraints-sglang.txt").read_text()
+    assert "sglang==" + re.search(r"/sglang:v(\S+)", DOCKERFILE)[1] in pins
