@@ -83,7 +83,7 @@ test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP att
 
 # Our own code is read where it lies; --confcutdir leaves the other tests' fixtures and their packages out.
 chart-test: $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
-	PYTHONPATH=. $(CHARTS_VENV)/bin/python -m pytest -q -m charts --confcutdir=tests/charts tests/charts
+	PYTHONPATH=. SERVICES_PYTHON=$(abspath $(BIN)/python) $(CHARTS_VENV)/bin/python -m pytest -q -m charts --confcutdir=tests/charts tests/charts
 
 lint: $(STAMP) ## style, types, import floors, generated code and references
 	$(BIN)/ruff check
