@@ -31,7 +31,7 @@ FAKE = EngineSettings(
     cache_enabled=True,
     transport="local",
     limits=Limits(max_running_requests=8, chunk_size=8),
-    lease=Lease(write_lease_s=2.0, fence_margin_s=0.5),
+    lease=Lease(write_lease_s=4.0, fence_margin_s=0.5),
 )
 
 
