@@ -1,6 +1,7 @@
 """Dashboards, alerts and scrape targets: whatever lies in the chart's folders becomes an object."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -67,6 +68,21 @@ def test_every_file_that_is_there_is_rendered():
         assert len(json.dumps(config_map)) < 1_000_000  # Kubernetes takes a mebibyte
 
 
+def test_the_alert_for_targets_that_are_down_finds_ours():
+    """Prometheus's operator names a job after its Service."""
+    objects = render(ON)
+    (expression,) = {
+        rule["expr"]
+        for item in of_release(objects, "PrometheusRule", "alerts-").values()
+        for group in item["spec"]["groups"]
+        for rule in group["rules"]
+        if rule["expr"].startswith("up{")
+    }
+    pattern = re.search(r'job=~"([^"]+)"', expression)[1]
+    for service in objects.of("Service").values():
+        assert re.fullmatch(pattern, service["metadata"]["name"])
+
+
 def test_every_metrics_port_is_scraped_through_a_service_that_has_it():
     objects = render(merged(ON, {"decode": {"dpSize": 3}}))
     monitors = objects.of("ServiceMonitor")
@@ -77,6 +93,7 @@ def test_every_metrics_port_is_scraped_through_a_service_that_has_it():
         offered = {port["name"] for service in services for port in service["spec"]["ports"]}
         scraped = [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]]
         assert set(scraped) <= offered, name
+        assert all(endpoint["honorLabels"] for endpoint in monitor["spec"]["endpoints"])
         ports = {port["name"] for port in objects.container(name)["ports"]}
         assert set(scraped) == {port for port in ports if port.startswith("metrics")}
 
