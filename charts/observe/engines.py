@@ -5,6 +5,7 @@ from panels import RANK, Query, board, graph
 
 _RATE = "[$__rate_interval]"
 _NAME = "{{role}} {{worker}}/{{rank}}"
+_PROCESS = "{{role}} {{worker}} {{rank}}"  # routers have no rank
 _BY_RANK = "role, worker, rank"
 
 
@@ -158,13 +159,13 @@ def engines() -> Dashboard:
                         "CPU of the process",
                         "short",
                         "Cores that each rank's process uses.",
-                        Query(_rate("process_cpu_seconds_total"), _NAME),
+                        Query(_rate("process_cpu_seconds_total"), _PROCESS),
                     ),
                     graph(
                         "Memory of the process",
                         "bytes",
                         "Resident memory, the KV pool included when it lies in the host's memory.",
-                        Query(_now("process_resident_memory_bytes"), _NAME),
+                        Query(_now("process_resident_memory_bytes"), _PROCESS),
                     ),
                 ],
             ),

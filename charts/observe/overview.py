@@ -16,7 +16,8 @@ def _rate(metric: str, by: str = "", more: str = "") -> str:
 
 
 _HITS = f"{_rate('isthmus_reused_tokens_total')} / {_rate('isthmus_prompt_tokens_total')}"
-_FAILED = ', outcome!~"finished|cancelled"'
+# Our failures: not what clients ask wrongly, or give up.
+_FAILED = ', outcome!~"finished|cancelled|Aborted|InvalidRequest|NotFound|AlreadyRunning"'
 _ERRORS = (
     f"({_rate('isthmus_requests_total', more=_FAILED)} or vector(0)) / {_rate('isthmus_requests_total')}"
 )
@@ -57,8 +58,8 @@ def overview() -> Dashboard:
                     tile(
                         "Requests that fail",
                         "percentunit",
-                        "Share of requests that ended with an error, refused ones included. Requests that their "
-                        "clients cancelled do not count.",
+                        "Share of requests that ended with an error of ours, refusals for want of room included. "
+                        "What clients ask wrongly or cancel does not count.",
                         _ERRORS,
                         Limits(yellow=0.01, red=0.05),
                     ),
