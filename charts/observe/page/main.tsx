@@ -4,6 +4,7 @@ import {
   createTheme,
   DataFrame,
   dateTime,
+  EventBusSrv,
   FieldType,
   getDisplayProcessor,
   getFieldDisplayValues,
@@ -29,11 +30,19 @@ interface Answer {
 const theme = createTheme({ colors: { mode: "light" } });
 const COLUMN = 60;
 const ROW = 30;
+const eventBus = new EventBusSrv();
+
+function rangeOf(series: Series) {
+  const values = series.values.map(([, value]) => value).filter((value) => value !== null);
+  const [min, max] = [Math.min(...values), Math.max(...values)];
+  return { min, max, delta: max - min };
+}
 
 function framesOf(panel: any, series: Series[]): DataFrame[] {
   return series.map((one, seriesIndex) => {
+    // What the panels' plugins have as their defaults.
     const config = {
-      color: { mode: "palette-classic" },
+      color: { mode: panel.type === "stat" ? "thresholds" : "palette-classic" },
       ...panel.fieldConfig.defaults,
       displayNameFromDS: one.name,
     };
@@ -42,7 +51,7 @@ function framesOf(panel: any, series: Series[]): DataFrame[] {
       type: FieldType.number,
       config,
       values: one.values.map(([, v]) => v),
-      state: { seriesIndex, displayName: one.name },
+      state: { seriesIndex, displayName: one.name, range: rangeOf(one) },
     };
     value.display = getDisplayProcessor({ field: value, theme, timeZone: "utc" });
     const time: any = {
@@ -74,7 +83,7 @@ function Tile({ panel, series, width, height }: any) {
   const values = getFieldDisplayValues({
     data: framesOf(panel, series),
     reduceOptions: panel.options.reduceOptions,
-    fieldConfig: { ...panel.fieldConfig, defaults: { ...panel.fieldConfig.defaults, color: { mode: "thresholds" } } },
+    fieldConfig: panel.fieldConfig,
     replaceVariables: (text: string) => text,
     theme,
     timeZone: "utc",
@@ -127,7 +136,7 @@ function Board({ answer }: { answer: Answer }) {
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles />
-      <PanelContextProvider value={{ eventsScope: "page", eventBus: undefined as any }}>
+      <PanelContextProvider value={{ eventsScope: "page", eventBus }}>
         <div id="board" style={style}>
           {panels.map((panel: any) => (
             <Panel key={panel.id} {...{ panel, answer, timeRange }} />

@@ -1,0 +1,92 @@
+"""One cluster of real processes under load, watched by a real Prometheus, for all tests of a run."""
+
+import asyncio
+import os
+import time
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkpoints import tiny_checkpoint
+from observe.load import kill, run_load
+from observe.prometheus import SCRAPE_S, Prometheus, rules_of
+from otlp_collector import running_collector
+from processes.harness import parse_line
+from services import rpc
+from services.cli.local_cluster import LocalCluster, Shape
+from services.wire.isthmus.v1 import generation_pb2_grpc
+
+REPOSITORY = Path(__file__).parents[2]
+LOAD_S = float(os.environ.get("OBSERVE_LOAD_S", "120"))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What Prometheus saw from `start_s` to `end_s`."""
+
+    prometheus: Prometheus
+    start_s: float
+    end_s: float
+    trace_ids: frozenset
+    turns: int
+
+
+@pytest.fixture(scope="session")
+def watched(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("observe")
+    with ExitStack() as stack, asyncio.Runner() as runner:
+        collector = stack.enter_context(running_collector())
+        yield runner.run(_watch(folder, stack, collector))
+
+
+async def _watch(folder, stack, collector):
+    lines = []
+    shape = Shape(
+        model=tiny_checkpoint(),
+        data_dir=folder / "etcd",
+        routers=2,
+        prefill_workers=2,
+        decode_dp_size=2,
+        common_flags=(
+            "--index-block=16",
+            f"--otlp-endpoint={collector.endpoint}",
+            "--trace-sample-ratio=0.2",
+        ),
+        # Small pools, so that some must wait and be evicted; a slow writer keeps quarantine short.
+        rank_flags=("--page-size=16", "--kv-pages=160", "--max-running-requests=4"),
+        router_flags=("--plans=remote",),
+        ready_timeout_s=300.0,
+    )
+
+    def note(name, line):
+        print(f"{name}| {line}")  # shown by pytest with a test that fails
+        lines.append(parse_line(name, line))
+
+    async with LocalCluster(shape, note) as cluster, AsyncExitStack() as channels:
+        found = [line for line in lines if line is not None]
+        prometheus = Prometheus(folder, _targets(found), rules_of(REPOSITORY / "charts/isthmus/alerts"))
+        stack.enter_context(prometheus)
+        stubs = []
+        for index in range(shape.routers):
+            channel = await channels.enter_async_context(rpc.open_channel(cluster.router_endpoint(index)))
+            stubs.append(generation_pb2_grpc.GenerationStub(channel))
+        start_s = time.time()
+        victim = next(line for line in found if line.event == "rank_started" and line.service == "prefill-1")
+        turns = await run_load(stubs, LOAD_S, lambda: kill(int(victim.fields["pid"])))
+        await asyncio.sleep(2 * SCRAPE_S)
+        end_s = time.time() - SCRAPE_S
+    traces = frozenset(span.trace_id.hex() for _, span, _ in collector.spans())
+    return Watched(prometheus, start_s, end_s, traces, turns)
+
+
+def _targets(lines):
+    """Where each service serves its metrics, by job."""
+    targets = {}
+    for line in lines:
+        if line.event in ("router_ready", "rank_ready"):
+            role = line.fields.get("role", "router")
+            address = f"127.0.0.1:{line.fields['metrics_port']}"
+            targets.setdefault(f"isthmus-{role}", []).append(address)
+    return targets
