@@ -133,10 +133,18 @@ async def a_killed_router_leaves_nothing_behind(cluster):
         error = await stream.ended()
         assert error is not None and error.code() is grpc.StatusCode.UNAVAILABLE
     await cluster.assert_nothing_held()
+
+    async def would_go_home(ids, router):
+        """It has heard of the pin, and that the ranks have nothing to do any more."""
+        return (await cluster.explain(ids, router=router, conversation_id="c")).reason == "pinned"
+
+    await until(lambda: would_go_home(ids, 0), "the router left over sends the conversation home")
     second = await cluster.generate(ids, router=0, conversation_id="c")
     assert second.placement.decode == first.placement.decode
     assert second.usage.decode_prefix_len == 48
     await cluster.local.start_child(router.name, router.command[2], router.command[3:])
     await cluster.until_whole()
-    third = await cluster.generate([*ids, *continuation(ids, 8), 9], router=1, conversation_id="c")
+    ids = [*ids, *continuation(ids, 8), 9]
+    await until(lambda: would_go_home(ids, 1), "the new router sends the conversation home")
+    third = await cluster.generate(ids, router=1, conversation_id="c")
     assert third.placement.decode == first.placement.decode
