@@ -94,6 +94,8 @@ def attend_in_place(query: Tensor, keys: Tensor, values: Tensor, view: DecodeVie
     grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2).contiguous()
     rows = [_attend_run(grouped, keys, values, run, scaling) for run in view.runs]
     rows += [_attend_copies(grouped, keys, values, copies, scaling) for copies in view.copies]
+    if view.nothing is not None:
+        rows.append(view.nothing)
     joined = _join(rows, view.parts)
     return joined.view(grouped.shape).transpose(1, 2).flatten(1, 2).to(query.dtype)
 
@@ -125,13 +127,9 @@ def _join(rows: Sequence[_Rows], parts: Tensor) -> Tensor:
 
     `parts` is that of DecodeView, the result [num_queries * num_heads, head_dim].
     """
-    num_heads, head_dim = parts.shape[1], rows[0][0].shape[1]
-    # float32, and so cat makes of half-precision outputs.
-    nothing = torch.zeros(num_heads, head_dim), torch.full((num_heads,), -torch.inf)
-    outputs, log_sums = (torch.cat(part) for part in zip(*rows, nothing, strict=True))
-    index = parts.flatten(0, 1)
-    weights = log_sums[index].softmax(dim=1)
-    return embedding_bag(index, outputs, mode="sum", per_sample_weights=weights)
+    outputs, log_sums = (torch.cat(part) for part in zip(*rows, strict=True)) if len(rows) > 1 else rows[0]
+    weights = log_sums[parts].softmax(dim=1)
+    return embedding_bag(parts, outputs.float(), mode="sum", per_sample_weights=weights)
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -3,8 +3,8 @@
 Pages that single tokens read are sorted by number. Neighbours with as many readers each are a *run*: one
 strided tensor, read where it lies, pages as the batch dimension, whoever its readers are. So a prefix
 that several sequences share is a run with all of them as readers, a prefix of a prefix another one, and
-private pages that lie side by side are one run too, with the pages that are still filling. Where a kernel
-call costs more than it saves, a small gap is read for nothing, and what is short is copied together.
+private pages that lie side by side are one run too. Where a kernel call costs more than it saves, a gap is
+read for nothing, and what is short is copied together.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,9 @@ from services.engine.paged.runner import Chunk
 
 Ids = NDArray[np.int64]
 
-# In K and V of one layer. A call of the kernel costs as much as copying this much first, or as reading twice
-# that with one reader.
-_MIN_RUN_BYTES = 128 << 10
-_MAX_GAP_BYTES = 256 << 10
+# In K and V of one layer: to copy this much, or to attend to it with one reader, costs about what a call of
+# the kernel costs besides.
+_CALL_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,16 @@ class PageCopies:
 class DecodeView:
     """The step's single tokens: query i is the one at offsets[i] of the step.
 
-    Runs and copies yield, in this order, a part of the attention for each page and each of its readers.
-    parts[i, h] are those of head h of query i, counted in heads; they are filled up with one past the last.
+    Runs and copies yield, in this order, rows for each page, each of its readers and each of its heads.
+    parts[i * num_heads + h] are the rows of head h of query i. Where queries have unequal numbers of rows,
+    they are filled up with the row after all others, which `nothing` yields: output 0, log-sum-exp -inf.
     """
 
     offsets: Tensor  # int64 [num_queries]
     runs: tuple[PageRun, ...]
     copies: tuple[PageCopies, ...]
-    parts: Tensor  # int64 [num_queries, num_heads, most parts of a query]
+    parts: Tensor  # int64 [num_queries * num_heads, most rows of a head]
+    nothing: tuple[Tensor, Tensor] | None  # [1, head_dim] and [1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +123,23 @@ def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, num_heads: i
     page_size = kv.shape[4]
     chunks = [chunk for _, chunk in decodes]
     page_bytes = kv[0, 0].numel() * kv.itemsize
-    reads = _runs(_page_reads(chunks, page_size), page_size, _MAX_GAP_BYTES // page_bytes)
-    is_run = [len(read.pages) * page_bytes >= _MIN_RUN_BYTES for read in reads]
+    pages, tokens, queries = _page_reads(chunks, page_size)
+    # Of a page that is less than half full, a copy of what is there is cheaper than a look at all of it.
+    is_short = 2 * tokens <= page_size
+    short = _Reads(pages[is_short], tokens[is_short], queries[is_short][:, None])
+    reads = _runs(pages[~is_short], tokens[~is_short], queries[~is_short], page_size, page_bytes)
+    is_run = [len(read.pages) * page_bytes >= _CALL_BYTES for read in reads]
     runs = [read for read, yes in zip(reads, is_run, strict=True) if yes]
-    copies = _merged([read for read, yes in zip(reads, is_run, strict=True) if not yes])
+    copies = _merged([short, *(read for read, yes in zip(reads, is_run, strict=True) if not yes)])
     segments = np.concatenate([read.segments.ravel() for read in (*runs, *copies)])
+    parts, is_padded = _parts(segments, len(chunks), num_heads)
+    nothing = torch.zeros(1, kv.shape[5], dtype=kv.dtype), torch.full((1,), -torch.inf)
     return DecodeView(
         offsets=torch.tensor([offset for offset, _ in decodes]),
         runs=tuple(_page_run(read, page_size, kv.dtype) for read in runs),
         copies=tuple(_page_copies(read, kv.dtype) for read in copies),
-        parts=_parts(segments, len(chunks), num_heads),
+        parts=torch.from_numpy(parts),
+        nothing=nothing if is_padded else None,
     )
 
 
@@ -156,18 +164,17 @@ def _page_reads(chunks: Sequence[Chunk], page_size: int) -> tuple[Ids, Ids, Ids]
     return pages[order], tokens[order], queries[order]
 
 
-def _runs(page_reads: tuple[Ids, Ids, Ids], page_size: int, max_gap: int) -> list[_Reads]:
+def _runs(pages: Ids, tokens: Ids, queries: Ids, page_size: int, page_bytes: int) -> list[_Reads]:
     """Neighbours with as many readers each.
 
-    A gap of up to `max_gap` pages between two is read for nothing, if it has one reader; the fewer, the
-    more readers.
+    A small gap between two is read for nothing where that costs less than another call; the more readers,
+    the smaller.
     """
-    pages, tokens, queries = page_reads
     keys, first, counts = np.unique(pages * (page_size + 1) + tokens, return_index=True, return_counts=True)
     unique, unique_tokens = pages[first], tokens[first]
     gaps = np.diff(unique) - 1
-    is_border = (gaps < 0) | (gaps * counts[1:] > max_gap) | (np.diff(counts) != 0)
-    borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), len(keys)]
+    is_border = (gaps < 0) | (gaps * counts[1:] * page_bytes > _CALL_BYTES) | (np.diff(counts) != 0)
+    borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), len(keys)] if len(keys) else []
     runs = []
     for start, end in pairwise(borders):
         count, begin = int(counts[start]), int(first[start])
@@ -182,9 +189,9 @@ def _runs(page_reads: tuple[Ids, Ids, Ids], page_size: int, max_gap: int) -> lis
 
 
 def _merged(reads: Sequence[_Reads]) -> list[_Reads]:
-    """Reads with equal numbers of readers become one."""
+    """Reads with equal numbers of readers become one; empty ones vanish."""
     by_count: dict[int, list[_Reads]] = {}
-    for read in reads:
+    for read in filter(lambda read: len(read.pages), reads):
         by_count.setdefault(read.segments.shape[1], []).append(read)
     return [
         _Reads(
@@ -227,12 +234,12 @@ def _mask(lengths: Ids, num_tokens: int, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(is_past.shape, dtype=dtype).masked_fill_(is_past, -torch.inf)[:, None, None]
 
 
-def _parts(segments: Ids, num_queries: int, num_heads: int) -> Tensor:
-    """See DecodeView.parts; `segments` are the query of each part, or -1."""
+def _parts(segments: Ids, num_queries: int, num_heads: int) -> tuple[Ids, bool]:
+    """See DecodeView.parts, and whether they are filled up. `segments` are the query of each read, or -1."""
     order = np.argsort(segments, kind="stable")
     order = order[np.searchsorted(segments[order], 0) :]
     counts = np.bincount(segments[order], minlength=num_queries)
     rank_in_query = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    parts = np.full((num_queries, counts.max()), len(segments))
-    parts[segments[order], rank_in_query] = order
-    return torch.from_numpy(parts[:, None] * num_heads + np.arange(num_heads)[:, None])
+    rows = np.full((num_queries, num_heads, counts.max()), len(segments) * num_heads)
+    rows[segments[order], :, rank_in_query] = order[:, None] * num_heads + np.arange(num_heads)
+    return rows.reshape(num_queries * num_heads, -1), bool((counts < counts.max()).any())

@@ -133,11 +133,11 @@ def planned(chunks, kv):
 
 
 def test_neighbouring_pages_with_as_many_readers_are_one_run():
-    kv = torch.empty(24, 1, 2, 1, 16, 512)  # a gap of up to four pages for one reader is read for nothing
+    kv = torch.empty(24, 1, 2, 1, 16, 512)  # a gap of up to two pages for one reader is read for nothing
     chunks = [
-        chunk(1, 70, [2, 3, 4, 5, 12]),
-        chunk(1, 70, [2, 3, 4, 5, 15]),
-        chunk(1, 35, [2, 3, 6]),
+        chunk(1, 74, [2, 3, 4, 5, 12]),
+        chunk(1, 74, [2, 3, 4, 5, 15]),
+        chunk(1, 45, [2, 3, 6]),
         chunk(1, 63, [8, 9, 10, 11]),
         chunk(1, 15, [22]),
     ]
@@ -151,11 +151,16 @@ def test_neighbouring_pages_with_as_many_readers_are_one_run():
     assert copies == [([22], [[4]], 16)]  # alone it is not worth a call of its own
 
 
-def test_what_is_too_short_for_a_run_is_copied_once_for_all_its_readers():
-    kv = torch.empty(32, 1, 2, 1, 16, 512)  # two pages make a run
-    runs, copies = planned([chunk(1, 50, [2, 9, 4, 16]), chunk(1, 50, [2, 9, 30, 18])], kv)
-    assert runs == [([16, 17, 18], [[0], [0], [1]])]
-    assert copies == [([2, 9], [[0, 1]] * 2, 16), ([4, 30], [[0], [1]], 16)]
+def test_what_is_not_worth_a_run_is_copied_once_for_all_its_readers():
+    kv = torch.empty(24, 1, 2, 1, 16, 512)  # two pages make a run
+    chunks = [chunk(1, 50, [2, 9, 4, 16]), chunk(1, 54, [2, 9, 20, 18])]
+    runs, copies = planned(chunks, kv)
+    assert runs == []
+    # The last pages of both are less than half full.
+    assert copies == [([16, 18, 4, 20], [[0], [1], [0], [1]], 16), ([2, 9], [[0, 1]] * 2, 16)]
+    runs, copies = planned([chunk(1, 55, [2, 3, 4, 5]), chunk(1, 50, [8, 9, 10, 11])], kv)
+    assert runs == [([2, 3, 4], [[0]] * 3), ([8, 9, 10], [[1]] * 3)]
+    assert copies == [([5, 11], [[0], [1]], 8)]
 
 
 def test_what_slots_past_the_end_hold_does_not_matter():
