@@ -94,7 +94,7 @@ class Pair:
         self.peers[0] = address
 
     async def _serve(self, own_id, engine) -> None:
-        service = PrefillService(engine, PrefillMetrics(CollectorRegistry(), engine))
+        service = PrefillService(engine, own_id, PrefillMetrics(CollectorRegistry(), engine))
 
         def register(server):
             prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)

@@ -16,10 +16,8 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_
 
 def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
     """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
-    return [
-        _role(engine)
-        for engine in prefill_engines(config.engine_settings(Role.PREFILL), own_ids, config.tls())
-    ]
+    engines = prefill_engines(config.engine_settings(Role.PREFILL), own_ids, config.tls())
+    return [_role(own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
 
 def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
@@ -27,9 +25,9 @@ def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
     return prefill_roles(config, [own_id])[0]
 
 
-def _role(engine: PrefillEngine) -> RankRole:
+def _role(own_id: RankId, engine: PrefillEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
-        service = PrefillService(engine, PrefillMetrics(registry, engine))
+        service = PrefillService(engine, own_id, PrefillMetrics(registry, engine))
 
         def register(server: grpc.aio.Server) -> None:
             prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)

@@ -2,23 +2,28 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
 from services import rpc, telemetry
 from services.engine.base import PrefillEngine
-from services.errors import AlreadyRunning, Unavailable
-from services.kv.types import Room
+from services.errors import AlreadyRunning, StaleGeneration, Unavailable
+from services.kv.types import RankId, Room
 from services.prefill.metrics import PrefillMetrics
 from services.request import PrefillResult
-from services.wire import convert_request
-from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+
+# A report costs a router a tenth of a millisecond, and there may be hundreds of ranks; meanwhile it reckons.
+_TICK_S = 0.1
+_SILENT_TICKS = 5
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, engine: PrefillEngine, metrics: PrefillMetrics) -> None:
+    def __init__(self, engine: PrefillEngine, own_id: RankId, metrics: PrefillMetrics) -> None:
         self._engine = engine
+        self._own_id = own_id
         self._metrics = metrics
         self._rooms: set[Room] = set()
         self._idle = asyncio.Event()
@@ -43,6 +48,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             span.set_attributes(_attributes(result))
             self._metrics.prefilled(result, telemetry.exemplar(span))
         return convert_request.prefill_result_to_proto(result)
+
+    async def WatchLoad(
+        self, request: prefill_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[prefill_pb2.WatchLoadResponse]:
+        if request.generation != self._own_id.generation:
+            raise StaleGeneration(f"prefill rank {self._own_id} has been restarted since it was listed")
+        while True:
+            load = self._load()
+            yield prefill_pb2.WatchLoadResponse(load=load)
+            for _ in range(_SILENT_TICKS):
+                await asyncio.sleep(_TICK_S)
+                if self._load() != load:
+                    break
+
+    def _load(self) -> common_pb2.RankLoad:
+        load = convert.load_to_proto(self._engine.load())
+        load.draining = self.draining
+        return load
 
     @contextlib.contextmanager
     def _in_room(self, room: Room) -> Iterator[None]:

@@ -7,6 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WatchLoadRequest(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class WatchLoadResponse(_message.Message):
+    __slots__ = ("load",)
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    load: _common_pb2.RankLoad
+    def __init__(self, load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ...) -> None: ...
+
 class DrainPrefillRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -39,6 +39,11 @@ class PrefillStub:
                 request_serializer=isthmus_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/isthmus.v1.Prefill/WatchLoad',
+                request_serializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
         self.DrainPrefill = channel.unary_unary(
                 '/isthmus.v1.Prefill/DrainPrefill',
                 request_serializer=isthmus_dot_v1_dot_prefill__pb2.DrainPrefillRequest.SerializeToString,
@@ -52,6 +57,14 @@ class PrefillServicer:
     def Prefill(self, request, context):
         """Compute the prompt, move its delta by the room's ticket, return the first token.
         The answer may come before the pages have landed: Status on the Handshake stream says that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLoad(self, request, context):
+        """The rank's load, whenever it has changed and at least every half second, until the caller leaves: a
+        router knows by it what the requests of all routers, on their way through decode ranks, have queued here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +84,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=isthmus_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadResponse.SerializeToString,
             ),
             'DrainPrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainPrefill,
@@ -105,6 +123,33 @@ class Prefill:
             '/isthmus.v1.Prefill/Prefill',
             isthmus_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             isthmus_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/isthmus.v1.Prefill/WatchLoad',
+            isthmus_dot_v1_dot_prefill__pb2.WatchLoadRequest.SerializeToString,
+            isthmus_dot_v1_dot_prefill__pb2.WatchLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
