@@ -10,7 +10,20 @@ from services import rpc
 from services.cli.client import ClientConfig
 from services.cli.table import format_table
 from services.config import load, setting
+from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+# As a request comes to meet them, then what it costs others.
+_ORDER = (
+    *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "overhead"),
+    *("occupy", "evict_prefill", "evict_decode", "itl"),
+)
+_REASONS = {
+    "pinned": "the conversation is pinned there, and its price is within the slack of the lowest",
+    "longest_prefix": "it alone holds most of the prompt, and its price is within the slack of the lowest",
+    "cheapest": "its price is the lowest",
+    "tie": "several are equally cheap and have as few requests, and chance chose among them",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +32,7 @@ class ExplainConfig(ClientConfig):
 
     prompt: str = setting("", "the prompt; default: standard input")
     conversation: str = setting("", "conversation id")
+    tenant: str = setting("", "tenant; prefixes are not shared between tenants")
 
 
 def run(argv: list[str]) -> int:
@@ -27,25 +41,62 @@ def run(argv: list[str]) -> int:
 
 
 async def _explain(config: ExplainConfig, prompt: str) -> int:
-    request = generation_pb2.GenerateRequest(text=prompt, conversation_id=config.conversation)
+    request = generation_pb2.GenerateRequest(
+        text=prompt, conversation_id=config.conversation, tenant=config.tenant
+    )
     async with config.open_channel() as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         try:
             answer = await stub.Explain(generation_pb2.ExplainRequest(request=request), timeout=10)
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from(error) from error
-    print(f"{answer.prompt_tokens} prompt tokens; chosen: {answer.reason}")
-    if answer.degraded:
-        print(f"degraded, by load alone: {answer.degraded}")
-    print(format_candidates(answer))
+    print(format_explanation(answer))
     return 0
 
 
+def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
+    """The choice and its reason, what each rank holds, then every candidate's price, cheapest first."""
+    lines = [f"{answer.prompt_tokens} prompt tokens", *_choice(answer)]
+    if answer.HasField("pinned"):
+        lines.append(f"pinned to {_name(answer.pinned)}")
+    if answer.degraded:
+        lines.append(f"degraded, by load alone: {answer.degraded}")
+    return "\n".join([*lines, "", _held(answer), "", format_candidates(answer)])
+
+
 def format_candidates(answer: generation_pb2.ExplainResponse) -> str:
-    """Cheapest first; prices in milliseconds."""
-    names = list(dict.fromkeys(term.name for c in answer.candidates for term in c.terms))
-    headings = ["", "decode", "hit", "prefill", "hit", "plan", *names, "total ms", "note"]
-    return format_table(headings, [_row(candidate, names) for candidate in answer.candidates])
+    """Cheapest first; prices in milliseconds. Terms that are nothing everywhere have no column."""
+    terms = [term for candidate in answer.candidates for term in candidate.terms]
+    counting = {term.name for term in terms if term.seconds > 0}
+    present = {term.name: None for term in terms}
+    names = [name for name in (*_ORDER, *(present.keys() - {*_ORDER})) if name in counting]
+    headings = ["", "decode", "prefill", "plan", *names, "total ms", "note"]
+    table = format_table(headings, [_row(candidate, names) for candidate in answer.candidates])
+    nothing = [name for name in present if name not in counting]
+    return table + (f"\nnothing anywhere: {', '.join(nothing)}" if nothing else "")
+
+
+def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
+    for candidate in answer.candidates:
+        if candidate.chosen:
+            by = f", computed by {_name(candidate.prefill)}" if candidate.HasField("prefill") else ""
+            where = f"{_name(candidate.decode)}{by}, plan {_plan(candidate)}"
+            return [f"chosen: {where}", f"reason: {answer.reason}: {_REASONS.get(answer.reason, '')}"]
+    return []
+
+
+def _held(answer: generation_pb2.ExplainResponse) -> str:
+    """What each rank holds of the prompt."""
+    rows: dict[str, tuple[object, ...]] = {}
+    for candidate in answer.candidates:
+        if candidate.HasField("decode"):
+            hits = candidate.decode_indexed_tokens, candidate.decode_hit_tokens
+            rows.setdefault(_name(candidate.decode), ("decode", *hits))
+        if candidate.HasField("prefill"):
+            hits = candidate.prefill_indexed_tokens, candidate.prefill_hit_tokens
+            rows.setdefault(_name(candidate.prefill), ("prefill", *hits))
+    headings = ("rank", "role", "in the index", "counted as")
+    return format_table(headings, [(name, *row) for name, row in sorted(rows.items())])
 
 
 def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
@@ -53,17 +104,18 @@ def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
     note = candidate.excluded or ("pinned" if candidate.pinned else "")
     return [
         "*" if candidate.chosen else "",
-        _rank(candidate, "decode"),
-        candidate.decode_hit_tokens,
-        _rank(candidate, "prefill"),
-        candidate.prefill_hit_tokens,
-        "" if candidate.excluded else common_pb2.Plan.Name(candidate.plan).removeprefix("PLAN_").lower(),
+        _name(candidate.decode) if candidate.HasField("decode") else "-",
+        _name(candidate.prefill) if candidate.HasField("prefill") else "-",
+        "" if candidate.excluded else _plan(candidate),
         *(terms.get(name, "") for name in names),
         "" if candidate.excluded else f"{1e3 * candidate.total_s:.2f}",
         note,
     ]
 
 
-def _rank(candidate: generation_pb2.Candidate, role: str) -> str:
-    rank = candidate.decode if role == "decode" else candidate.prefill
-    return f"{rank.worker}/{rank.rank}" if candidate.HasField(role) else "-"
+def _plan(candidate: generation_pb2.Candidate) -> str:
+    return convert.plan_from_proto(candidate.plan).value
+
+
+def _name(rank: common_pb2.RankId) -> str:
+    return f"{rank.worker}/{rank.rank}"

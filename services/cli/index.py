@@ -1,10 +1,13 @@
-"""`isthmus index`: what every rank holds, read from etcd as a router reads it."""
+"""`isthmus index`: what every rank holds, as a router knows it, or as etcd tells it."""
 
 import asyncio
 import random
 from contextlib import suppress
 from dataclasses import dataclass
 
+import grpc
+
+from services import rpc
 from services.cli.table import format_table
 from services.cluster_config import ClusterConfig
 from services.config import load, setting
@@ -12,23 +15,40 @@ from services.errors import Unavailable
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.mirror import Mirror
+from services.wire import convert
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 _LISTING_TIMEOUT_S = 10.0
+_BASE = ("rank", "role", "state", "generation", "blocks", "epoch", "sequence", "record age")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig(ClusterConfig):
-    """Print the ranks of a cluster and how many index blocks each holds."""
+    """Print the ranks of a cluster, what each holds, and how far it is trusted and loaded.
 
-    etcd: tuple[str, ...] = setting(help="etcd endpoints, HOST:PORT,...")
+    A router is asked, for trust and load are what a router knows; with --etcd the index is read from etcd.
+    """
+
+    router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
 
 
 def run(argv: list[str]) -> int:
     config = load(IndexConfig, argv, prog="isthmus index")
-    return asyncio.run(_index(config))
+    print(asyncio.run(_read_etcd(config) if config.etcd else _ask_router(config)))
+    return 0
 
 
-async def _index(config: IndexConfig) -> int:
+async def _ask_router(config: IndexConfig) -> str:
+    async with rpc.open_channel(config.router, config.tls()) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        try:
+            answer = await stub.ListRanks(generation_pb2.ListRanksRequest(), timeout=_LISTING_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from(error) from error
+    return format_answer(answer)
+
+
+async def _read_etcd(config: IndexConfig) -> str:
     async with Etcd(config.etcd_settings(), rng=random.Random()) as etcd:
         mirror = Mirror(etcd, ClusterKeys(config.cluster), "cli-index")
         task = asyncio.create_task(mirror.run())
@@ -41,23 +61,63 @@ async def _index(config: IndexConfig) -> int:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-    print(format_ranks(mirror))
-    return 0
+    return format_ranks(mirror)
+
+
+def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
+    """Pages are in use (of which evictable) / all; `pending` is in prompt tokens."""
+    headings = (*_BASE, "trust", "running", "waiting", "pending", "tokens/s", "pages", "note")
+    table = format_table(headings, [_answered(rank) for rank in answer.ranks])
+    lines = [f"the index is {answer.staleness_s:.3f} s behind the ranks"]
+    if answer.degraded:
+        lines.append(f"degraded: {answer.degraded}")
+    return "\n".join([*lines, table if answer.ranks else "no rank is registered"])
+
+
+def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
+    load = rank.load
+    return (
+        f"{rank.rank.worker}/{rank.rank.rank}",
+        convert.role_from_proto(rank.role).value,
+        rank.state,
+        f"{rank.rank.generation:016x}",
+        rank.index_blocks,
+        rank.epoch,
+        rank.next_sequence,
+        _age(rank.record_age_s, rank.current),
+        f"{rank.trust:.2f}",
+        load.running,
+        load.waiting,
+        rank.pending_tokens,
+        f"{rank.prefill_tokens_per_s:.0f}",
+        f"{load.used_pages}+{load.cached_pages}/{load.total_pages}",
+        rank.excluded,
+    )
 
 
 def format_ranks(mirror: Mirror) -> str:
-    headings = ("rank", "role", "state", "generation", "blocks", "pages", "endpoint", "model")
-    rows = [
-        (
-            str(key),
-            view.registration.role.value,
-            view.state.value,
-            f"{view.registration.id.generation:016x}",
-            mirror.index.num_blocks(key),
-            view.registration.total_pages,
-            view.registration.address.endpoint,
-            view.registration.model,
+    """From etcd alone: nothing of trust and load."""
+    rows = []
+    for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
+        registration, progress = view.registration, mirror.progress(key)
+        rows.append(
+            (
+                str(key),
+                registration.role.value,
+                view.state.value,
+                f"{registration.id.generation:016x}",
+                mirror.index.num_blocks(key),
+                progress.epoch,
+                progress.next_seq,
+                _age(progress.age_s, progress.current),
+                registration.total_pages,
+                registration.address.endpoint,
+                registration.model,
+            )
         )
-        for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0])
-    ]
+    headings = (*_BASE, "pages", "endpoint", "model")
     return format_table(headings, rows) if rows else "no rank is registered"
+
+
+def _age(age_s: float, current: bool) -> str:
+    return f"{age_s:.3f} s" if current else "incomplete"

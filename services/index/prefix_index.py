@@ -8,7 +8,7 @@ That is no worse than any stale entry: the index is a hint, and decode matches i
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.kv.types import Generation, RankId, RankKey
 
@@ -33,6 +33,11 @@ class PrefixIndex:
 
     def holds(self, key: RankKey, block: int) -> bool:
         return block in self._blocks.get(key, ())
+
+    def first_holder(self, ranks: Iterator[RankKey], block: int) -> RankKey | None:
+        """The first of `ranks` that holds the block; they are consumed up to it."""
+        known = self._blocks
+        return next((key for key in ranks if block in known.get(key, ())), None)
 
     @property
     def total_blocks(self) -> int:

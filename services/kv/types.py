@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 PageId = NewType("PageId", int)
 BlockHash = NewType("BlockHash", int)  # 64-bit sequence hash of an index block
@@ -10,9 +10,11 @@ Generation = NewType("Generation", int)  # 64-bit random id of one life of a ran
 Room = NewType("Room", int)  # 64-bit random name of one request between two ranks
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RankKey:
-    """A DP rank over all its lives: worker name and rank number."""
+class RankKey(NamedTuple):
+    """A DP rank over all its lives: worker name and rank number.
+
+    A tuple, for its hash: a router looks ranks up dozens of times to place one request.
+    """
 
     worker: str
     rank: int

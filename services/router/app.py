@@ -31,6 +31,7 @@ from services.router.generation import Generator
 from services.router.metrics import RankCollector, RouterMetrics
 from services.router.openai import openai_app
 from services.router.placement import Weights
+from services.router.placer import PlacerSettings
 from services.router.server import GenerationService
 from services.router.suspects import SuspectChecks
 from services.router.tokenizer import Tokenizer
@@ -124,10 +125,8 @@ async def _serve_grpc(config: RouterConfig, service: GenerationService) -> rpc.R
 def _cluster_settings(config: RouterConfig) -> ClusterSettings:
     return ClusterSettings(
         model_name=config.served_name,
-        index_block=config.index_block,
         plans=config.plan_set,
-        chunk_tokens=config.chunk_size,
-        weights=Weights(itl_weight=config.itl_weight),
+        placer=PlacerSettings(config.index_block, config.chunk_size, Weights(itl_weight=config.itl_weight)),
     )
 
 

@@ -9,34 +9,37 @@ in seconds. Nothing here does I/O. A request in flight:
       it runs on its decode rank, and pends
 """
 
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.kv.types import BlockHash, Plan, RankKey, RankLoad
 from services.request import Admitted
-
-# Waiting behind others, and what we do not measure, only ever makes a rank look slower than it is. So a
-# sample above what was learned counts for more than one below.
-_RISE, _FALL = 0.3, 0.1
-_HALF_LIFE_S = 60.0  # an old grudge fades towards the usual, or a rank once slow would never be tried again
-_FULL_WEIGHT_TOKENS = 256
-_MIN_TOKENS = 16  # fewer measure the cost of a step, not the rate
-_MIN_BYTES = 1 << 20  # fewer measure the calls around a transfer
-_MIN_TRANSFER_S = 1e-4
-_BANDWIDTH_LIMITS = (1e6, 1e12)  # bytes per second
-_MAX_LINKS = 256  # a prefill rank
+from services.router.predictions import Predictions
+from services.router.speeds import Speeds
+from services.router.trust import Trust
 
 _REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most so far apart
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
-_MAX_PREDICTED_BLOCKS = 1 << 18
 
 _NO_LOAD = RankLoad()
 
 
+@dataclass(frozen=True, slots=True)
+class RankNow:
+    """A rank as the next request sees it."""
+
+    load: RankLoad  # as last reported
+    pending_tokens: int  # queued or being computed
+    queued: int  # requests whose prompts wait to be computed
+    running: int  # requests: at a decode rank until ended, at a prefill rank until admitted
+    tokens_per_s: float  # of prompts: as it reports, else as learned, else as is usual
+
+
 class Balance:
-    """Memory is bounded by the requests in flight and the ranks that were not forgotten."""
+    """Memory is bounded by the requests in flight and the ranks that were not forgotten.
+
+    `changed` is called with a rank whose load has changed.
+    """
 
     def __init__(
         self,
@@ -47,17 +50,18 @@ class Balance:
         chunk_tokens: int = 2048,
     ) -> None:
         """The priors hold until something was measured; `chunk_tokens` is as in PlacementRequest."""
-        self._clock = clock
-        self._speeds = _Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
-        self._predictions = _Predictions()
+        self.clock = clock
+        self.predictions = Predictions()
+        self.trust = Trust()
+        self.changed: Callable[[RankKey], None] = _nobody_asks
+        self._chunk_tokens = chunk_tokens
+        self._speeds = Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
         self._flights: dict[str, _Flight] = {}
-        self._decoding: dict[RankKey, dict[str, _Flight]] = {}  # until ended
-        self._computing: dict[RankKey, dict[str, _Flight]] = {}  # until admitted
-        self._reports: dict[RankKey, _Report] = {}
+        self._ranks: dict[RankKey, _Rank] = {}
         self._failures: dict[RankKey, _Failure] = {}
 
     def __repr__(self) -> str:
-        ranks = {*self._failures, *self._reports}
+        ranks = {*self._failures, *self._ranks}
         excluded = {str(rank): why for rank in ranks if (why := self.excluded(rank))}
         return f"<Balance in_flight={len(self._flights)} excluded={excluded}>"
 
@@ -65,7 +69,7 @@ class Balance:
 
     def observe_admitted(self, decode: RankKey, prefill: RankKey | None, admitted: Admitted) -> None:
         """Learn from what a request really took. It also ends the penalty of the ranks that served it."""
-        now = self._clock()
+        now = self.clock()
         self._failures.pop(decode, None)
         if admitted.plan is Plan.LOCAL:
             self._speeds.learn_rate(decode, admitted, now)
@@ -74,13 +78,9 @@ class Balance:
             self._speeds.learn_rate(prefill, admitted, now)
             self._speeds.learn_bandwidth(prefill, decode, admitted, now)
 
-    def rate(self, rank: RankKey) -> float:
-        """Prompt tokens a second that the rank computes: as it reports, else as learned, else as is usual."""
-        return self.load(rank).prefill_tokens_per_s or self._speeds.rate(rank, self._clock())
-
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
         """Bytes a second between the two, else as is usual for that prefill rank, else for any."""
-        return self._speeds.bandwidth(prefill, decode, self._clock())
+        return self._speeds.bandwidth(prefill, decode, self.clock())
 
     # -- in flight --------------------------------------------------------------------------------
 
@@ -90,59 +90,86 @@ class Balance:
         Sent again, to other ranks, it is no longer with the first ones.
         """
         self.ended(request_id)
-        flight = _Flight(decode, prefill or decode, uncached_tokens, self._clock())
+        flight = _Flight(decode, prefill or decode, uncached_tokens, self.clock())
         self._flights[request_id] = flight
-        self._decoding.setdefault(flight.decode, {})[request_id] = flight
-        self._computing.setdefault(flight.computing, {})[request_id] = flight
+        self._of(decode).decoding.add(request_id)
+        self._of(flight.computing).take(request_id, flight)
+        self.changed(flight.computing)
+        if flight.computing != decode:
+            self.changed(decode)
 
     def admitted(self, request_id: str) -> None:
         """Its prompt has been computed. Nothing happens if it is not in flight."""
         flight = self._flights.get(request_id)
-        if flight is not None:
-            _discard(self._computing, flight.computing, request_id)
+        if flight is not None and (rank := self._ranks.get(flight.computing)) is not None:
+            rank.drop(request_id)
+            self.changed(flight.computing)
 
     def ended(self, request_id: str) -> None:
         """It left, however that came. Nothing happens if it is not in flight."""
         self.admitted(request_id)
         flight = self._flights.pop(request_id, None)
-        if flight is not None:
-            _discard(self._decoding, flight.decode, request_id)
+        if flight is not None and (rank := self._ranks.get(flight.decode)) is not None:
+            rank.decoding.discard(request_id)
+            self.changed(flight.decode)
 
-    def pending_tokens(self, rank: RankKey) -> int:
-        """Tokens queued or being computed there: what it last reported, and what we sent too late for that.
+    def now(self, rank: RankKey) -> RankNow:
+        """What was last reported, and what we sent too late for that.
 
         A report counts every router's requests that had reached the rank, so ours from before it are not
-        counted again. Of a rank that reports nothing (prefill) only ours are known, until they are
-        admitted or end.
+        counted again. Since it was made the rank has gone on: with one chunk at most, for it reports after
+        every step. Of a rank that has not reported only ours are known, until they are admitted or end.
+        Where machines are crowded, a request may take longer to get there than is reckoned with. So of ours
+        at least that pends which the rank cannot have computed since they were sent.
         """
-        report = self._reports.get(rank)
-        flights = self._computing.get(rank, {}).values()
-        if report is None:
-            return sum(flight.uncached_tokens for flight in flights)
-        seen_s = report.received_s - _REPORT_LAG_S
-        unseen_tokens = sum(flight.uncached_tokens for flight in flights if flight.sent_s > seen_s)
-        return report.load.pending_tokens + unseen_tokens
+        known, now = self._ranks.get(rank), self.clock()
+        if known is None:
+            return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now))
+        load = known.load
+        tokens_per_s = load.prefill_tokens_per_s or self._speeds.rate(rank, now)
+        done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
+        pending_tokens = max(0, load.pending_tokens - done) + known.unseen_tokens
+        queued = load.waiting + len(known.unseen)
+        if (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
+            pending_tokens, queued = ours, max(queued, len(known.computing) - 1)
+        return RankNow(
+            load=load,
+            pending_tokens=pending_tokens,
+            queued=queued,
+            running=max(load.running, len(known.decoding) or len(known.computing)),
+            tokens_per_s=tokens_per_s,
+        )
 
-    def running(self, rank: RankKey) -> int:
-        """Requests of this router there: at a decode rank until ended, at a prefill rank until admitted."""
-        return len(self._decoding.get(rank) or self._computing.get(rank) or ())
+    def _of(self, rank: RankKey) -> "_Rank":
+        known = self._ranks.get(rank)
+        if known is None:
+            known = self._ranks[rank] = _Rank()
+        return known
 
     # -- health -----------------------------------------------------------------------------------
 
     def report(self, rank: RankKey, load: RankLoad) -> None:
-        self._reports[rank] = _Report(load, self._clock())
+        now = self.clock()
+        self._of(rank).report(load, now, now - _REPORT_LAG_S)
+        self.changed(rank)
+
+    def unreported(self, rank: RankKey) -> None:
+        """The rank no longer reports: what it said last is no news, and only ours are known."""
+        if (known := self._ranks.get(rank)) is not None:
+            known.forget_report()
+            self.changed(rank)
 
     def load(self, rank: RankKey) -> RankLoad:
         """The last report; all zero before the first."""
-        report = self._reports.get(rank)
-        return _NO_LOAD if report is None else report.load
+        known = self._ranks.get(rank)
+        return _NO_LOAD if known is None else known.load
 
     def failed(self, rank: RankKey) -> None:
         """Leave the rank alone for a second, and twice as long each time it fails again, up to 30 s.
 
         What fails during a penalty was sent before it, and is no news.
         """
-        now, last = self._clock(), self._failures.get(rank)
+        now, last = self.clock(), self._failures.get(rank)
         if last is None:
             self._failures[rank] = _Failure(_FIRST_PENALTY_S, now + _FIRST_PENALTY_S)
         elif now >= last.until_s:
@@ -152,7 +179,7 @@ class Balance:
     def excluded(self, rank: RankKey) -> str:
         """Why the rank must not be chosen now, "failed" or "draining"; empty: it may."""
         failure = self._failures.get(rank)
-        if failure is not None and self._clock() < failure.until_s:
+        if failure is not None and self.clock() < failure.until_s:
             return "failed"
         return "draining" if self.load(rank).draining else ""
 
@@ -162,24 +189,20 @@ class Balance:
         Requests in flight there pend and run nowhere, until they are sent again or ended.
         """
         self._failures.pop(rank, None)
-        self._reports.pop(rank, None)
-        self._decoding.pop(rank, None)
-        self._computing.pop(rank, None)
+        self._ranks.pop(rank, None)
         self._speeds.forget(rank)
-        self._predictions.forget(rank)
+        self.predictions.forget(rank)
+        self.trust.forget(rank)
 
     # -- soon to be cached ------------------------------------------------------------------------
 
     def predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0) -> None:
-        """The rank was sent a prompt of these blocks and will soon hold them; a guess that ends by itself.
-
-        It never enters the index: what the rank really holds comes by its own events.
-        """
-        self._predictions.add(rank, hashes, self._clock(), ttl_s)
+        """The rank was sent a prompt of these blocks and will soon hold them; see Predictions."""
+        self.predictions.add(rank, hashes, self.clock(), ttl_s)
 
     def predicted_match(self, rank: RankKey, hashes: Sequence[BlockHash]) -> int:
         """How many of `hashes`, from the first on, are predicted to be there."""
-        return self._predictions.match(rank, hashes, self._clock())
+        return self.predictions.match(rank, hashes, self.clock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +213,56 @@ class _Flight:
     sent_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    load: RankLoad
-    received_s: float
+@dataclass(slots=True)
+class _Rank:
+    """One rank's report and our requests there. `unseen` came too late to be in the report."""
+
+    load: RankLoad = _NO_LOAD
+    reported_s: float = float("-inf")
+    decoding: set[str] = field(default_factory=set)  # until ended
+    computing: dict[str, _Flight] = field(default_factory=dict)  # until admitted
+    computing_tokens: int = 0
+    unseen: set[str] = field(default_factory=set)
+    unseen_tokens: int = 0
+
+    def take(self, request_id: str, flight: _Flight) -> None:
+        self.computing[request_id] = flight
+        self.computing_tokens += flight.uncached_tokens
+        self._note_unseen(request_id, flight)
+
+    def drop(self, request_id: str) -> None:
+        flight = self.computing.pop(request_id, None)
+        if flight is None:
+            return
+        self.computing_tokens -= flight.uncached_tokens
+        if request_id in self.unseen:
+            self.unseen.remove(request_id)
+            self.unseen_tokens -= flight.uncached_tokens
+
+    def least_pending(self, now: float, tokens_per_s: float) -> int:
+        """Tokens of ours that it cannot have computed since the oldest of them was sent."""
+        if not self.computing:
+            return 0
+        oldest = next(iter(self.computing.values()))
+        return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
+
+    def report(self, load: RankLoad, now: float, seen_s: float) -> None:
+        self.load, self.reported_s = load, now
+        self._see(seen_s)
+
+    def forget_report(self) -> None:
+        self.load, self.reported_s = _NO_LOAD, float("-inf")
+        self._see(float("-inf"))
+
+    def _see(self, seen_s: float) -> None:
+        self.unseen, self.unseen_tokens = set(), 0
+        for request_id, flight in self.computing.items():
+            if flight.sent_s > seen_s:
+                self._note_unseen(request_id, flight)
+
+    def _note_unseen(self, request_id: str, flight: _Flight) -> None:
+        self.unseen.add(request_id)
+        self.unseen_tokens += flight.uncached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,144 +271,5 @@ class _Failure:
     until_s: float
 
 
-def _discard(table: dict[RankKey, dict[str, _Flight]], rank: RankKey, request_id: str) -> None:
-    flights = table.get(rank)
-    if flights is not None:
-        flights.pop(request_id, None)
-        if not flights:
-            del table[rank]
-
-
-@dataclass(slots=True)
-class _Learned:
-    """A mean of the first samples that turns into an exponential one."""
-
-    value: float  # before the first sample: what is assumed
-    weight: float = 0.0  # of all samples
-    learned_s: float = 0.0
-
-    def add(self, sample: float, weight: float, now: float) -> None:
-        self.weight += weight
-        pace = _RISE if sample > self.value else _FALL
-        self.value += weight * max(pace, 1 / self.weight) * (sample - self.value)
-        self.learned_s = now
-
-    def faded(self, now: float, usual: float) -> float:
-        kept = math.exp2((self.learned_s - now) / _HALF_LIFE_S)
-        return usual + (self.value - usual) * kept
-
-
-@dataclass(slots=True)
-class _Sender:
-    """What was learned of the links of one prefill rank, the one not used for longest first."""
-
-    mean: _Learned
-    links: dict[RankKey, _Learned] = field(default_factory=dict)
-
-    def add(self, decode: RankKey, sample: float, now: float) -> None:
-        self.mean.add(sample, 1.0, now)
-        link = self.links.pop(decode, None) or _Learned(sample)
-        link.add(sample, 1.0, now)
-        self.links[decode] = link
-        if len(self.links) > _MAX_LINKS:
-            del self.links[next(iter(self.links))]
-
-
-class _Speeds:
-    """Rates of ranks and bandwidths of links, from what requests took."""
-
-    def __init__(self, prior_tokens_per_s: float, prior_bandwidth: float, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._usual_rate = _Learned(prior_tokens_per_s)
-        self._usual_bandwidth = _Learned(prior_bandwidth)
-        self._rates: dict[RankKey, _Learned] = {}
-        self._senders: dict[RankKey, _Sender] = {}
-
-    def learn_rate(self, rank: RankKey, admitted: Admitted, now: float) -> None:
-        tokens, compute_s = admitted.computed_tokens, admitted.prefill_compute_s
-        if tokens < _MIN_TOKENS or compute_s <= 0:
-            return
-        sample, weight = tokens / compute_s, min(1.0, tokens / _FULL_WEIGHT_TOKENS)
-        self._rates.setdefault(rank, _Learned(sample)).add(sample, weight, now)
-        self._usual_rate.add(sample, weight, now)
-
-    def learn_bandwidth(self, prefill: RankKey, decode: RankKey, admitted: Admitted, now: float) -> None:
-        if admitted.kv_bytes_moved < _MIN_BYTES:
-            return
-        sample = _bytes_per_s(admitted, self._chunk_tokens)
-        self._senders.setdefault(prefill, _Sender(_Learned(sample))).add(decode, sample, now)
-        self._usual_bandwidth.add(sample, 1.0, now)
-
-    def rate(self, rank: RankKey, now: float) -> float:
-        learned, usual = self._rates.get(rank), self._usual_rate.value
-        return usual if learned is None else learned.faded(now, usual)
-
-    def bandwidth(self, prefill: RankKey, decode: RankKey, now: float) -> float:
-        sender, usual = self._senders.get(prefill), self._usual_bandwidth.value
-        if sender is None:
-            return usual
-        of_sender = sender.mean.faded(now, usual)
-        link = sender.links.get(decode)
-        return of_sender if link is None else link.faded(now, of_sender)
-
-    def forget(self, rank: RankKey) -> None:
-        self._rates.pop(rank, None)
-        self._senders.pop(rank, None)
-        for sender in self._senders.values():
-            sender.links.pop(rank, None)
-
-
-def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
-    """The bandwidth with which placement would have foretold what this request took.
-
-    `transfer_s` is what the computation did not hide. With C the compute time, D all bytes and L those of
-    the last chunk, placement says max(C, D / b) + L / b; set equal to C + transfer_s and solved for b.
-    """
-    delta_tokens = max(1, admitted.prompt_tokens - admitted.decode_prefix_len)
-    all_bytes = admitted.kv_bytes_moved
-    last_bytes = all_bytes * min(1.0, chunk_tokens / delta_tokens)
-    transfer_s = max(admitted.transfer_s, _MIN_TRANSFER_S)
-    took_s = admitted.prefill_compute_s + transfer_s
-    lowest, highest = _BANDWIDTH_LIMITS
-    return min(highest, max(lowest, last_bytes / transfer_s, (all_bytes + last_bytes) / took_s))
-
-
-class _Predictions:
-    """Blocks that ranks will soon hold, oldest guess first out."""
-
-    def __init__(self) -> None:
-        self._until_s: dict[RankKey, dict[BlockHash, float]] = {}
-        self._guesses: deque[tuple[float, RankKey, Sequence[BlockHash]]] = deque()  # until_s, rank, blocks
-        self._num_blocks = 0  # in the guesses
-
-    def add(self, rank: RankKey, hashes: Sequence[BlockHash], now: float, ttl_s: float) -> None:
-        blocks, until_s = tuple(hashes[:_MAX_PREDICTED_BLOCKS]), now + ttl_s
-        table = self._until_s.setdefault(rank, {})
-        for block in blocks:
-            table[block] = max(until_s, table.get(block, until_s))
-        self._guesses.append((until_s, rank, blocks))
-        self._num_blocks += len(blocks)
-        while self._guesses and (self._guesses[0][0] <= now or self._num_blocks > _MAX_PREDICTED_BLOCKS):
-            self._drop_oldest()
-
-    def match(self, rank: RankKey, hashes: Sequence[BlockHash], now: float) -> int:
-        table = self._until_s.get(rank)
-        if table is None:
-            return 0
-        for num_blocks, block in enumerate(hashes):
-            if table.get(block, now) <= now:
-                return num_blocks
-        return len(hashes)
-
-    def forget(self, rank: RankKey) -> None:
-        self._until_s.pop(rank, None)
-
-    def _drop_oldest(self) -> None:
-        until_s, rank, blocks = self._guesses.popleft()
-        self._num_blocks -= len(blocks)
-        table = self._until_s.get(rank, {})
-        for block in blocks:
-            if block in table and table[block] <= until_s:
-                del table[block]
-        if not table:
-            self._until_s.pop(rank, None)
+def _nobody_asks(rank: RankKey) -> None:
+    """Until somebody sets `changed`."""

@@ -21,7 +21,7 @@ class RouterConfig(ClusterConfig):
     plans: tuple[Literal["remote", "local"], ...] = setting(("remote", "local"), "plans that may be chosen")
     chunk_size: int = setting(512, "the prefill ranks' --chunk-size, for the price of the last chunk")
     itl_weight: float = setting(
-        0.25, "how much slowing running sequences counts against the time to first token"
+        0.05, "how much slowing running sequences counts against the time to first token"
     )
     max_attempts: int = setting(3, "ranks that a request is tried on at most")
 

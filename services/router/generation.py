@@ -32,7 +32,7 @@ from services.errors import (
 )
 from services.request import Admitted, FinishReason, GenerationRequest, Output, StartCommand
 from services.router.chat import ConversationMemory, drift_tokens
-from services.router.cluster import Cluster, Placed
+from services.router.cluster import Cluster, HashedPrompt, Placed
 from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.detokenizer import Detokenizer
 from services.router.finish import finish_of
@@ -93,9 +93,9 @@ class Generator:
     async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Placed]:
         """Prompt length and where the request would go now; nothing is sent or remembered."""
         checked = self._check(request)
-        prompt = await self._encoder().encode(request)
-        placed = self._cluster.place(prompt.ids, checked.tenant, checked.conversation_id, frozenset())
-        return len(prompt.ids), placed
+        encoded = await self._encoder().encode(request)
+        prompt = await self._cluster.hash(encoded.ids, checked.tenant)
+        return len(prompt.ids), self._cluster.explain(prompt, checked.conversation_id)
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None, traceparent: str = ""
@@ -239,9 +239,10 @@ class _Run:
         while True:
             try:
                 if self._progress.stream is None:
+                    prompt = await self._hashed()
                     if self._progress.aborted:  # while it was with no rank
                         return Output(finished=FinishReason.ABORTED)
-                    self._place()
+                    self._place(prompt)
                 assert self._progress.stream is not None
                 return await self._read(self._progress.stream)
             except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
@@ -254,15 +255,20 @@ class _Run:
         except TimeoutError:
             raise DeadlineExceeded("the deadline has passed") from None
 
-    def _place(self) -> None:
+    async def _hashed(self) -> HashedPrompt:
+        """The prompt, and what was generated so far."""
+        began = self._clock()
+        ids = self._prompt + tuple(self._progress.output_ids)
+        prompt = await self._cluster.hash(ids, self._checked.tenant)
+        self._progress.route_s += self._clock() - began
+        return prompt
+
+    def _place(self, prompt: HashedPrompt) -> None:
         """Choose ranks and send the request there. Raises Unavailable or NoCapacity when there are none."""
         progress, checked = self._progress, self._checked
         began = self._clock()
-        ids = self._prompt + tuple(progress.output_ids)
         progress.attempts += 1
-        placed = self._cluster.place(
-            ids, checked.tenant, checked.conversation_id, frozenset(progress.excluded)
-        )
+        placed = self._cluster.place(prompt, checked.conversation_id, frozenset(progress.excluded))
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed))
         self._cluster.sent(checked.request_id, checked.conversation_id, placed)
@@ -396,4 +402,4 @@ class _Run:
         if self._checked.conversation_id:
             self._generator._memory.remember(self._checked.memory_key, all_ids)
         if progress.placed is not None:  # it was not aborted before
-            self._cluster.finished(progress.placed, all_ids, self._checked.tenant)
+            self._cluster.finished(progress.placed, all_ids)

@@ -1,14 +1,18 @@
-"""Prices each (decode rank, prefill rank, plan) in seconds to the first token, and picks one. Pure.
+"""Prices each (decode rank, prefill rank, plan) in seconds, and picks one. Pure.
 
-    remote  T = wait_prefill + max(compute, transfer) + last_chunk + overhead + at_decode
-    local   T = compute + at_decode
-    at_decode = wait_decode + wait_room + displace + itl
+    remote  T = wait_prefill + max(compute, transfer) + last_chunk + overhead + occupy + evict_prefill
+                + at_decode
+    local   T = compute + occupy + at_decode
+    at_decode = wait_decode + wait_room + evict_decode + itl
+
+occupy, evict and itl are what a request costs those that come after it or run beside it. Without them
+each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
 
 Not every pair is priced. Under one bandwidth the price of a pair is
 
     T = fixed(P) + max(overlapped(P), overlapped(D)) + fixed(D)
 
-with P's wait and compute, and D's waits and transfer. So a rank can be left out when another one is no
+with P's computation and D's transfer overlapped. So a rank can be left out when another one is no
 worse in `fixed` and in `fixed + overlapped`: the best pair lies in what remains on both sides, a handful
 of ranks. Under several bandwidths the shortlist is made with a typical one and a few spare ranks a side,
 and the pairs in it are priced with their own: the best of these, not always of all.
@@ -16,7 +20,7 @@ and the pairs in it are priced with their own: the best of these, not always of 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
@@ -31,22 +35,11 @@ _T = TypeVar("_T")
 # Bytes per second from a prefill rank (first) to a decode rank.
 Bandwidth = Callable[[RankKey, RankKey], float]
 
-_SPARE_RANKS = 8  # a side, at least, where there are so many
+_SPARE_RANKS = 4  # a side, at least, where there are so many
 _MAX_SHORTLIST = 32  # a side; the exact shortlist is shorter but for contrived fleets
-_BANDWIDTH_SAMPLES = 9
-_MAX_RANKED = 8
-
-_REMOTE_TERMS = (
-    "wait_prefill",
-    "compute",
-    "last_chunk",
-    "wait_decode",
-    "wait_room",
-    "displace",
-    "itl",
-    "overhead",
-)
-_LOCAL_TERMS = ("wait_decode", "compute", "wait_room", "displace", "itl")
+_BANDWIDTH_SAMPLES = 5
+_MAX_RANKED = 64
+_MAX_QUEUE = 20  # requests; a longer queue makes nothing more urgent
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class DecodeCandidate:
     """A decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # predicted decode_prefix_len
+    hit_tokens: int  # what a predicted decode_prefix_len is worth
     pending_tokens: int  # queued or being computed there
     prefill_tokens_per_s: float
     running: int  # sequences
@@ -62,6 +55,8 @@ class DecodeCandidate:
     free_tokens: int  # room in free pages
     evictable_tokens: int  # cached, unlocked
     excluded: str = ""  # why it cannot be chosen (draining, suspect, failed, FULL); empty: it can
+    queued: int = 0  # requests whose prompts wait to be computed there
+    matched_tokens: int = 0  # what the index says, before trust and predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +64,17 @@ class PrefillCandidate:
     """A prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # predicted prefill_prefix_len
+    hit_tokens: int  # what a predicted prefill_prefix_len is worth
     pending_tokens: int
     prefill_tokens_per_s: float
+    free_tokens: int = 0
+    evictable_tokens: int = 0
     excluded: str = ""
+    queued: int = 0
+    matched_tokens: int = 0
+
+
+Candidate = DecodeCandidate | PrefillCandidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,15 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    # Of the seconds that others' tokens come later, how much counts as our own waiting.
-    itl_weight: float = 0.25
-    # Of the seconds to recompute what is evicted for us: what was not asked for in a long time seldom is.
-    displace_weight: float = 0.25
+    """How much of what a request costs others counts as if it waited so long itself. See bench.placement."""
+
+    # Of the seconds for which a rank computes the prompt, counted once for each request that waits even where
+    # the wait is shortest: as many will come to wait behind this one. While a rank is idle they are free.
+    occupy_weight: float = 1.0
+    # Of the seconds by which the tokens of the sequences running there come later.
+    itl_weight: float = 0.05
+    # Of the seconds to recompute what is evicted: not all of it will be asked for again.
+    evict_weight: float = 0.5
     # How much worse than the best price the home rank may be: moving a conversation leaves a copy behind.
     home_slack_ratio: float = 0.2
     home_slack_s: float = 0.05
@@ -117,16 +124,30 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`ranked` has the cheapest way of each promising (decode rank, plan), cheapest first, and `chosen`.
-
-    reason: pinned or longest_prefix (the home rank, within its slack), cheapest, or tie (one of several
-    equally cheap ones).
-    """
+    """`reason`: pinned or longest_prefix (the home rank, within its slack), cheapest, or tie (one of several
+    equally cheap ones, the least crowded first). The rest is kept to explain it."""
 
     chosen: Priced
-    ranked: tuple[Priced, ...]
-    excluded: tuple[DecodeCandidate | PrefillCandidate, ...]
+    excluded: tuple[Candidate, ...]
     reason: str
+    longest_decode_hit: int  # tokens, of all ranks that were looked at
+    longest_prefill_hit: int
+    _compared: "tuple[_Option, ...]" = field(compare=False, repr=False)
+    _pricing: "_Pricing" = field(compare=False, repr=False)
+
+    @property
+    def ranked(self) -> tuple[Priced, ...]:
+        """The cheapest way of each promising (decode rank, plan) and prefill rank, cheapest first, `chosen`
+        among them."""
+        chosen = self.chosen
+        ways = [chosen]
+        shown: set[object] = {chosen.prefill and chosen.prefill.id, (chosen.decode.id, chosen.plan)}
+        for option in sorted(self._compared, key=lambda option: option.total_s):
+            names = {option.prefill and option.prefill.id, (option.decode.id, option.plan)}
+            if not names <= shown | {None} and len(ways) < _MAX_RANKED:
+                shown |= names
+                ways.append(self._pricing.priced(option))
+        return tuple(sorted(ways, key=lambda priced: priced.total_s))
 
 
 def place(
@@ -136,11 +157,14 @@ def place(
     bandwidth: Bandwidth,
     weights: Weights,
     tie: float,
+    spare_ranks: int = _SPARE_RANKS,
 ) -> Decision:
-    """Where the request goes. `tie` in [0, 1) splits equal candidates; all else is decided by price.
+    """Where the request goes, by price. Of equally cheap ranks those with the fewest requests come first, and
+    `tie` in [0, 1) splits those that are equal in that too.
 
     The home is the pinned rank if it can be chosen, else the one rank with the longest hit, if that is
-    half of the prompt or more. It wins while its price is within the slack of the best one.
+    half of the prompt or more. It wins while its price is within the slack of the best one. With more
+    `spare_ranks` more is compared, to be shown.
 
     Raises:
         NoCapacity: every rank that could serve is full.
@@ -152,18 +176,25 @@ def place(
         raise _nowhere("decode", decodes)
     if request.plans == {Plan.REMOTE} and not open_prefills:
         raise _nowhere("prefill", prefills)
-    pricing = _Pricing(request, weights, bandwidth, _recompute_tokens_per_s(open_decodes, open_prefills))
+    pricing = _Pricing(request, weights, bandwidth, open_decodes, open_prefills)
     home, home_reason = _home(request, open_decodes)
-    options = _options(pricing, open_decodes, open_prefills, home, tie)
+    options = _options(pricing, open_decodes, open_prefills, home, tie, spare_ranks)
     chosen, reason = _choose(options, home, home_reason, weights, tie)
-    excluded: list[DecodeCandidate | PrefillCandidate] = [decode for decode in decodes if decode.excluded]
+    excluded: list[Candidate] = [decode for decode in decodes if decode.excluded]
     excluded += [prefill for prefill in prefills if prefill.excluded]
-    return Decision(_priced(chosen), _ranked(options, chosen), tuple(excluded), reason)
+    return Decision(
+        chosen=pricing.priced(chosen),
+        excluded=tuple(excluded),
+        reason=reason,
+        longest_decode_hit=max(decode.hit_tokens for decode in decodes),
+        longest_prefill_hit=max((prefill.hit_tokens for prefill in prefills), default=0),
+        _compared=tuple(options),
+        _pricing=pricing,
+    )
 
 
 class _Option(NamedTuple):
     total_s: float
-    terms_s: tuple[float, ...]  # in the order of _REMOTE_TERMS or _LOCAL_TERMS
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
 
@@ -172,96 +203,146 @@ class _Option(NamedTuple):
         return Plan.LOCAL if self.prefill is None else Plan.REMOTE
 
 
-class _Share(NamedTuple):
-    """What a decode rank adds to the price under either plan; seconds and tokens."""
+class _Sender(NamedTuple):
+    """A prefill rank's part of the price, in seconds."""
 
-    decode: DecodeCandidate
-    delta_tokens: int
+    wait_s: float
+    compute_s: float
+    occupy_s: float
+    evict_s: float
+    prefill: PrefillCandidate
+
+    @property
+    def fixed_s(self) -> float:
+        return self.wait_s + self.occupy_s + self.evict_s
+
+
+class _Receiver(NamedTuple):
+    """A decode rank's part under either plan, in seconds; `delta` is what it lacks, in tokens."""
+
     wait_s: float
     room_s: float  # until the delta has pages
-    displace_s: float  # to compute again what is evicted for it
+    evict_s: float
+    delta: int
+    decode: DecodeCandidate
 
 
 class _Pricing:
-    """The price list of one request; every figure is in seconds."""
+    """The price list of one request."""
 
     def __init__(
         self,
         request: PlacementRequest,
         weights: Weights,
         bandwidth: Bandwidth,
-        recompute_tokens_per_s: float,
+        decodes: Sequence[DecodeCandidate],
+        prefills: Sequence[PrefillCandidate],
     ) -> None:
         self.request = request
         self.weights = weights
         self.bandwidth = bandwidth
-        self._displace_s_per_token = weights.displace_weight / recompute_tokens_per_s
+        self.occupy = _occupy(weights, prefills)
+        self.occupy_local = _occupy(weights, decodes)
+        # Evicted KV will be computed again by whichever prefill rank is chosen one day, if there are any.
+        tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
+        self.evict_s_per_token = weights.evict_weight / tokens_per_s
 
-    def share(self, decode: DecodeCandidate) -> _Share:
-        delta = self.request.prompt_tokens - decode.hit_tokens
-        delta = delta if delta > 0 else 0
+    def sender(self, prefill: PrefillCandidate) -> _Sender:
+        rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
+        # The last token is always computed: its logits choose the next one.
+        compute_s = max(1, prompt - prefill.hit_tokens) / rate
+        lacking = prompt - prefill.hit_tokens - prefill.free_tokens
+        evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
+        return _Sender(
+            prefill.pending_tokens / rate,
+            compute_s,
+            self.occupy * compute_s,
+            evicted * self.evict_s_per_token,
+            prefill,
+        )
+
+    def receiver(self, decode: DecodeCandidate) -> _Receiver:
+        delta = max(0, self.request.prompt_tokens - decode.hit_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
         lacking = delta - decode.free_tokens
         if lacking <= 0:
-            return _Share(decode, delta, wait_s, 0.0, 0.0)
+            return _Receiver(wait_s, 0.0, 0.0, delta, decode)
         # Sequences that end free at least as many tokens as were generated, one each in every step.
         shortage = max(0, lacking - decode.evictable_tokens)
         room_s = shortage * decode.step_s / max(1, decode.running)
-        displaced = min(lacking, decode.evictable_tokens)
-        return _Share(decode, delta, wait_s, room_s, displaced * self._displace_s_per_token)
+        evicted = min(lacking, decode.evictable_tokens)
+        return _Receiver(wait_s, room_s, evicted * self.evict_s_per_token, delta, decode)
 
-    def sending(self, prefill: PrefillCandidate) -> tuple[float, float]:
-        """Until the rank gets to the prompt, and until it has computed what it lacks."""
-        wait_s = prefill.pending_tokens / prefill.prefill_tokens_per_s
-        return wait_s, self._uncached_tokens(prefill) / prefill.prefill_tokens_per_s
+    def local_terms(self, receiver: _Receiver) -> dict[str, float]:
+        decode = receiver.decode
+        compute_s = max(1, receiver.delta) / decode.prefill_tokens_per_s
+        return {
+            "wait_decode": receiver.wait_s,
+            "compute": compute_s,
+            "occupy": self.occupy_local * compute_s,
+            "wait_room": receiver.room_s,
+            "evict_decode": receiver.evict_s,
+            "itl": self.weights.itl_weight * decode.running * compute_s,
+        }
 
-    def receiving(self, share: _Share, bytes_per_s: float) -> tuple[float, float]:
-        """What no computation elsewhere hides, and to move the delta."""
-        transfer_s, last_chunk_s = self._transfer(share, bytes_per_s)
-        waits_s = share.wait_s + share.room_s + share.displace_s
-        return waits_s + last_chunk_s + self._joining(share), transfer_s
+    def remote_terms(self, receiver: _Receiver, sender: _Sender, bytes_per_s: float) -> dict[str, float]:
+        transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
+        wait_s, itl_s = self.beside(receiver)
+        return {
+            "wait_prefill": sender.wait_s,
+            "compute": max(sender.compute_s, transfer_s),
+            "last_chunk": last_chunk_s,
+            "overhead": self.weights.remote_overhead_s,
+            "occupy": sender.occupy_s,
+            "evict_prefill": sender.evict_s,
+            "wait_decode": wait_s,
+            "wait_room": receiver.room_s,
+            "evict_decode": receiver.evict_s,
+            "itl": itl_s,
+        }
 
-    def computing(self, share: _Share) -> tuple[float, float]:
-        """To compute the tail on the decode rank, and what the stall costs every sequence running there."""
-        compute_s = self._uncached_tokens(share.decode) / share.decode.prefill_tokens_per_s
-        return compute_s, self.weights.itl_weight * share.decode.running * compute_s
-
-    def local_s(self, share: _Share) -> float:
-        compute_s, stall_s = self.computing(share)
-        return share.wait_s + compute_s + share.room_s + share.displace_s + stall_s
-
-    def local(self, share: _Share) -> _Option:
-        compute_s, stall_s = self.computing(share)
-        terms_s = (share.wait_s, compute_s, share.room_s, share.displace_s, stall_s)
-        return _Option(sum(terms_s), terms_s, share.decode, None)
-
-    def remote(self, share: _Share, prefill: PrefillCandidate, bytes_per_s: float) -> _Option:
-        wait_prefill_s, compute_s = self.sending(prefill)
-        transfer_s, last_chunk_s = self._transfer(share, bytes_per_s)
-        terms_s = (
-            wait_prefill_s,
-            max(compute_s, transfer_s),
-            last_chunk_s,
-            share.wait_s,
-            share.room_s,
-            share.displace_s,
-            self._joining(share),
-            self.weights.remote_overhead_s,
-        )
-        return _Option(sum(terms_s), terms_s, share.decode, prefill)
-
-    def _uncached_tokens(self, candidate: DecodeCandidate | PrefillCandidate) -> int:
-        # The last token is always computed: its logits choose the next one.
-        uncached = self.request.prompt_tokens - candidate.hit_tokens
-        return uncached if uncached > 1 else 1
-
-    def _transfer(self, share: _Share, bytes_per_s: float) -> tuple[float, float]:
-        delta, chunk = share.delta_tokens, self.request.chunk_tokens
+    def transfer(self, receiver: _Receiver, bytes_per_s: float) -> tuple[float, float]:
+        """To move the delta, and its last chunk, which no computation hides."""
         s_per_token = self.request.kv_bytes_per_token / bytes_per_s
-        return delta * s_per_token, (delta if delta < chunk else chunk) * s_per_token
+        return receiver.delta * s_per_token, min(receiver.delta, self.request.chunk_tokens) * s_per_token
 
-    def _joining(self, share: _Share) -> float:
-        return self.weights.itl_weight * share.decode.step_s if share.decode.running else 0.0
+    def beside(self, receiver: _Receiver) -> tuple[float, float]:
+        """What a prompt that comes computed suffers from those computed there, and does to those running.
+
+        It does not wait for them, but its tokens come late while they last.
+        """
+        decode, itl_weight = receiver.decode, self.weights.itl_weight
+        return itl_weight * receiver.wait_s, itl_weight * decode.step_s if decode.running else 0.0
+
+    def receiving_s(self, receiver: _Receiver, bytes_per_s: float) -> tuple[float, float]:
+        """`fixed` and `overlapped` of a decode rank."""
+        transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
+        wait_s, itl_s = self.beside(receiver)
+        return wait_s + receiver.room_s + receiver.evict_s + itl_s + last_chunk_s, transfer_s
+
+    def remote_s(self, receiver: _Receiver, sender: _Sender) -> float:
+        bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
+        fixed_s, transfer_s = self.receiving_s(receiver, bytes_per_s)
+        overlapped_s = max(sender.compute_s, transfer_s)
+        return sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
+
+    def local_s(self, receiver: _Receiver) -> float:
+        return sum(self.local_terms(receiver).values())
+
+    def priced(self, option: _Option) -> Priced:
+        receiver, prefill = self.receiver(option.decode), option.prefill
+        if prefill is None:
+            terms = self.local_terms(receiver)
+        else:
+            bytes_per_s = self.bandwidth(prefill.id.key, option.decode.id.key)
+            terms = self.remote_terms(receiver, self.sender(prefill), bytes_per_s)
+        return Priced(option.decode, prefill, option.plan, tuple(terms.items()))
+
+
+def _occupy(weights: Weights, candidates: Sequence[Candidate]) -> float:
+    waits = [(rank.pending_tokens / rank.prefill_tokens_per_s, rank.queued) for rank in candidates]
+    _, queued = min(waits, default=(0.0, 0))
+    return weights.occupy_weight * min(queued, _MAX_QUEUE)
 
 
 def _options(
@@ -270,59 +351,85 @@ def _options(
     prefills: Sequence[PrefillCandidate],
     home: DecodeCandidate | None,
     tie: float,
+    spare_ranks: int,
 ) -> list[_Option]:
     """What is worth comparing, the home's own among it; at least one option."""
-    shares = [pricing.share(decode) for decode in decodes]
-    home_shares = [share for share in shares if share.decode is home]
+    receivers = [pricing.receiver(decode) for decode in decodes]
+    at_home = [receiver for receiver in receivers if receiver.decode is home]
     options: list[_Option] = []
     if Plan.LOCAL in pricing.request.plans:
-        local_s = [pricing.local_s(share) for share in shares]
-        shortlist = [shares[i] for i in _shortlist(local_s, [0.0] * len(shares), tie)]
-        options += [pricing.local(share) for share in _joined(shortlist, home_shares)]
+        local_s = [pricing.local_s(receiver) for receiver in receivers]
+        crowds = [decode.running for decode in decodes]
+        chosen = _shortlist(local_s, [0.0] * len(local_s), crowds, tie, spare_ranks)
+        wanted = _joined([receivers[i] for i in chosen], at_home)
+        options += [_Option(pricing.local_s(receiver), receiver.decode, None) for receiver in wanted]
     if Plan.REMOTE in pricing.request.plans and prefills:
-        options += _remote_options(pricing, shares, prefills, home_shares, tie)
+        senders = [pricing.sender(prefill) for prefill in prefills]
+        options += _remote_options(pricing, receivers, senders, at_home, tie, spare_ranks)
     return options
 
 
 def _remote_options(
     pricing: _Pricing,
-    shares: Sequence[_Share],
-    prefills: Sequence[PrefillCandidate],
-    home_shares: Sequence[_Share],
+    receivers: Sequence[_Receiver],
+    senders: Sequence[_Sender],
+    at_home: Sequence[_Receiver],
     tie: float,
+    spare_ranks: int,
 ) -> list[_Option]:
-    fixed_s, overlapped_s = zip(*map(pricing.sending, prefills), strict=True)
-    senders = [prefills[i] for i in _shortlist(fixed_s, overlapped_s, _another(tie, 7919))]
-    bytes_per_s = _typical_bandwidth(pricing.bandwidth, senders[0], shares)
-    fixed_s, overlapped_s = zip(*(pricing.receiving(share, bytes_per_s) for share in shares), strict=True)
-    receivers = _joined([shares[i] for i in _shortlist(fixed_s, overlapped_s, tie)], home_shares)
-    sender_keys = [sender.id.key for sender in senders]
+    chosen = _shortlist(
+        [sender.fixed_s for sender in senders],
+        [sender.compute_s for sender in senders],
+        [sender.prefill.queued for sender in senders],
+        _another(tie, 7919),
+        spare_ranks,
+    )
+    senders = [senders[i] for i in chosen]
+    bytes_per_s = _typical_bandwidth(pricing.bandwidth, senders[0], receivers)
+    prices = [pricing.receiving_s(receiver, bytes_per_s) for receiver in receivers]
+    chosen = _shortlist(
+        [fixed for fixed, _ in prices],
+        [moved for _, moved in prices],
+        [receiver.decode.running for receiver in receivers],
+        tie,
+        spare_ranks,
+    )
     return [
-        pricing.remote(receiver, sender, pricing.bandwidth(sender_key, receiver_key))
-        for receiver, receiver_key in [(receiver, receiver.decode.id.key) for receiver in receivers]
-        for sender, sender_key in zip(senders, sender_keys, strict=True)
+        _Option(pricing.remote_s(receiver, sender), receiver.decode, sender.prefill)
+        for receiver in _joined([receivers[i] for i in chosen], at_home)
+        for sender in senders
     ]
 
 
-def _joined(shortlist: Sequence[_Share], home_shares: Sequence[_Share]) -> list[_Share]:
-    return [*shortlist, *(share for share in home_shares if share not in shortlist)]
+def _joined(shortlist: list[_Receiver], at_home: Iterable[_Receiver]) -> list[_Receiver]:
+    return shortlist + [
+        receiver for receiver in at_home if all(receiver.decode is not other.decode for other in shortlist)
+    ]
 
 
-def _shortlist(fixed_s: Sequence[float], overlapped_s: Sequence[float], tie: float) -> list[int]:
+def _shortlist(
+    fixed_s: Sequence[float],
+    overlapped_s: Sequence[float],
+    crowds: Sequence[int],
+    tie: float,
+    spare_ranks: int,
+) -> list[int]:
     """Indices of every rank that some other side can make the best, and of the cheapest few.
 
-    Of ranks that cost the same, those come first that follow `tie` round their circle.
+    Of ranks that cost the same, the least crowded come first.
     """
     keys = [(fixed + overlapped, fixed) for fixed, overlapped in zip(fixed_s, overlapped_s, strict=True)]
     lowest_fixed = min(fixed_s)
     chosen: list[int] = []
     front = float("inf")  # the lowest `fixed` so far; the walk is in ascending `fixed + overlapped`
     for (_, fixed), group in groupby(sorted(range(len(keys)), key=keys.__getitem__), key=keys.__getitem__):
-        wanted = max(_SPARE_RANKS - len(chosen), 1 if fixed < front else 0)
+        wanted = max(spare_ranks - len(chosen), 1 if fixed < front else 0)
         front = min(front, fixed)
         if wanted > 0:
-            chosen += _from_tie(list(group), tie)[:wanted]
-        if len(chosen) >= _MAX_SHORTLIST or (front == lowest_fixed and len(chosen) >= _SPARE_RANKS):
+            chosen += _from_tie(list(group), crowds.__getitem__, tie)[:wanted]
+        if len(chosen) >= max(spare_ranks, _MAX_SHORTLIST) or (
+            front == lowest_fixed and len(chosen) >= spare_ranks
+        ):
             break
     return chosen
 
@@ -346,7 +453,11 @@ def _choose(
 
 def _pick(options: Sequence[_Option], total_s: float, tie: float) -> tuple[_Option, int]:
     equal = [option for option in options if option.total_s == total_s]
-    return _from_tie(equal, _another(tie, 104729))[0], len(equal)
+    return _from_tie(equal, _crowd, _another(tie, 104729))[0], len(equal)
+
+
+def _crowd(option: _Option) -> int:
+    return option.decode.running + (option.prefill.queued if option.prefill is not None else 0)
 
 
 def _home(
@@ -365,39 +476,19 @@ def _home(
     return None, ""
 
 
-def _ranked(options: Iterable[_Option], chosen: _Option) -> tuple[Priced, ...]:
-    cheapest: dict[tuple[RankId, Plan], _Option] = {(chosen.decode.id, chosen.plan): chosen}
-    for option in sorted(options, key=lambda option: option.total_s):
-        cheapest.setdefault((option.decode.id, option.plan), option)
-    ranked = sorted(cheapest.values(), key=lambda option: option.total_s)
-    shown = ranked[:_MAX_RANKED]
-    if chosen not in shown:
-        shown[-1] = chosen
-    return tuple(_priced(option) for option in shown)
+def _typical_bandwidth(bandwidth: Bandwidth, sender: _Sender, receivers: Sequence[_Receiver]) -> float:
+    step = -(-len(receivers) // _BANDWIDTH_SAMPLES)
+    sender_key = sender.prefill.id.key
+    return median(bandwidth(sender_key, receiver.decode.id.key) for receiver in receivers[::step])
 
 
-def _priced(option: _Option) -> Priced:
-    names = _LOCAL_TERMS if option.plan is Plan.LOCAL else _REMOTE_TERMS
-    terms = tuple(zip(names, option.terms_s, strict=True))
-    return Priced(option.decode, option.prefill, option.plan, terms)
-
-
-def _recompute_tokens_per_s(
-    decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
-) -> float:
-    """Evicted KV will be computed again by whichever prefill rank is chosen one day, if there are any."""
-    return fmean(candidate.prefill_tokens_per_s for candidate in (prefills or decodes))
-
-
-def _typical_bandwidth(bandwidth: Bandwidth, sender: PrefillCandidate, shares: Sequence[_Share]) -> float:
-    step = -(-len(shares) // _BANDWIDTH_SAMPLES)
-    sender_key = sender.id.key
-    return median(bandwidth(sender_key, share.decode.id.key) for share in shares[::step])
-
-
-def _from_tie(members: list[_T], tie: float) -> list[_T]:
-    first = int(tie * len(members))
-    return members[first:] + members[:first]
+def _from_tie(members: list[_T], crowd: Callable[[_T], int], tie: float) -> list[_T]:
+    """The least crowded first, those as `tie` goes round their circle."""
+    fewest = min(map(crowd, members))
+    least = [member for member in members if crowd(member) == fewest]
+    others = sorted((member for member in members if crowd(member) > fewest), key=crowd)
+    first = int(tie * len(least))
+    return [*least[first:], *least[:first], *others]
 
 
 def _another(tie: float, prime: int) -> float:
@@ -405,9 +496,7 @@ def _another(tie: float, prime: int) -> float:
     return tie * prime % 1.0
 
 
-def _nowhere(
-    role: str, candidates: Sequence[DecodeCandidate] | Sequence[PrefillCandidate]
-) -> NoCapacity | Unavailable:
+def _nowhere(role: str, candidates: Sequence[Candidate]) -> NoCapacity | Unavailable:
     if not candidates:
         return Unavailable(f"there is no {role} rank")
     reasons = Counter(candidate.excluded for candidate in candidates)

@@ -8,9 +8,9 @@ import grpc
 from services import rpc, telemetry
 from services.errors import InvalidRequest
 from services.kv.types import Role
-from services.router.cluster import Cluster, Placed
+from services.router.cluster import Cluster, Placed, RankStatus
 from services.router.generation import Generator
-from services.router.placement import DecodeCandidate, Priced
+from services.router.placement import Candidate, DecodeCandidate, Priced
 from services.router.tokenizer import Tokenizer
 from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
@@ -52,6 +52,15 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.ListModelsResponse:
         return await self.list_models()
 
+    async def ListRanks(
+        self, request: generation_pb2.ListRanksRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.ListRanksResponse:
+        return generation_pb2.ListRanksResponse(
+            ranks=map(_rank_status, self._cluster.status()),
+            staleness_s=self._cluster.staleness_s,
+            degraded=self._cluster.degraded or "",
+        )
+
     # -- services.router.openai.GenerationBackend -------------------------------------------------
 
     def generate(
@@ -75,29 +84,73 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
 
 def _explanation(prompt_tokens: int, placed: Placed) -> generation_pb2.ExplainResponse:
-    decision = placed.decision
+    decision, pinned = placed.decision, None
     response = generation_pb2.ExplainResponse(
         prompt_tokens=prompt_tokens, reason=decision.reason, degraded=placed.degraded or ""
     )
     for priced in decision.ranked:
-        response.candidates.append(_candidate(priced, priced is decision.chosen, placed))
-    for excluded in decision.excluded:
-        candidate = response.candidates.add(excluded=excluded.excluded)
-        side = candidate.decode if isinstance(excluded, DecodeCandidate) else candidate.prefill
-        side.CopyFrom(convert.rank_id_to_proto(excluded.id))
+        candidate = _candidate(priced, priced is decision.chosen, placed)
+        response.candidates.append(candidate)
+        pinned = candidate.decode if candidate.pinned else pinned
+    for rank in decision.excluded:
+        response.candidates.append(_excluded(rank, placed))
+        pinned = convert.rank_id_to_proto(rank.id) if rank.id.key == placed.pinned else pinned
+    if pinned is not None:
+        response.pinned.CopyFrom(pinned)
     return response
 
 
 def _candidate(priced: Priced, chosen: bool, placed: Placed) -> generation_pb2.Candidate:
-    prefill = priced.prefill
+    decode, prefill = priced.decode, priced.prefill
     return generation_pb2.Candidate(
-        decode=convert.rank_id_to_proto(priced.decode.id),
+        decode=convert.rank_id_to_proto(decode.id),
         prefill=None if prefill is None else convert.rank_id_to_proto(prefill.id),
         plan=convert.plan_to_proto(priced.plan),
-        decode_hit_tokens=priced.decode.hit_tokens,
+        decode_hit_tokens=decode.hit_tokens,
         prefill_hit_tokens=0 if prefill is None else prefill.hit_tokens,
+        decode_indexed_tokens=decode.matched_tokens,
+        prefill_indexed_tokens=0 if prefill is None else prefill.matched_tokens,
         terms=[generation_pb2.CostTerm(name=name, seconds=seconds) for name, seconds in priced.terms],
         total_s=priced.total_s,
-        pinned=placed.pinned == priced.decode.id.key,
+        pinned=placed.pinned == decode.id.key,
         chosen=chosen,
+    )
+
+
+def _excluded(rank: Candidate, placed: Placed) -> generation_pb2.Candidate:
+    rank_id = convert.rank_id_to_proto(rank.id)
+    if isinstance(rank, DecodeCandidate):
+        return generation_pb2.Candidate(
+            decode=rank_id,
+            decode_hit_tokens=rank.hit_tokens,
+            decode_indexed_tokens=rank.matched_tokens,
+            pinned=placed.pinned == rank.id.key,
+            excluded=rank.excluded,
+        )
+    return generation_pb2.Candidate(
+        prefill=rank_id,
+        prefill_hit_tokens=rank.hit_tokens,
+        prefill_indexed_tokens=rank.matched_tokens,
+        excluded=rank.excluded,
+    )
+
+
+def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
+    registration, progress = status.view.registration, status.progress
+    return generation_pb2.RankStatus(
+        rank=convert.rank_id_to_proto(registration.id),
+        role=convert.role_to_proto(registration.role),
+        state=status.view.state.value,
+        endpoint=registration.address.endpoint,
+        model=registration.model,
+        index_blocks=status.num_blocks,
+        epoch=progress.epoch,
+        next_sequence=progress.next_seq,
+        record_age_s=progress.age_s,
+        current=progress.current,
+        trust=status.trust,
+        load=convert.load_to_proto(status.now.load),
+        pending_tokens=status.now.pending_tokens,
+        prefill_tokens_per_s=status.now.tokens_per_s,
+        excluded=status.excluded,
     )

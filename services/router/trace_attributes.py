@@ -36,10 +36,17 @@ def _placed(placed: Placed) -> Attributes:
         "plan": placed.plan.value,
         "reason": placed.decision.reason,
         "predicted_decode_prefix_len": chosen.decode.hit_tokens,
+        "indexed_decode_prefix_len": chosen.decode.matched_tokens,
+        "route.total_s": chosen.total_s,
     }
+    if placed.pinned is not None:
+        attributes["pinned"] = str(placed.pinned)
+    if placed.degraded is not None:
+        attributes["degraded"] = placed.degraded
     if chosen.prefill is not None:
         attributes["prefill"] = str(chosen.prefill.id)
         attributes["predicted_prefill_prefix_len"] = chosen.prefill.hit_tokens
+        attributes["indexed_prefill_prefix_len"] = chosen.prefill.matched_tokens
     return attributes | {f"route.{name}_s": seconds for name, seconds in chosen.terms}
 
 

@@ -70,6 +70,11 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
         told = dict(router.attributes)
         terms = {name for name in told if name.startswith(("route.", "stage."))}
         assert {"route.wait_prefill_s", "route.compute_s", "route.itl_s"} <= terms
+        route = {name for name in terms if name.startswith("route.")}
+        assert told["route.total_s"] == pytest.approx(sum(told[t] for t in route - {"route.total_s"}))
+        told.pop("degraded", None)  # etcd may still be being listed
+        for role in ("decode", "prefill"):  # the index may be behind; what was sent counts all the same
+            assert told.pop(f"indexed_{role}_prefix_len") <= told[f"predicted_{role}_prefix_len"]
         assert {name: told[name] for name in told if name not in {*terms, "first_token_s"}} == {
             "request_id": "mine",
             "outcome": "finished",
@@ -79,6 +84,7 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
             "prefill": "prefill-0/0",
             "plan": "remote",
             "reason": "pinned",
+            "pinned": f"{placement.decode.worker}/{placement.decode.rank}",
             "predicted_decode_prefix_len": placement.predicted_prefix_len,
             "predicted_prefill_prefix_len": 20,
             "prompt_tokens": usage.prompt_tokens,

@@ -17,7 +17,12 @@ PROMPT = list(range(30, 71))
 
 @pytest.fixture
 def remote_looks_cheaper(monkeypatch):
-    monkeypatch.setattr(Balance, "rate", lambda self, rank: 10.0 if rank.worker == "decode-0" else 1e6)
+    now = Balance.now
+
+    def as_if(balance, rank):
+        return replace(now(balance, rank), tokens_per_s=10.0 if rank.worker == "decode-0" else 1e6)
+
+    monkeypatch.setattr(Balance, "now", as_if)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.kv.types import BlockHash, Generation, Plan, RankId, RankKey, RankLoad
 from services.request import Admitted
-from services.router import balance as balance_module
+from services.router import predictions as predictions_module
+from services.router import speeds as speeds_module
 from services.router.balance import Balance
 from services.router.placement import DecodeCandidate, PlacementRequest, PrefillCandidate, Weights, place
 
@@ -59,28 +60,28 @@ def took(**changes) -> Admitted:
 
 
 def test_before_anything_was_measured_the_priors_hold(balance):
-    assert balance.rate(P0) == PRIOR_RATE
+    assert balance.now(P0).tokens_per_s == PRIOR_RATE
     assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
 
 
 def test_the_first_measurement_replaces_the_prior_for_all(balance):
     balance.observe_admitted(D0, P0, took())
-    assert balance.rate(P0) == pytest.approx(4_000)
-    assert balance.rate(P1) == pytest.approx(4_000)
+    assert balance.now(P0).tokens_per_s == pytest.approx(4_000)
+    assert balance.now(P1).tokens_per_s == pytest.approx(4_000)
 
 
 def test_a_rate_belongs_to_the_rank_that_computed(balance):
     balance.observe_admitted(D0, P0, took())
     balance.observe_admitted(D0, P1, took(prefill_compute_s=1.0))
     balance.observe_admitted(D1, None, took(plan=Plan.LOCAL, prefill_compute_s=4.0))
-    assert [balance.rate(rank) for rank in (P0, P1, D1)] == pytest.approx([4_000, 2_000, 500])
+    assert [balance.now(rank).tokens_per_s for rank in (P0, P1, D1)] == pytest.approx([4_000, 2_000, 500])
 
 
 def test_a_rate_converges_to_what_requests_take(balance):
     balance.observe_admitted(D0, P0, took(prefill_compute_s=0.01))
     for _ in range(100):
         balance.observe_admitted(D0, P0, took())
-    assert balance.rate(P0) == pytest.approx(4_000, rel=0.01)
+    assert balance.now(P0).tokens_per_s == pytest.approx(4_000, rel=0.01)
 
 
 def test_one_slow_request_moves_a_rate_less_than_one_fast_one(balance):
@@ -89,37 +90,37 @@ def test_one_slow_request_moves_a_rate_less_than_one_fast_one(balance):
         balance.observe_admitted(D0, P1, took())
     balance.observe_admitted(D0, P0, took(computed_tokens=1_500))
     balance.observe_admitted(D0, P1, took(computed_tokens=2_500))
-    assert 0 < 4_000 - balance.rate(P0) < balance.rate(P1) - 4_000
+    assert 0 < 4_000 - balance.now(P0).tokens_per_s < balance.now(P1).tokens_per_s - 4_000
 
 
 def test_tiny_computations_are_no_measure(balance):
     balance.observe_admitted(D0, P0, took(computed_tokens=15))
     balance.observe_admitted(D0, P0, took(prefill_compute_s=0.0))
-    assert balance.rate(P0) == PRIOR_RATE
+    assert balance.now(P0).tokens_per_s == PRIOR_RATE
 
 
 def test_small_computations_count_for_little(balance):
     balance.observe_admitted(D0, P0, took(computed_tokens=16))
-    assert balance.rate(P0) == pytest.approx(32)
+    assert balance.now(P0).tokens_per_s == pytest.approx(32)
     balance.observe_admitted(D0, P0, took())
-    assert balance.rate(P0) > 3_500
+    assert balance.now(P0).tokens_per_s > 3_500
 
 
 def test_what_the_rank_itself_reports_comes_first(balance):
     balance.observe_admitted(D0, None, took(plan=Plan.LOCAL))
     balance.report(D0, RankLoad(prefill_tokens_per_s=7_000.0))
-    assert balance.rate(D0) == 7_000
+    assert balance.now(D0).tokens_per_s == 7_000
     balance.report(D0, RankLoad(prefill_tokens_per_s=0.0))  # not measured by the rank
-    assert balance.rate(D0) == pytest.approx(4_000)
+    assert balance.now(D0).tokens_per_s == pytest.approx(4_000)
 
 
 def test_an_old_measurement_fades_towards_the_usual(balance, clock):
     balance.observe_admitted(D0, P0, took(prefill_compute_s=20.0))  # 100 tokens/s: never again?
     for _ in range(100):
         balance.observe_admitted(D0, P1, took())
-    assert balance.rate(P0) == pytest.approx(100)
+    assert balance.now(P0).tokens_per_s == pytest.approx(100)
     clock.now += 600
-    assert balance.rate(P0) == pytest.approx(4_000, rel=0.01)
+    assert balance.now(P0).tokens_per_s == pytest.approx(4_000, rel=0.01)
 
 
 # -- bandwidths -----------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_the_bandwidth_learned_is_the_one_placement_would_have_needed(bandwidth,
         [DecodeCandidate(RankId("decode", 0, Generation(1)), 0, 0, 1.0, 0, 0.0, 9_999, 0)],
         [PrefillCandidate(RankId("prefill", 0, Generation(1)), 0, 0, 2_000 / compute_s)],
         balance.bandwidth,
-        Weights(remote_overhead_s=0.0),
+        Weights(remote_overhead_s=0.0, evict_weight=0.0),
         0.0,
     ).chosen
     assert chosen.total_s == pytest.approx(compute_s + max(1e-4, admitted.transfer_s), rel=1e-3)
@@ -183,7 +184,7 @@ def test_a_bandwidth_stays_within_what_hardware_does(balance, transfer_s, expect
 
 
 def test_a_prefill_rank_remembers_so_many_links(balance, monkeypatch):
-    monkeypatch.setattr(balance_module, "_MAX_LINKS", 2)
+    monkeypatch.setattr(speeds_module, "_MAX_LINKS", 2)
     for rank, bandwidth in ((D0, 2e8), (D1, 1e9), (D0, 2e8), (RankKey("decode", 2), 1e9)):
         balance.observe_admitted(rank, P0, moved(bandwidth))
     assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
@@ -197,17 +198,17 @@ def test_a_prefill_rank_remembers_so_many_links(balance, monkeypatch):
 def test_a_remote_request_pends_on_prefill_until_admitted(balance):
     balance.sent("a", D0, P0, 700)
     balance.sent("b", D1, P0, 50)
-    assert (balance.pending_tokens(P0), balance.pending_tokens(D0)) == (750, 0)
-    assert (balance.running(P0), balance.running(D0)) == (2, 1)
+    assert (balance.now(P0).pending_tokens, balance.now(D0).pending_tokens) == (750, 0)
+    assert (balance.now(P0).running, balance.now(D0).running) == (2, 1)
     balance.admitted("a")
-    assert (balance.pending_tokens(P0), balance.running(P0), balance.running(D0)) == (50, 1, 1)
+    assert (balance.now(P0).pending_tokens, balance.now(P0).running, balance.now(D0).running) == (50, 1, 1)
     balance.ended("a")
-    assert balance.running(D0) == 0
+    assert balance.now(D0).running == 0
 
 
 def test_a_local_request_pends_on_its_decode_rank(balance):
     balance.sent("a", D0, None, 700)
-    assert (balance.pending_tokens(D0), balance.running(D0)) == (700, 1)
+    assert (balance.now(D0).pending_tokens, balance.now(D0).running) == (700, 1)
 
 
 def test_a_report_counts_what_was_sent_well_before_it(balance, clock):
@@ -217,19 +218,37 @@ def test_a_report_counts_what_was_sent_well_before_it(balance, clock):
     clock.now += 0.01
     balance.report(D0, RankLoad(pending_tokens=700))
     balance.sent("later", D0, None, 5)
-    assert balance.pending_tokens(D0) == 735
+    assert balance.now(D0).pending_tokens == 735
     clock.now += 1
     balance.report(D0, RankLoad(pending_tokens=900))  # another router's among them
-    assert balance.pending_tokens(D0) == 900
+    assert balance.now(D0).pending_tokens == 900
     balance.ended("crossing")
-    assert balance.pending_tokens(D0) == 900
+    assert balance.now(D0).pending_tokens == 900
+
+
+def test_what_cannot_have_been_computed_pends_though_the_rank_reports_nothing(balance, clock):
+    speed = {"prefill_tokens_per_s": 1_000.0}
+    for name in "abc":
+        balance.sent(name, D0, P0, 2_000)
+    clock.now += 0.5
+    balance.report(P0, RankLoad(**speed))  # they are on their way, on a crowded machine
+    assert (balance.now(P0).pending_tokens, balance.now(P0).queued) == (5_500, 2)
+    clock.now += 1
+    balance.report(P0, RankLoad(pending_tokens=7_000, waiting=4, **speed))  # another router's among them
+    assert (balance.now(P0).pending_tokens, balance.now(P0).queued) == (7_000, 4)
+    balance.admitted("a")
+    balance.report(P0, RankLoad(**speed))
+    assert (balance.now(P0).pending_tokens, balance.now(P0).queued) == (2_500, 1)
+    for name in "bc":
+        balance.ended(name)
+    assert (balance.now(P0).pending_tokens, balance.now(P0).queued) == (0, 0)
 
 
 def test_a_retry_leaves_the_first_ranks(balance):
     balance.sent("a", D0, P0, 700)
     balance.sent("a", D1, P1, 600)
-    assert [balance.pending_tokens(rank) for rank in (P0, P1)] == [0, 600]
-    assert [balance.running(rank) for rank in (D0, D1)] == [0, 1]
+    assert [balance.now(rank).pending_tokens for rank in (P0, P1)] == [0, 600]
+    assert [balance.now(rank).running for rank in (D0, D1)] == [0, 1]
 
 
 def test_steps_of_unknown_requests_do_nothing(balance):
@@ -271,12 +290,12 @@ class Flights(RuleBasedStateMachine):
         flights = self.model.values()
         for rank in (D0, D1, P0, P1):
             pending = sum(tokens for _, computing, tokens, pends in flights if pends and computing == rank)
-            assert self.balance.pending_tokens(rank) == pending
+            assert self.balance.now(rank).pending_tokens == pending
         for rank in (D0, D1):
-            assert self.balance.running(rank) == sum(decode == rank for decode, *_ in flights)
+            assert self.balance.now(rank).running == sum(decode == rank for decode, *_ in flights)
         for rank in (P0, P1):
             at_work = sum(pends and computing == rank for _, computing, _, pends in flights)
-            assert self.balance.running(rank) == at_work
+            assert self.balance.now(rank).running == at_work
 
 
 Flights.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
@@ -347,13 +366,13 @@ def test_a_forgotten_rank_begins_anew(balance):
         balance.forget(rank)
         assert balance.excluded(rank) == ""
         assert balance.load(rank) == RankLoad()
-        assert (balance.pending_tokens(rank), balance.running(rank)) == (0, 0)
+        assert (balance.now(rank).pending_tokens, balance.now(rank).running) == (0, 0)
     assert balance.predicted_match(D0, hashes(1, 2)) == 0
     assert balance.bandwidth(P1, D0) > slow
     balance.admitted("a")
     balance.ended("a")
     balance.sent("a", D0, P0, 70)
-    assert balance.pending_tokens(P0) == 70
+    assert balance.now(P0).pending_tokens == 70
 
 
 # -- predictions ----------------------------------------------------------------------------------
@@ -398,7 +417,7 @@ def test_a_shorter_prediction_does_not_cut_a_longer_one(balance, clock):
 
 
 def test_predictions_are_bounded_oldest_out_first(balance, monkeypatch):
-    monkeypatch.setattr(balance_module, "_MAX_PREDICTED_BLOCKS", 4)
+    monkeypatch.setattr(predictions_module, "_MAX_BLOCKS", 4)
     for index in range(3):
         balance.predict(RankKey("decode", index), hashes(1, 2))
     matched = [balance.predicted_match(RankKey("decode", index), hashes(1, 2)) for index in range(3)]

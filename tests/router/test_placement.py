@@ -62,32 +62,40 @@ def terms_of(decision: Decision) -> dict[str, float]:
 # -- the oracle: the formulas again, one pair at a time -------------------------------------------
 
 
-def book_price(asked, weights, d, p, recompute_rate) -> float:
+def occupy(weights, ranks) -> float:
+    waits = [(rank.pending_tokens / rank.prefill_tokens_per_s, rank.queued) for rank in ranks]
+    return weights.occupy_weight * min(20, min(waits)[1])
+
+
+def book_price(asked, weights, d, p, able) -> float:
+    decodes, prefills = able
+    peers = prefills or decodes
+    evict_s = weights.evict_weight * len(peers) / sum(peer.prefill_tokens_per_s for peer in peers)
     delta = max(0, asked.prompt_tokens - d.hit_tokens)
     lacking = max(0, delta - d.free_tokens)
-    price = d.pending_tokens / d.prefill_tokens_per_s
-    price += weights.displace_weight * min(lacking, d.evictable_tokens) / recompute_rate
+    wait = d.pending_tokens / d.prefill_tokens_per_s
+    price = evict_s * min(lacking, d.evictable_tokens)
     price += max(0, lacking - d.evictable_tokens) * d.step_s / max(1, d.running)
     if p is None:
-        uncached = asked.prompt_tokens - min(d.hit_tokens, asked.prompt_tokens - 1)
-        return price + uncached / d.prefill_tokens_per_s * (1 + weights.itl_weight * d.running)
+        compute = (asked.prompt_tokens - min(d.hit_tokens, asked.prompt_tokens - 1)) / d.prefill_tokens_per_s
+        return price + wait + compute * (1 + occupy(weights, decodes) + weights.itl_weight * d.running)
     uncached = asked.prompt_tokens - min(p.hit_tokens, asked.prompt_tokens - 1)
+    compute = uncached / p.prefill_tokens_per_s
     per_token = asked.kv_bytes_per_token / BANDWIDTH
-    price += p.pending_tokens / p.prefill_tokens_per_s
-    price += max(uncached / p.prefill_tokens_per_s, delta * per_token)
-    price += min(asked.chunk_tokens, delta) * per_token
-    price += weights.itl_weight * d.step_s if d.running > 0 else 0
+    price += p.pending_tokens / p.prefill_tokens_per_s + occupy(weights, prefills) * compute
+    price += max(compute, delta * per_token) + min(asked.chunk_tokens, delta) * per_token
+    missing = max(0, asked.prompt_tokens - p.hit_tokens - p.free_tokens)
+    price += evict_s * min(missing, p.evictable_tokens)
+    price += weights.itl_weight * (wait + (d.step_s if d.running > 0 else 0))
     return price + weights.remote_overhead_s
 
 
 def every_price(asked, weights, decodes, prefills) -> dict:
     if not decodes:
         return {}
-    peers = prefills or decodes
-    recompute_rate = sum(peer.prefill_tokens_per_s for peer in peers) / len(peers)
     pairs = [(d, p) for d in decodes for p in prefills if Plan.REMOTE in asked.plans]
     pairs += [(d, None) for d in decodes if Plan.LOCAL in asked.plans]
-    return {(d.id, p and p.id): book_price(asked, weights, d, p, recompute_rate) for d, p in pairs}
+    return {(d.id, p and p.id): book_price(asked, weights, d, p, (decodes, prefills)) for d, p in pairs}
 
 
 def book_home(asked, decodes) -> RankId | None:
@@ -115,13 +123,15 @@ def expected_price(prices, home, weights) -> float:
 
 tokens = st.sampled_from([0, 0, 64, 640, 2_000, 4_000]) | st.integers(0, 10_000)
 rates = st.sampled_from([5_000.0, 10_000.0]) | st.floats(500.0, 50_000.0)
+queues = st.sampled_from([0, 1, 1, 2, 30])
 EXCLUDED = st.sampled_from(["", "", "", "draining", FULL])
 
 
 @st.composite
 def decode_ranks(draw) -> list[DecodeCandidate]:
     states = st.tuples(
-        tokens, tokens, rates, st.integers(0, 8), st.sampled_from([0.0, 0.01, 0.05]), tokens, tokens, EXCLUDED
+        *(tokens, tokens, rates, st.integers(0, 8), st.sampled_from([0.0, 0.01, 0.05])),
+        *(tokens, tokens, EXCLUDED, queues),
     )
     drawn = draw(st.lists(states, min_size=1, max_size=25))
     return [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
@@ -129,7 +139,8 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
 
 @st.composite
 def prefill_ranks(draw) -> list[PrefillCandidate]:
-    drawn = draw(st.lists(st.tuples(tokens, tokens, rates, EXCLUDED), max_size=25))
+    states = st.tuples(tokens, tokens, rates, tokens, tokens, EXCLUDED, queues)
+    drawn = draw(st.lists(states, max_size=25))
     return [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
 
 
@@ -183,29 +194,35 @@ def test_terms_of_a_remote_placement():
     busy = decode(
         0, hit_tokens=1_000, pending_tokens=500, running=4, free_tokens=1_000, evictable_tokens=9_999
     )
-    peer = prefill(0, hit_tokens=2_000, pending_tokens=3_000)
+    peer = prefill(
+        0, hit_tokens=2_000, pending_tokens=3_000, free_tokens=500, evictable_tokens=9_999, queued=2
+    )
     decision = choose(request(plans=REMOTE), [busy], [peer])
     assert terms_of(decision) == {
         "wait_prefill": 0.3,
         "compute": 0.3,  # moving 3000 tokens takes longer than computing 2000
         "last_chunk": 0.1,
-        "wait_decode": 0.1,
-        "wait_room": 0.0,
-        "displace": 0.25 * 2_000 / 10_000,
-        "itl": 0.25 * 0.02,
         "overhead": 0.005,
+        "occupy": 2 * 0.2,  # two wait even where the wait is shortest
+        "evict_prefill": 0.5 * 1_500 / 10_000,
+        "wait_decode": 0.05 * 0.1,
+        "wait_room": 0.0,
+        "evict_decode": 0.5 * 2_000 / 10_000,
+        "itl": 0.05 * 0.02,
     }
 
 
 def test_terms_of_a_local_placement():
-    busy = decode(0, hit_tokens=3_000, pending_tokens=500, running=4)
-    decision = choose(request(plans=LOCAL), [busy])
+    busy = decode(0, hit_tokens=3_000, pending_tokens=500, running=4, queued=1)
+    idle = decode(1)
+    decision = choose(request(plans=LOCAL), [busy, idle])
     assert terms_of(decision) == {
         "wait_decode": 0.1,
         "compute": 0.2,
+        "occupy": 0.0,  # another rank is idle
         "wait_room": 0.0,
-        "displace": 0.0,
-        "itl": 0.25 * 4 * 0.2,
+        "evict_decode": 0.0,
+        "itl": 0.05 * 4 * 0.2,
     }
     assert decision.chosen.prefill is None
 
@@ -214,7 +231,7 @@ def test_a_rank_whose_pages_are_all_in_use_is_priced_by_the_wait_for_them():
     crowded = decode(0, running=10, free_tokens=1_000, evictable_tokens=1_000)
     terms = dict(choose(request(plans=REMOTE), [crowded], [prefill(0)]).chosen.terms)
     assert terms["wait_room"] == pytest.approx(2_000 * 0.02 / 10)
-    assert terms["displace"] == pytest.approx(0.25 * 1_000 / 10_000)
+    assert terms["evict_decode"] == pytest.approx(0.5 * 1_000 / 10_000)
 
 
 def test_the_last_token_is_computed_even_if_all_is_cached():
@@ -333,6 +350,14 @@ def test_a_rank_that_is_worse_gets_no_share_of_the_tie():
     ranks = [decode(0, pending_tokens=1), *(decode(i) for i in range(1, 4))]
     chosen = {choose(request(), ranks, [prefill(0)], tie=i / 50).chosen.decode.id.rank for i in range(50)}
     assert chosen == {1, 2, 3}
+
+
+def test_of_equally_cheap_ranks_the_least_crowded_is_taken():
+    decodes = [decode(i, running=1 + (i != 2), step_s=0.0) for i in range(8)]
+    prefills = [prefill(i, queued=1 + (i != 5), pending_tokens=100) for i in range(8)]
+    for i in range(50):
+        chosen = choose(request(plans=REMOTE), decodes, prefills, tie=i / 50).chosen
+        assert (chosen.decode.id.rank, chosen.prefill.id.rank) == (2, 5)
 
 
 # -- nowhere --------------------------------------------------------------------------------------

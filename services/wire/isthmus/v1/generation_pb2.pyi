@@ -170,7 +170,7 @@ class CostTerm(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded")
+    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,8 @@ class Candidate(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INDEXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INDEXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     plan: _common_pb2.Plan
@@ -191,19 +193,71 @@ class Candidate(_message.Message):
     pinned: bool
     chosen: bool
     excluded: str
-    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ...) -> None: ...
+    decode_indexed_tokens: int
+    prefill_indexed_tokens: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("prompt_tokens", "candidates", "reason", "degraded")
+    __slots__ = ("prompt_tokens", "candidates", "reason", "degraded", "pinned")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     reason: str
     degraded: str
-    def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ...) -> None: ...
+    pinned: _common_pb2.RankId
+    def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ..., pinned: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ...) -> None: ...
+
+class ListRanksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    rank: _common_pb2.RankId
+    role: _common_pb2.Role
+    state: str
+    endpoint: str
+    model: str
+    index_blocks: int
+    epoch: int
+    next_sequence: int
+    record_age_s: float
+    current: bool
+    trust: float
+    load: _common_pb2.RankLoad
+    pending_tokens: int
+    prefill_tokens_per_s: float
+    excluded: str
+    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ...) -> None: ...
+
+class ListRanksResponse(_message.Message):
+    __slots__ = ("ranks", "staleness_s", "degraded")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_S_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    staleness_s: float
+    degraded: str
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., staleness_s: _Optional[float] = ..., degraded: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -54,6 +54,11 @@ class GenerationStub:
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.ListRanks = channel.unary_unary(
+                '/isthmus.v1.Generation/ListRanks',
+                request_serializer=isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -87,6 +92,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRanks(self, request, context):
+        """What this router knows of every rank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'ListRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRanks,
+                    request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Generation:
             '/isthmus.v1.Generation/ListModels',
             isthmus_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
             isthmus_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Generation/ListRanks',
+            isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.SerializeToString,
+            isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

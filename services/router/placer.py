@@ -1,0 +1,326 @@
+"""From what one router knows of the ranks to a decision, and from what came of it back to what it knows.
+
+    place --> sent --> admitted (what the ranks really had) --> finished --> ended
+               |          |
+               |          +--> speeds and trust learned, index corrected, prompt predicted at both ranks
+               +--> prompt predicted where it will be computed
+
+It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
+
+Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
+interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
+cheaper. One look-up a rank finds them; the first few are taken in any case, and the pinned one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from services.errors import IsthmusError
+from services.index.prefix_index import PrefixIndex
+from services.index.registry import Registration
+from services.kv.block_hash import extend_hash
+from services.kv.ticket import same_kv
+from services.kv.types import BlockHash, KvLayout, Plan, RankKey, Role
+from services.request import Admitted
+from services.router.balance import Balance
+from services.router.load_order import Load, LoadOrder
+from services.router.placement import (
+    Candidate,
+    Decision,
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+    Weights,
+    place,
+)
+
+_PREDICTION_S = 5.0  # by then the rank's own events have come
+_FEW = 16  # ranks of a role that are all priced
+_LEAST_LOADED = 6  # of many, priced in any case
+_PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
+_USUAL_TOKENS = 4_096  # for which a rank should have room
+_ALL = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PlacerSettings:
+    index_block: int  # tokens
+    chunk_tokens: int
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt to be placed. `exclusion` says why a rank cannot be chosen; empty: it can."""
+
+    hashes: Sequence[BlockHash]  # of its full index blocks
+    prompt_tokens: int
+    plans: frozenset[Plan]
+    pinned: RankKey | None
+    exclusion: Callable[[Registration], str]
+
+
+_Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The ranks of one role; `order` only where there are many."""
+
+    ranks: dict[RankKey, Registration] = field(default_factory=dict)
+    order: LoadOrder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Believed:
+    """What the index said of a rank when it was chosen, and how far the index had read the rank's records."""
+
+    rank: RankKey
+    blocks: int
+    progress: object
+
+
+class Placer:
+    """One router's; `index` is its mirror's. `progress` of a rank changes with every record of it that the
+    index takes in."""
+
+    def __init__(
+        self,
+        settings: PlacerSettings,
+        index: PrefixIndex,
+        balance: Balance,
+        progress: Callable[[RankKey], object],
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._balance = balance
+        self._progress = progress
+        self._decodes = self._prefills = _Side()
+        self._layout: KvLayout | None = None
+        self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
+        balance.changed = self._changed
+
+    def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
+        """Those that there are now."""
+        self._decodes, self._prefills = self._side(decodes), self._side(prefills)
+        layouts = Counter(rank.layout for rank in decodes).most_common(1)
+        self._layout = layouts[0][0] if layouts else None
+
+    # -- placing ----------------------------------------------------------------------------------
+
+    def place(self, asked: Asked, tie: float) -> Decision:
+        """Choose the ranks and the plan. Raises as placement.place."""
+        try:
+            return self._place(asked, tie, self._few)
+        except IsthmusError:
+            # Those looked at are excluded: look at all of them, and say what is wrong with each.
+            return self._place(asked, tie, self._all)
+
+    def explain(self, asked: Asked, tie: float) -> Decision:
+        """As `place`, with every rank compared. Raises as placement.place."""
+        return self._place(asked, tie, self._all, spare_ranks=_ALL)
+
+    def _place(
+        self,
+        asked: Asked,
+        tie: float,
+        find: Callable[[_Side, Asked], Iterator[_Found]],
+        **spare: int,
+    ) -> Decision:
+        layout = self._layout
+        request = PlacementRequest(
+            prompt_tokens=asked.prompt_tokens,
+            kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
+            chunk_tokens=self._settings.chunk_tokens,
+            pinned=asked.pinned,
+            plans=asked.plans,
+        )
+        decodes = [
+            self._decode_candidate(key, rank, asked, blocks)
+            for key, rank, blocks in find(self._decodes, asked)
+        ]
+        prefills: list[PrefillCandidate] = []
+        if Plan.REMOTE in asked.plans:
+            prefills = [
+                self._prefill_candidate(key, rank, asked, blocks)
+                for key, rank, blocks in find(self._prefills, asked)
+            ]
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        return place(request, decodes, prefills, bandwidth, weights, tie, **spare)
+
+    def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
+        for key, rank in side.ranks.items():
+            yield key, rank, self._index.match(key, asked.hashes)
+
+    def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
+        """Those that may win."""
+        if side.order is None:
+            yield from self._all(side, asked)
+            return
+        seen = set()
+        for key in self._promising(side, side.order, asked):
+            if key not in seen and key in side.ranks:
+                seen.add(key)
+                yield key, side.ranks[key], self._index.match(key, asked.hashes)
+
+    def _promising(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
+        hashes, balance = asked.hashes, self._balance
+        if asked.pinned is not None:
+            yield asked.pinned
+        yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
+        least_loaded = (key for key in order if not asked.exclusion(side.ranks[key]))
+        yield from islice(least_loaded, _LEAST_LOADED)
+        longest, ranks = 0, iter(order)
+        while longest < len(hashes):
+            deeper = self._index.first_holder(ranks, hashes[longest])
+            if deeper is None:
+                return
+            if not asked.exclusion(side.ranks[deeper]):
+                longest = self._index.match(deeper, hashes)
+                yield deeper
+
+    def _decode_candidate(
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
+    ) -> DecodeCandidate:
+        now = self._balance.now(key)
+        books, page_size = now.load.books, rank.layout.page_size
+        return DecodeCandidate(
+            id=rank.id,
+            hit_tokens=self._worth(key, asked, blocks),
+            pending_tokens=now.pending_tokens,
+            prefill_tokens_per_s=now.tokens_per_s,
+            running=now.running,
+            step_s=now.load.step_s,
+            free_tokens=books.free * page_size,
+            evictable_tokens=books.cached * page_size,
+            excluded=asked.exclusion(rank),
+            queued=now.queued,
+            matched_tokens=blocks * self._settings.index_block,
+        )
+
+    def _prefill_candidate(
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
+    ) -> PrefillCandidate:
+        now = self._balance.now(key)
+        books, page_size = now.load.books, rank.layout.page_size
+        exclusion = asked.exclusion(rank)
+        if not exclusion and self._layout is not None and not same_kv(rank.layout, self._layout):
+            exclusion = "its KV layout differs from the decode ranks'"
+        return PrefillCandidate(
+            id=rank.id,
+            hit_tokens=self._worth(key, asked, blocks),
+            pending_tokens=now.pending_tokens,
+            prefill_tokens_per_s=now.tokens_per_s,
+            free_tokens=books.free * page_size,
+            evictable_tokens=books.cached * page_size,
+            excluded=exclusion,
+            queued=now.queued,
+            matched_tokens=blocks * self._settings.index_block,
+        )
+
+    def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
+        """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
+        balance, block_tokens = self._balance, self._settings.index_block
+        trusted = balance.trust.worth(rank, blocks * block_tokens, balance.clock())
+        return max(trusted, balance.predicted_match(rank, asked.hashes) * block_tokens)
+
+    # -- what becomes of it -----------------------------------------------------------------------
+
+    def sent(
+        self, request_id: str, hashes: Sequence[BlockHash], prompt_tokens: int, decision: Decision
+    ) -> None:
+        """The request went out."""
+        chosen = decision.chosen
+        decode, prefill = chosen.decode, chosen.prefill
+        computing = prefill if prefill is not None else decode
+        self._balance.sent(
+            request_id,
+            decode.id.key,
+            prefill.id.key if prefill is not None else None,
+            max(1, prompt_tokens - computing.hit_tokens),
+        )
+        # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
+        self._balance.predict(computing.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
+        self._believed[request_id] = tuple(
+            self._believe(rank) for rank in (decode, prefill) if rank is not None
+        )
+
+    def admitted(
+        self, request_id: str, hashes: Sequence[BlockHash], decision: Decision, admitted: Admitted
+    ) -> None:
+        """The decode rank said what it and the prefill rank really had."""
+        chosen = decision.chosen
+        decode = chosen.decode.id.key
+        prefill = chosen.prefill.id.key if chosen.prefill is not None else None
+        self._balance.admitted(request_id)
+        self._balance.observe_admitted(decode, prefill, admitted)
+        delivered = {decode: admitted.decode_prefix_len}
+        if prefill is not None:
+            delivered[prefill] = admitted.prefill_prefix_len
+        for believed in self._believed.pop(request_id, ()):
+            self._compare(believed, hashes, delivered[believed.rank])
+        for rank in delivered:
+            self._balance.predict(rank, hashes, _PREDICTION_S)
+
+    def _believe(self, rank: Candidate) -> _Believed:
+        key = rank.id.key
+        return _Believed(key, rank.matched_tokens // self._settings.index_block, self._progress(key))
+
+    def _compare(self, believed: _Believed, hashes: Sequence[BlockHash], delivered_tokens: int) -> None:
+        """Learn how far the index can be trusted, and correct it where it was wrong.
+
+        Should it have taken in records of the rank meanwhile, they told it themselves; and those blocks,
+        computed for this request, may be among what they added.
+        """
+        block_tokens, balance = self._settings.index_block, self._balance
+        # The last block is never all a hit: the prompt's last token is computed in any case.
+        expected = min(believed.blocks, len(hashes)) * block_tokens
+        tolerated = min(expected, delivered_tokens + block_tokens)
+        balance.trust.observe(believed.rank, expected, tolerated, balance.clock())
+        if tolerated < expected and self._progress(believed.rank) == believed.progress:
+            self._index.correct(believed.rank, hashes[: believed.blocks], delivered_tokens // block_tokens)
+
+    def finished(
+        self, hashes: Sequence[BlockHash], decision: Decision, all_ids: Sequence[int], seed: int
+    ) -> None:
+        """A request ended well: its decode rank will soon say that it holds prompt and answer."""
+        block = self._settings.index_block
+        longer = list(hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
+        # The newest token's KV was never computed.
+        for end in range((len(longer) + 1) * block, len(all_ids), block):
+            parent = longer[-1] if longer else None
+            longer.append(extend_hash(parent, all_ids[end - block : end], seed))
+        self._balance.predict(decision.chosen.decode.id.key, longer, _PREDICTION_S)
+
+    def ended(self, request_id: str) -> None:
+        """However it ended, it is in flight no more."""
+        self._believed.pop(request_id, None)
+        self._balance.ended(request_id)
+
+    # -- the order of load ------------------------------------------------------------------------
+
+    def _side(self, ranks: Sequence[Registration]) -> _Side:
+        by_key = {rank.id.key: rank for rank in ranks}
+        if len(ranks) <= _FEW:
+            return _Side(by_key)
+        return _Side(by_key, LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items()))
+
+    def _changed(self, key: RankKey) -> None:
+        for side in (self._decodes, self._prefills):
+            if side.order is not None and key in side.ranks:
+                side.order.update(key, self._load(key, side.ranks[key]))
+
+    def _load(self, key: RankKey, rank: Registration) -> Load:
+        """With what a usual prompt that hits nothing would cost there."""
+        now = self._balance.now(key)
+        load_s = now.pending_tokens / now.tokens_per_s
+        books, page_size = now.load.books, rank.layout.page_size
+        if books.total > 0:
+            lacking = max(0, _USUAL_TOKENS - books.free * page_size)
+            evicted = min(lacking, books.cached * page_size)
+            load_s += self._settings.weights.evict_weight * evicted / now.tokens_per_s
+            if rank.role is Role.DECODE:
+                load_s += (lacking - evicted) * now.load.step_s / max(1, now.running)
+        return load_s, now.running

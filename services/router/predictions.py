@@ -1,0 +1,82 @@
+"""Blocks that ranks will soon hold, guessed from what was sent there. Never mixed with the index. Pure.
+
+A guess ends by itself: what the rank really holds comes by its own events.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from services.kv.types import BlockHash, RankKey
+
+_MAX_BLOCKS = 1 << 18
+
+_NONE: dict[RankKey, float] = {}
+
+
+class Predictions:
+    """Oldest guess out first, when there are too many.
+
+    Invariant: of one rank's blocks along a sequence none ends later than those before it, so that a match is
+    found by bisection.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[BlockHash, dict[RankKey, float]] = {}
+        self._guesses: deque[tuple[float, RankKey, Sequence[BlockHash]]] = deque()  # until_s, rank, blocks
+        self._num_blocks = 0  # in the guesses
+
+    def add(self, rank: RankKey, hashes: Sequence[BlockHash], now: float, ttl_s: float) -> None:
+        """The rank will hold these for `ttl_s` at least."""
+        blocks, until_s = tuple(hashes[:_MAX_BLOCKS]), now + ttl_s
+        for block in blocks:
+            ranks = self._until_s.setdefault(block, {})
+            if ranks.get(rank, now) < until_s:
+                ranks[rank] = until_s
+        self._guesses.append((until_s, rank, blocks))
+        self._num_blocks += len(blocks)
+        while self._guesses and (self._guesses[0][0] <= now or self._num_blocks > _MAX_BLOCKS):
+            self._drop(*self._guesses.popleft())
+
+    def match(self, rank: RankKey, hashes: Sequence[BlockHash], now: float) -> int:
+        """How many of `hashes`, from the first on, the rank is guessed to hold."""
+        low, high = 0, len(hashes)  # hashes[:low] are guessed, hashes[high:] are not
+        if not hashes or self._until_s.get(hashes[0], _NONE).get(rank, now) <= now:
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._until_s.get(hashes[middle - 1], _NONE).get(rank, now) > now:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def deepest(self, hashes: Sequence[BlockHash], now: float) -> list[RankKey]:
+        """Ranks that are guessed to hold as much of the sequence as any; in no order."""
+        low, high = 0, len(hashes)  # somebody is guessed to hold hashes[:low], nobody more than hashes[:high]
+        ranks: list[RankKey] = []
+        while low < high:
+            middle = (low + high + 1) // 2
+            at_middle = self._until_s.get(hashes[middle - 1], _NONE)
+            found = [rank for rank, until_s in at_middle.items() if until_s > now]
+            if found:
+                low, ranks = middle, found
+            else:
+                high = middle - 1
+        return ranks
+
+    def forget(self, rank: RankKey) -> None:
+        """In O(all guesses)."""
+        kept = deque(guess for guess in self._guesses if guess[1] != rank)
+        for _, of_rank, blocks in self._guesses:
+            if of_rank == rank:
+                self._drop(float("inf"), rank, blocks)
+        self._guesses = kept
+
+    def _drop(self, until_s: float, rank: RankKey, blocks: Sequence[BlockHash]) -> None:
+        self._num_blocks -= len(blocks)
+        for block in blocks:
+            ranks = self._until_s.get(block)
+            if ranks is not None and ranks.get(rank, until_s) <= until_s:
+                ranks.pop(rank, None)
+                if not ranks:
+                    del self._until_s[block]

@@ -1,0 +1,106 @@
+"""What `isthmus explain` and `isthmus index` print."""
+
+from services.cli.explain import format_explanation
+from services.cli.index import format_answer
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+HOME = common_pb2.RankId(worker="d0", rank=1, generation=7)
+OTHER = common_pb2.RankId(worker="d0", rank=0, generation=7)
+PREFILL = common_pb2.RankId(worker="p0", rank=0, generation=7)
+
+
+def terms(**seconds):
+    return [generation_pb2.CostTerm(name=name, seconds=value) for name, value in seconds.items()]
+
+
+EXPLANATION = generation_pb2.ExplainResponse(
+    prompt_tokens=900,
+    reason="pinned",
+    pinned=HOME,
+    candidates=[
+        generation_pb2.Candidate(
+            decode=HOME,
+            plan=common_pb2.PLAN_LOCAL,
+            decode_hit_tokens=640,
+            decode_indexed_tokens=704,
+            terms=terms(wait_decode=0.01, compute=0.02, itl=0.0),
+            total_s=0.03,
+            pinned=True,
+            chosen=True,
+        ),
+        generation_pb2.Candidate(
+            decode=OTHER,
+            prefill=PREFILL,
+            plan=common_pb2.PLAN_REMOTE,
+            terms=terms(wait_prefill=0.5, compute=0.2),
+            total_s=0.7,
+        ),
+        generation_pb2.Candidate(prefill=common_pb2.RankId(worker="p1", rank=0), excluded="draining"),
+    ],
+)
+
+
+def test_an_explanation_names_the_choice_the_reason_and_every_term():
+    lines = format_explanation(EXPLANATION).splitlines()
+    assert lines[0] == "900 prompt tokens"
+    assert lines[1] == "chosen: d0/1, plan local"
+    assert lines[2].startswith("reason: pinned: the conversation is pinned there")
+    assert lines[3] == "pinned to d0/1"
+    held = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("d0", "p0", "p1"))}
+    assert held["d0/1"] == ["decode", "704", "640"]
+    assert held["p0/0"] == ["prefill", "0", "0"]
+    prices = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert ["*", "d0/1", "-", "local", "10.00", "20.00", "30.00", "pinned"] in prices
+    assert ["d0/0", "p0/0", "remote", "500.00", "200.00", "700.00"] in prices
+    assert ["-", "p1/0", "draining"] in prices
+    assert lines[-1] == "nothing anywhere: itl"
+
+
+def test_a_router_that_goes_by_load_alone_says_so():
+    answer = generation_pb2.ExplainResponse(prompt_tokens=1, degraded="etcd_away: no route")
+    assert "degraded, by load alone: etcd_away: no route" in format_explanation(answer)
+
+
+def test_the_index_shows_trust_and_load():
+    load = common_pb2.RankLoad(running=3, waiting=2, used_pages=5, cached_pages=90, total_pages=100)
+    rank = generation_pb2.RankStatus(
+        rank=HOME,
+        role=common_pb2.ROLE_DECODE,
+        state="live",
+        index_blocks=12,
+        epoch=2,
+        next_sequence=34,
+        record_age_s=0.056,
+        current=True,
+        trust=0.5,
+        load=load,
+        pending_tokens=678,
+        prefill_tokens_per_s=9_000,
+        excluded="draining",
+    )
+    gap = generation_pb2.RankStatus(rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect")
+    answer = generation_pb2.ListRanksResponse(ranks=[rank, gap], staleness_s=0.25)
+    said, headings, _, first, second = format_answer(answer).splitlines()
+    assert said == "the index is 0.250 s behind the ranks"
+    assert headings.split()[:4] == ["rank", "role", "state", "generation"]
+    cells = first.split()
+    assert cells[:3] == ["d0/1", "decode", "live"]
+    assert cells[4:] == [
+        "12",
+        "2",
+        "34",
+        "0.056",
+        "s",
+        "0.50",
+        "3",
+        "2",
+        "678",
+        "9000",
+        "5+90/100",
+        "draining",
+    ]
+    assert "incomplete" in second
+
+
+def test_an_empty_cluster():
+    assert "no rank is registered" in format_answer(generation_pb2.ListRanksResponse())

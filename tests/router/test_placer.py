@@ -1,0 +1,237 @@
+"""From what a router knows to a decision, and back."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.errors import Unavailable
+from services.index.prefix_index import PrefixIndex
+from services.index.registry import Registration
+from services.kv.types import (
+    BlockHash,
+    Generation,
+    KvLayout,
+    PageBooks,
+    Plan,
+    RankAddress,
+    RankId,
+    RankKey,
+    RankLoad,
+    Role,
+)
+from services.request import Admitted
+from services.router.balance import Balance
+from services.router.placement import Weights
+from services.router.placer import Asked, Placer, PlacerSettings
+
+BLOCK = 64
+HASHES = [BlockHash(number) for number in range(1, 41)]
+LAYOUT = KvLayout(page_size=BLOCK, page_bytes=1 << 20, model_fingerprint=1)
+ROOMY = PageBooks(total=10_000, free=5_000, cached=5_000, locked=0, private=0, quarantined=0)
+BOTH = frozenset(Plan)
+NO_SLACK = Weights(home_slack_ratio=0.0, home_slack_s=0.0)
+
+
+def registration(role: Role, index: int) -> Registration:
+    rank = RankId(role.value, index, Generation(1))
+    return Registration(role, RankAddress(rank, "host:1"), LAYOUT, "m", 100_000, 10_000, "fake")
+
+
+class Router:
+    """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
+
+    def __init__(self, decodes: int, prefills: int, weights: Weights = NO_SLACK) -> None:
+        self.now = 100.0
+        self.index = PrefixIndex()
+        self.balance = Balance(lambda: self.now)
+        self.records: Counter[RankKey] = Counter()
+        self.placer = Placer(
+            PlacerSettings(BLOCK, 512, weights), self.index, self.balance, self.records.__getitem__
+        )
+        self.decodes = [registration(Role.DECODE, i) for i in range(decodes)]
+        self.prefills = [registration(Role.PREFILL, i) for i in range(prefills)]
+        self.placer.set_ranks(self.decodes, self.prefills)
+        for rank in (*self.decodes, *self.prefills):
+            self.holds(rank, 0)
+            self.waits(rank, 0)
+        self.now += 1
+
+    def holds(self, rank: Registration, num_blocks: int) -> None:
+        self.index.apply_snapshot(rank.id, HASHES[:num_blocks])
+
+    def waits(self, rank: Registration, tokens: int, **load: object) -> None:
+        load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
+        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load))
+
+    def place(self, num_blocks: int = 40, **changes):
+        return self.placer.place(self.asked(num_blocks, **changes), 0.5)
+
+    def asked(self, num_blocks: int = 40, **changes) -> Asked:
+        asked = Asked(HASHES[:num_blocks], num_blocks * BLOCK + 7, BOTH, None, lambda rank: "")
+        return replace(asked, **changes)
+
+
+def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:
+    return Admitted(2_567, decode_prefix_len, prefill_prefix_len, 100, 0, 0, 0.0, 0.0, 0.01, 0.0, plan)
+
+
+held = st.sampled_from([0, 0, 0, 1, 1, 2, 20, 40])
+waiting = st.sampled_from([0, 0, 500]) | st.integers(0, 20_000)
+ranks = st.lists(st.tuples(held, waiting), min_size=17, max_size=60)
+
+
+@settings(max_examples=60)
+@given(ranks, ranks, st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]), st.data())
+def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(decodes, prefills, plans, data):
+    router = Router(len(decodes), len(prefills))
+    states = zip((*router.decodes, *router.prefills), (*decodes, *prefills), strict=True)
+    for rank, (num_held, tokens) in states:
+        router.holds(rank, num_held)
+        router.waits(rank, tokens)
+    guess = data.draw(st.none() | st.tuples(st.sampled_from(router.decodes + router.prefills), held))
+    if guess is not None:
+        router.balance.predict(guess[0].id.key, HASHES[: guess[1]])
+    asked = router.asked(plans=plans)
+    few, every = router.placer.place(asked, 0.5), router.placer.explain(asked, 0.5)
+    assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
+
+
+def test_a_few_of_a_thousand_ranks_are_priced():
+    router = Router(800, 200)
+    for rank in router.decodes:
+        router.holds(rank, 1)
+    router.holds(router.decodes[700], 30)
+    router.waits(router.decodes[700], 100)
+    decision = router.place()
+    assert decision.chosen.decode.id.rank == 700
+    assert len(decision._compared) < 100
+    assert len(router.placer.explain(router.asked(), 0.5)._compared) >= 800
+
+
+def test_requests_that_come_at_once_spread_over_many_idle_ranks():
+    router = Router(40, 20)
+    for number in range(40):
+        asked = router.asked(1, hashes=(), plans=frozenset({Plan.REMOTE}))
+        decision = router.placer.place(asked, number / 40)
+        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+    assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {1}
+    assert {router.balance.now(rank.id.key).running for rank in router.prefills} == {2}
+    for number in range(40):
+        router.placer.ended(str(number))
+    assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {0}
+
+
+def test_excluded_ranks_among_many_are_passed_over():
+    router = Router(40, 40)
+    for rank in router.decodes:
+        router.holds(rank, 40)
+    only = router.decodes[33].id
+
+    def exclusion(rank: Registration) -> str:
+        return "" if rank.role is Role.PREFILL or rank.id == only else "draining"
+
+    assert router.place(exclusion=exclusion).chosen.decode.id == only
+    with pytest.raises(Unavailable, match="40 failed"):
+        router.place(exclusion=lambda rank: "failed" if rank.role is Role.DECODE else "")
+
+
+def test_the_pinned_rank_is_looked_at_however_busy():
+    router = Router(40, 1, Weights())
+    pinned = router.decodes[20]
+    router.waits(pinned, 100)
+    assert router.place(pinned=pinned.id.key).reason == "pinned"
+
+
+def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
+    router = Router(2, 0)
+    liar = router.decodes[0]
+    for number in range(30):
+        router.holds(liar, 40)
+        decision = router.placer.place(router.asked(exclusion=lambda r: "" if r is liar else "not now"), 0.5)
+        router.placer.sent(str(number), HASHES, 2_567, decision)
+        router.placer.admitted(str(number), HASHES, decision, admitted(0))
+        router.placer.ended(str(number))
+        router.now += 7  # what was predicted has ended
+    router.holds(liar, 40)
+    asked = router.asked(exclusion=lambda rank: "" if rank is liar else "not now")
+    chosen = router.placer.place(asked, 0.5).chosen.decode
+    assert chosen.matched_tokens == 40 * BLOCK
+    assert chosen.hit_tokens < 0.4 * chosen.matched_tokens
+    router.now += 600
+    assert router.place().chosen.decode.hit_tokens == 40 * BLOCK  # given another chance
+
+
+def run_one(router: Router, decode_prefix_len: int):
+    decision = router.place(num_blocks=20)
+    router.placer.sent("a", HASHES[:20], 20 * BLOCK + 7, decision)
+    yield
+    router.placer.admitted("a", HASHES[:20], decision, admitted(decode_prefix_len))
+    yield
+
+
+def test_an_index_that_has_heard_nothing_since_is_corrected_at_once():
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 40)
+    request = run_one(router, 5 * BLOCK)
+    next(request)
+    next(request)
+    assert router.index.match(rank.id.key, HASHES[:20]) == 5
+    assert not router.index.holds(rank.id.key, HASHES[19])
+    assert router.balance.predicted_match(rank.id.key, HASHES) == 20  # for it was computed since
+
+
+def test_an_index_that_was_told_meanwhile_is_left_alone():
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 40)
+    request = run_one(router, 5 * BLOCK)
+    next(request)
+    router.holds(rank, 20)  # evicted, and computed again for this request
+    router.records[rank.id.key] += 1
+    next(request)
+    assert router.index.match(rank.id.key, HASHES) == 20
+
+
+def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows():
+    router = Router(1, 2)
+    remote = frozenset({Plan.REMOTE})
+    first = router.place(plans=remote)
+    router.placer.sent("a", HASHES, 2_567, first)
+    prefill = first.chosen.prefill
+    assert router.balance.predicted_match(prefill.id.key, HASHES) == 40
+    assert router.index.match(prefill.id.key, HASHES) == 0  # never mixed
+    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
+    router.placer.admitted("a", HASHES, first, admitted(0, 0, Plan.REMOTE))
+    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
+    router.now += 60
+    assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
+
+
+def test_a_hot_prefix_spreads_when_its_rank_is_busy():
+    router = Router(4, 0, Weights())
+    router.holds(router.decodes[0], 40)
+    chosen = []
+    for number in range(80):  # at once, each with 40 blocks in common and 200 tokens of its own
+        asked = router.asked(prompt_tokens=40 * BLOCK + 200)
+        decision = router.placer.place(asked, number / 80)
+        router.placer.sent(str(number), HASHES, asked.prompt_tokens, decision)
+        chosen.append(decision.chosen.decode.id.rank)
+    assert chosen[0] == 0
+    assert set(chosen) == {0, 1, 2, 3}
+
+
+def test_while_everybody_waits_hits_count_for_more():
+    """At capacity work saved shortens all queues: then a longer wait for a hit is worth it."""
+    router = Router(2, 0)
+    holder, other = router.decodes
+    router.holds(holder, 20)
+    router.waits(holder, 30_000, waiting=0)
+    router.waits(other, 10_000, waiting=0)
+    assert router.place().chosen.decode.id == other.id
+    router.waits(holder, 30_000, waiting=20)
+    router.waits(other, 10_000, waiting=20)
+    assert router.place().chosen.decode.id == holder.id
