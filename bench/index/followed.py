@@ -5,6 +5,7 @@ python -m bench.index.followed --etcd HOST:PORT --cluster NAME [--until-ready]
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import resource
@@ -53,6 +54,7 @@ async def run(arguments: argparse.Namespace) -> None:
         stalls_s: list[float] = [0.0]
         tasks = [asyncio.create_task(mirror.run()), asyncio.create_task(_note_stalls(stalls_s))]
         await mirror.ready.wait()
+        gc.freeze()  # as the router does
         ready = {
             "ready_s": time.monotonic() - started,
             "blocks": timed.total_blocks,

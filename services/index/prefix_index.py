@@ -48,10 +48,18 @@ class PrefixIndex:
         self.take_snapshot(rank, set(hashes))
 
     def take_snapshot(self, rank: RankId, hashes: set[int]) -> None:
-        """The same at once, however many they are: the set is the index's from now on."""
-        key = rank.key
-        self._blocks[key] = hashes
-        self._generations[key] = rank.generation
+        """The same of a set, which is the index's from now on.
+
+        Of a life that is known only the difference is applied: its set stays the same object, so that one
+        frozen for the garbage collector (see router/app.py) stays so.
+        """
+        key, known = rank.key, self._blocks.get(rank.key)
+        if known is None or self._generations[key] != rank.generation:
+            self._blocks[key], self._generations[key] = hashes, rank.generation
+            return
+        gone, news = known - hashes, hashes - known
+        known -= gone
+        known |= news
 
     def apply_delta(self, rank: RankId, added: Iterable[int], removed: Iterable[int]) -> bool:
         """False, and nothing changes: this life of the rank has no snapshot here."""

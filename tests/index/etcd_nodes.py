@@ -36,7 +36,7 @@ class EtcdNodes:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.gather(*(node.stop() for node in self.nodes))
+        await self.kill_all()  # stopping gently, the last two would wait for a leader
 
     async def start_all(self) -> None:
         # Together: none has a leader before the second one is there.

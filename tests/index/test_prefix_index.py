@@ -41,6 +41,14 @@ def test_deltas_agree_with_a_plain_set(deltas: list[tuple[set[int], set[int]]]) 
     assert index.num_blocks(life(0).key) == len(held)
 
 
+@given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
+def test_a_later_snapshot_of_the_same_life_replaces_all(first: set[int], second: set[int]) -> None:
+    index = PrefixIndex()
+    for blocks in (first, second):
+        index.apply_snapshot(life(0), blocks)
+        assert {block for block in range(21) if index.holds(life(0).key, block)} == blocks
+
+
 def test_another_life_changes_nothing_but_its_snapshot_replaces_all() -> None:
     index, key = PrefixIndex(), life(0).key
     assert not index.apply_delta(life(0), [1], [])
