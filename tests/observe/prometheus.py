@@ -63,6 +63,7 @@ class Prometheus:
 
     def ask(self, path, **parameters):
         """The `data` of an answer. Raises AssertionError with Prometheus's sentence."""
+        assert self._process.poll() is None, f"it ended with {self._process.returncode}: {self._log}"
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=60) as response:

@@ -67,8 +67,8 @@ def test_no_panel_is_empty(page, name):
     drawn = dict(re.findall(r'data-title="([^"]*)" data-series="(\d+)"', dom))
     assert set(drawn) == {panel["title"] for panel in panels}
     assert all(int(count) > 0 for count in drawn.values()), drawn
-    # Each graph has its canvas and a legend entry for each line.
-    graphs = [panel["title"] for panel in panels if panel["type"] == "timeseries"]
+    # Each graph has its canvas, a sparkline behind a number too, and a legend entry for each line.
+    graphs = [p for p in panels if p["type"] == "timeseries" or p["options"].get("graphMode") == "area"]
     assert dom.count('class="u-over"') == len(graphs)
     answer = json.loads((ANSWERS / f"{name}.json").read_text())
     for series in answer["panels"].values():
