@@ -1,0 +1,94 @@
+"""What placement is worth on a trace of real conversations, beside what others do.
+
+    python -m bench.placement --trace FILE --json FILE
+
+Virtual time, real decisions: the router's own placer, balance and index, and the prefix cache and page
+allocator of every rank, around a model of what prefill, transfer and decode take (ranks.Timing, in the JSON).
+A page is one block of the trace. "ours" knows no conversation ids, for the trace has none; "sticky" is given
+ones worked out from the trace. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
+The workload "shared" is one long prefix in all prompts.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.placement.goals import goals
+from bench.placement.ranks import Timing
+from bench.placement.settings import (
+    LAYOUTS,
+    SHARED_DURATION_S,
+    SHARED_REQUESTS_PER_S,
+    Setting,
+    settings,
+)
+from bench.placement.simulation import POLICIES, Simulation
+from bench.placement.workload import TraceRequest, read_trace, shared_prefix
+from bench.report import Row, table, write_json
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    chosen = list(
+        settings(arguments.layouts.split(","), base_only=arguments.base_only, duration_s=arguments.duration_s)
+    )
+    policies = arguments.policies.split(",")
+    runs = [(arguments.trace, setting, policy) for setting in chosen for policy in policies]
+    runs = [run for run in runs if run[1].prefill or run[2] != "ours-remote"]
+    rows: list[Row] = []
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for row in pool.map(_run, *zip(*runs, strict=True)):
+            rows.append(row)
+            print(row, flush=True)
+    print(table(rows))
+    met = goals(arguments.trace, rows)
+    if met:
+        print(table(met))
+    if arguments.json is not None:
+        constants: Row = {"timing": asdict(Timing()), "duration_s": arguments.duration_s, "goals": met}
+        write_json(arguments.json, "placement", constants, rows)
+
+
+def _run(trace: Path, setting: Setting, policy: str) -> Row:
+    requests = _requests(trace, setting)
+    began = time.perf_counter()
+    row = Simulation(setting, policy, requests).run()
+    simulated_s = requests[-1].arrival_s - requests[0].arrival_s
+    return {
+        **setting.columns(),
+        "policy": policy,
+        **row,
+        "times_real": simulated_s / (time.perf_counter() - began),
+    }
+
+
+def _requests(trace: Path, setting: Setting) -> Sequence[TraceRequest]:
+    if setting.workload == "shared":
+        duration_s = min(setting.duration_s or SHARED_DURATION_S, SHARED_DURATION_S)
+        return shared_prefix(SHARED_REQUESTS_PER_S, duration_s)
+    return read_trace(trace, setting.duration_s, setting.copies)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="JSON lines as the Mooncake traces have them"
+    )
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="PREFILL+DECODE, or ranks that do both")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument(
+        "--base-only", action="store_true", help="no variations of cache size, rate, staleness ..."
+    )
+    parser.add_argument("--duration-s", type=float, help="replay only the trace's beginning")
+    parser.add_argument("--processes", type=int, default=2)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The router's own placement in the simulator, and the same price with nothing hidden from it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from bench.placement.events import Events
+from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
+from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.index.prefix_index import PrefixIndex
+from services.index.registry import Registration
+from services.kv.block_hash import scope_seed, sequence_hashes
+from services.kv.types import BlockHash, CacheEvents, KvLayout, Plan, RankAddress, RankId, RankKey, Role
+from services.request import Admitted
+from services.router.balance import Balance
+from services.router.placement import (
+    Decision,
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+    Weights,
+    place,
+)
+from services.router.placer import Asked, Placer, PlacerSettings
+
+_SEED = scope_seed(MODEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    decodes: Sequence[DecodeRank]
+    prefills: Sequence[Rank]
+    timing: Timing
+    weights: Weights
+    plans: frozenset[Plan]
+
+
+class Ours:
+    """Placer, Balance and PrefixIndex as the router has them, fed by the ranks' reports and cache events."""
+
+    def __init__(self, fleet: Fleet, events: Events, seed: int, pins: "dict[str, RankKey]") -> None:
+        timing = fleet.timing
+        self.index = PrefixIndex()
+        self._balance = Balance(
+            events.clock, prior_bandwidth=timing.bytes_per_s, chunk_tokens=timing.chunk_tokens
+        )
+        settings = PlacerSettings(BLOCK_TOKENS, timing.chunk_tokens, fleet.weights)
+        self._deltas: Counter[RankKey] = Counter()  # taken in
+        self._placer = Placer(settings, self.index, self._balance, self._deltas.__getitem__)
+        self._placer.set_ranks(
+            [_registration(rank, Role.DECODE, timing) for rank in fleet.decodes],
+            [_registration(rank, Role.PREFILL, timing) for rank in fleet.prefills],
+        )
+        for rank in (*fleet.decodes, *fleet.prefills):
+            self.index.apply_snapshot(rank.id, ())
+            self._balance.report(rank.id.key, rank.load())
+        self._plans = fleet.plans
+        self._pins = pins
+        self._use_pins = False
+        self._random = Random(seed)
+        self._placed: dict[int, tuple[list[BlockHash], Decision]] = {}
+
+    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        hashes = sequence_hashes(request.blocks, 1, _SEED)
+        asked = Asked(
+            hashes, request.prompt_tokens, self._plans, self._pins.get(request.session), lambda _: ""
+        )
+        decision = self._placer.place(asked, self._random.random())
+        self._placed[request.number] = hashes, decision
+        return _ranks_of(decision)
+
+    def sent(self, job: Job) -> None:
+        hashes, decision = self._placed[job.request.number]
+        self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
+        if self._use_pins:
+            self._pins[job.request.session] = decision.chosen.decode.id.key
+
+    def first_token(self, job: Job) -> None:
+        hashes, decision = self._placed.pop(job.request.number)
+        self._placer.admitted(str(job.request.number), hashes, decision, _admitted(job, decision.chosen.plan))
+
+    def ended(self, job: Job) -> None:
+        self._placer.ended(str(job.request.number))
+
+    def told(self, rank: RankId, taken: CacheEvents) -> None:
+        """A delta of the rank's has come."""
+        self.index.apply_delta(rank, taken.stored, taken.removed)
+        self._deltas[rank.key] += 1
+
+    def loaded(self, rank: Rank) -> None:
+        self._balance.report(rank.id.key, rank.load())
+
+
+class Oracle:
+    """The same price of every cache and queue as it is at this moment, what is on its way there included."""
+
+    def __init__(self, fleet: Fleet, seed: int, on_its_way: "dict[Rank, int]") -> None:
+        self._fleet = fleet
+        self._random = Random(seed)
+        self._on_its_way = on_its_way
+
+    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        fleet, timing = self._fleet, self._fleet.timing
+        asked = PlacementRequest(
+            request.prompt_tokens, timing.kv_bytes_per_token, timing.chunk_tokens, None, fleet.plans
+        )
+        decision = place(
+            asked,
+            [self._decode_candidate(rank, request) for rank in fleet.decodes],
+            [self._prefill_candidate(rank, request) for rank in fleet.prefills],
+            lambda _sender, _receiver: timing.bytes_per_s,
+            fleet.weights,
+            self._random.random(),
+        )
+        return _ranks_of(decision)
+
+    def _decode_candidate(self, rank: DecodeRank, request: TraceRequest) -> DecodeCandidate:
+        books = rank.cache.books()
+        return DecodeCandidate(
+            id=rank.id,
+            hit_tokens=rank.matched_tokens(request),
+            pending_tokens=rank.exact_pending_tokens + self._on_its_way.get(rank, 0),
+            queued=len(rank._queue),
+            prefill_tokens_per_s=rank.timing.tokens_per_s,
+            running=rank.num_running,
+            step_s=rank.batch_step_s(),
+            free_tokens=books.free * BLOCK_TOKENS,
+            evictable_tokens=books.cached * BLOCK_TOKENS,
+        )
+
+    def _prefill_candidate(self, rank: Rank, request: TraceRequest) -> PrefillCandidate:
+        books = rank.cache.books()
+        return PrefillCandidate(
+            id=rank.id,
+            hit_tokens=rank.matched_tokens(request),
+            pending_tokens=rank.exact_pending_tokens + self._on_its_way.get(rank, 0),
+            queued=len(rank._queue),
+            prefill_tokens_per_s=rank.timing.tokens_per_s,
+            free_tokens=books.free * BLOCK_TOKENS,
+            evictable_tokens=books.cached * BLOCK_TOKENS,
+        )
+
+    def sent(self, job: Job) -> None:
+        """It is seen when it gets there; see `on_its_way`."""
+
+    def first_token(self, job: Job) -> None:
+        """Seen at once."""
+
+    def ended(self, job: Job) -> None:
+        """Seen at once."""
+
+    def loaded(self, rank: Rank) -> None:
+        """It needs no reports."""
+
+
+def _ranks_of(decision: Decision) -> tuple[int, int | None]:
+    chosen = decision.chosen
+    return chosen.decode.id.rank, None if chosen.prefill is None else chosen.prefill.id.rank
+
+
+def _registration(rank: Rank, role: Role, timing: Timing) -> Registration:
+    return Registration(
+        role=role,
+        address=RankAddress(rank.id, "sim:1"),
+        layout=KvLayout(BLOCK_TOKENS, BLOCK_TOKENS * timing.kv_bytes_per_token, 1),
+        model=MODEL,
+        max_context_tokens=1 << 20,
+        total_pages=rank.cache.num_pages,
+        engine=MODEL,
+    )
+
+
+def _admitted(job: Job, plan: Plan) -> Admitted:
+    remote = plan is Plan.REMOTE
+    tokens = job.request.prompt_tokens
+    return Admitted(
+        prompt_tokens=tokens,
+        decode_prefix_len=min(job.decode_blocks * BLOCK_TOKENS, tokens),
+        prefill_prefix_len=min(job.prefill_blocks * BLOCK_TOKENS, tokens) if remote else 0,
+        computed_tokens=job.computed_tokens,
+        kv_bytes_moved=job.delta_tokens * job.decode.timing.kv_bytes_per_token,
+        kv_bytes_prompt=tokens * job.decode.timing.kv_bytes_per_token,
+        decode_queue_s=0.0,
+        prefill_queue_s=job.prefill_queue_s,
+        prefill_compute_s=job.computed_s - job.began_s,
+        transfer_s=job.transfer_s,
+        plan=plan,
+    )

@@ -1,0 +1,161 @@
+"""Who decides: the placement under test, one that sees everything, and what others do.
+
+Each router has a policy of its own. The others choose the two ranks one after the other and know only the
+requests that they sent themselves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from bench.placement.ranks import Job, Rank
+from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+
+# sglang's router and SMG: matched above this share, unless the loads differ by both.
+_MATCH_RATIO = 0.5
+_IMBALANCE_REQUESTS, _IMBALANCE_RATIO = 32, 1.1
+_REMEMBERED_BLOCKS = 2**26 // 4 // BLOCK_TOKENS
+_PREFIX_BLOCKS = 4  # 2,048 tokens: the trace's first block is the same in all prompts
+_BOUNDED_LOAD = 1.25
+
+
+class Policy(Protocol):
+    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        """Index of the decode rank; of the prefill rank, or None where decode computes."""
+
+    def sent(self, job: Job) -> None: ...
+
+    def first_token(self, job: Job) -> None: ...
+
+    def ended(self, job: Job) -> None: ...
+
+    def loaded(self, rank: Rank) -> None:
+        """A rank has reported."""
+
+
+class Picker(Protocol):
+    """Chooses one rank of a role by what the router itself has in flight there."""
+
+    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int: ...
+
+
+class RoundRobin:
+    def __init__(self) -> None:
+        self._next = 0
+
+    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
+        self._next += 1
+        return (self._next - 1) % len(in_flight)
+
+
+class LeastLoaded:
+    """Fewest requests in flight; of equals the one after the last chosen."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
+        num_ranks = len(in_flight)
+        order = range(self._next, self._next + num_ranks)
+        chosen = min(order, key=lambda index: in_flight[index % num_ranks]) % num_ranks
+        self._next = chosen + 1
+        return chosen
+
+
+class StickySession:
+    """A conversation stays where its first turn went, which was the least loaded rank."""
+
+    def __init__(self) -> None:
+        self._homes: dict[str, int] = {}
+        self._least = LeastLoaded()
+
+    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
+        home = self._homes.get(request.session)
+        if home is None:
+            home = self._homes[request.session] = self._least.pick(request, in_flight)
+        return home
+
+
+class PrefixHash:
+    """The hash of the prompt's beginning names the rank; the next one takes over from a rank that has more
+    than its share by a quarter (consistent hashing with bounded loads)."""
+
+    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
+        num_ranks = len(in_flight)
+        first = xxh3_64_intdigest(repr(request.blocks[:_PREFIX_BLOCKS]).encode()) % num_ranks
+        limit = _BOUNDED_LOAD * (sum(in_flight) + 1) / num_ranks
+        ring = ((first + step) % num_ranks for step in range(num_ranks))
+        return next((index for index in ring if in_flight[index] < limit), first)
+
+
+class CacheAware:
+    """As sglang's router: the rank to which the router itself has sent the longest part of the prompt, if
+    that is more than half of it and request counts are in balance; else the least loaded.
+
+    Its memory of each rank is an LRU of 2**26 characters, as theirs by default, at four to a token.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
+        self._least = LeastLoaded()
+
+    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
+        chosen = self._choose(request, in_flight)
+        held = self._sent[chosen]
+        for block in reversed(request.blocks):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > _REMEMBERED_BLOCKS:
+            held.popitem(last=False)
+        return chosen
+
+    def _choose(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
+        most, fewest = max(in_flight), min(in_flight)
+        if most - fewest > _IMBALANCE_REQUESTS and most > _IMBALANCE_RATIO * fewest:
+            return self._least.pick(request, in_flight)
+        first = request.blocks[0]
+        matched = {i: _depth(request.blocks, held) for i, held in enumerate(self._sent) if first in held}
+        longest = max(matched.values(), default=0)
+        if longest <= _MATCH_RATIO * len(request.blocks):
+            return self._least.pick(request, in_flight)
+        return min((index for index in matched if matched[index] == longest), key=in_flight.__getitem__)
+
+
+class Separate:
+    """Prefill and decode chosen one after the other, each by a picker of its own."""
+
+    def __init__(
+        self, decodes: Sequence[Rank], prefills: Sequence[Rank], decode: Picker, prefill: Picker
+    ) -> None:
+        self._pickers = decode, prefill
+        self._decodes, self._prefills = decodes, prefills
+        self._in_flight = [0] * len(decodes), [0] * len(prefills)
+        self._index = {rank: i for ranks in (decodes, prefills) for i, rank in enumerate(ranks)}
+
+    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        prefill = self._pickers[1].pick(request, self._in_flight[1]) if self._prefills else None
+        return self._pickers[0].pick(request, self._in_flight[0]), prefill
+
+    def sent(self, job: Job) -> None:
+        self._in_flight[0][self._index[job.decode]] += 1
+        if job.prefill is not None:
+            self._in_flight[1][self._index[job.prefill]] += 1
+
+    def first_token(self, job: Job) -> None:
+        if job.prefill is not None:
+            self._in_flight[1][self._index[job.prefill]] -= 1
+
+    def ended(self, job: Job) -> None:
+        self._in_flight[0][self._index[job.decode]] -= 1
+
+    def loaded(self, rank: Rank) -> None:
+        """They look at nobody's reports."""
+
+
+def _depth(blocks: Sequence[int], held: OrderedDict[int, None]) -> int:
+    for depth, block in enumerate(blocks):
+        if block not in held:
+            return depth
+    return len(blocks)

@@ -1,0 +1,356 @@
+"""Simulated ranks: the real prefix cache and page allocator, and a model of what takes time.
+
+    prefill:  submitted -> its turn: matched, pages taken -> chunks computed -> kept until all has landed
+    decode:   submitted -> matched, pages taken -> (remote) landed -> decoding -> ended
+                                                -> (local) its turn: chunks computed with the batch's steps
+
+A page is one block of the trace (512 tokens). A prompt is matched when its turn to be computed comes, or, if
+decode only receives it, as soon as there are pages. What is generated takes pages but leaves none behind,
+for the trace does not say which blocks it becomes.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from bench.placement.events import Events
+from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.kv.prefix_cache import PrefixCache, SequencePages
+from services.kv.types import CacheEvents, RankId, RankLoad
+
+MODEL = "sim"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The model's constants. The KV is that of an 8B model with grouped queries in 16 bits."""
+
+    tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
+    chunk_tokens: int = 2_048
+    kv_bytes_per_token: int = 131_072
+    bytes_per_s: float = 12.5e9  # out of one prefill rank
+    hop_s: float = 0.001  # between two services
+    step_s: float = 0.015  # of a batch of one
+    step_s_per_sequence: float = 0.0004
+    report_s: float = 0.05  # between two reports of a rank's load
+    flush_s: float = 0.05  # a publisher gathers cache events for so long
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request on its way through two ranks."""
+
+    request: TraceRequest
+    decode: "DecodeRank"
+    prefill: "PrefillRank | None"
+    on_first_token: "Callable[[Job], None]"
+    on_end: "Callable[[Job], None]"
+    pending_tokens: int = 0  # as the rank counts them
+    decode_blocks: int = 0  # matched
+    prefill_blocks: int = 0
+    computed_tokens: int = 0
+    delta_tokens: int = 0
+    queued_s: float = 0.0
+    prefill_queue_s: float = 0.0
+    began_s: float = 0.0  # the computation
+    computed_s: float = 0.0
+    transfer_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+
+
+class Rank:
+    """What both roles have: a pool, a queue of prompts to compute, reports, cache events."""
+
+    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
+        self.id = id
+        self.cache = PrefixCache(num_pages, 1, 1, MODEL)
+        self.timing = timing
+        self.events = events
+        self.busy_s = 0.0
+        self.report: Callable[[Rank], None] = _nobody
+        self.publish: Callable[[Rank, CacheEvents], None] = _nobody_publishes
+        self._queue: deque[Job] = deque()
+        self._queued_tokens = 0
+        self._current: Job | None = None
+        self._pages: dict[Job, SequencePages] = {}
+        self._done_tokens = 0  # of the current prompt
+        self._chunk_tokens = 0
+        self._chunk_began_s = 0.0
+        self._reporting = self._flushing = False
+
+    @property
+    def pending_tokens(self) -> int:
+        """Queued and uncached, or being computed; the chunk under way counts whole."""
+        current = self._current
+        remaining = 0 if current is None else current.request.prompt_tokens - self._done_tokens
+        return self._queued_tokens + remaining
+
+    @property
+    def exact_pending_tokens(self) -> int:
+        """The same to the token."""
+        if self._current is None:
+            return self._queued_tokens
+        done = (self.events.now - self._chunk_began_s) * self.timing.tokens_per_s
+        return self.pending_tokens - int(min(done, self._chunk_tokens))
+
+    def matched_tokens(self, request: TraceRequest) -> int:
+        return self.cache.match_len(request.blocks, "") * BLOCK_TOKENS
+
+    def _submit(self, job: Job) -> None:
+        job.queued_s = self.events.now
+        matched = min(self.matched_tokens(job.request), job.request.prompt_tokens - 1)
+        job.pending_tokens = job.request.prompt_tokens - matched
+        self._queued_tokens += job.pending_tokens
+        self._queue.append(job)
+        self._next()
+        self.changed()
+
+    def _next(self) -> None:
+        """Begin with the prompt at the head of the queue, if there is room for it."""
+        if self._current is not None or not self._queue or not self._open(self._queue[0]):
+            return
+        job = self._current = self._queue.popleft()
+        self._queued_tokens -= job.pending_tokens
+        job.began_s = self.events.now
+        matched = min(self._pages[job].prefix_len * BLOCK_TOKENS, job.request.prompt_tokens - 1)
+        self._done_tokens = matched
+        job.computed_tokens = job.request.prompt_tokens - matched
+        self._begin_chunk()
+
+    def _begin_chunk(self) -> None:
+        assert self._current is not None
+        left = self._current.request.prompt_tokens - self._done_tokens
+        # To a block's end, so that whole blocks can be published.
+        aligned = (self._done_tokens + self.timing.chunk_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._chunk_tokens = min(left, max(1, aligned - self._done_tokens))
+        self._chunk_began_s = self.events.now
+        took_s = self._chunk_s()
+        self.busy_s += took_s
+        self.events.after(took_s, self._chunk_ended)
+
+    def _chunk_s(self) -> float:
+        return self._chunk_tokens / self.timing.tokens_per_s
+
+    def _chunk_ended(self) -> None:
+        job = self._current
+        assert job is not None
+        self._done_tokens += self._chunk_tokens
+        whole = self._done_tokens == job.request.prompt_tokens
+        num_blocks = len(job.request.blocks) if whole else self._done_tokens // BLOCK_TOKENS
+        self.cache.publish(self._pages[job], job.request.blocks[:num_blocks])
+        self.changed()
+        if not whole:
+            self._begin_chunk()
+            return
+        job.computed_s = self.events.now
+        self._current = None
+        self._computed(job)
+        self._next()
+
+    def _computed(self, job: Job) -> None:
+        raise NotImplementedError
+
+    def _num_pages(self, job: Job) -> int:
+        raise NotImplementedError
+
+    def _open(self, job: Job, max_blocks: int | None = None) -> bool:
+        pages = self.cache.open(job.request.blocks, "", max_blocks)
+        if not self.cache.extend(pages, self._num_pages(job) - len(pages.pages)):
+            self.cache.close(pages)
+            return False
+        self._pages[job] = pages
+        return True
+
+    def _close(self, job: Job) -> None:
+        self.cache.close(self._pages.pop(job))
+        self._next()
+        self.changed()
+
+    # -- what is told -----------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """A report and a flush follow, unless they are on their way already."""
+        if not self._reporting:
+            self._reporting = True
+            self.events.after(self.timing.report_s, self._report)
+        if not self._flushing:
+            self._flushing = True
+            self.events.after(self.timing.flush_s, self._flush)
+
+    def _report(self) -> None:
+        self._reporting = False
+        self.report(self)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        taken = self.cache.take_events()
+        if taken.stored or taken.removed:
+            self.publish(self, taken)
+
+    def load(self) -> RankLoad:
+        return RankLoad(
+            running=0,
+            waiting=len(self._queue),
+            pending_tokens=self.pending_tokens,
+            books=self.cache.books(),
+            prefill_tokens_per_s=self.timing.tokens_per_s,
+        )
+
+
+class PrefillRank(Rank):
+    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
+        super().__init__(id, num_pages, timing, events)
+        self._link_free_s = 0.0
+
+    def submit(self, job: Job) -> None:
+        self._submit(job)
+
+    def _num_pages(self, job: Job) -> int:
+        return len(job.request.blocks)
+
+    def _open(self, job: Job, max_blocks: int | None = None) -> bool:
+        if not super()._open(job, max_blocks):
+            return False
+        job.prefill_blocks = self._pages[job].prefix_len
+        job.prefill_queue_s = self.events.now - job.queued_s
+        return True
+
+    def _computed(self, job: Job) -> None:
+        """Chunks went out as they were final; the last one goes now."""
+        timing = self.timing
+        num_bytes = job.delta_tokens * timing.kv_bytes_per_token
+        last_bytes = min(job.delta_tokens, timing.chunk_tokens) * timing.kv_bytes_per_token
+        all_but_last_s = max(job.began_s, self._link_free_s) + (num_bytes - last_bytes) / timing.bytes_per_s
+        landed_s = max(self.events.now, all_but_last_s) + last_bytes / timing.bytes_per_s
+        self._link_free_s = landed_s
+        job.transfer_s = landed_s - self.events.now
+        self.events.at(landed_s, self._landed, job)
+
+    def _landed(self, job: Job) -> None:
+        self._close(job)
+        self.events.after(self.timing.hop_s, job.decode.landed, job)
+
+
+class DecodeRank(Rank):
+    """Also the rank of an aggregated layout, which is never sent a prompt that another one computes."""
+
+    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
+        super().__init__(id, num_pages, timing, events)
+        self._receiving: deque[Job] = deque()  # without pages yet
+        self._ends: list[tuple[float, int, Job]] = []  # step in which it ends, number, job
+        self._steps = 0.0
+        self._stepped_s = 0.0  # until when `_steps` counts
+        self._version = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._pages)
+
+    def submit(self, job: Job) -> None:
+        if job.prefill is None:
+            self._submit(job)
+            return
+        job.queued_s = self.events.now
+        self._receiving.append(job)
+        self._admit()
+        self.changed()
+
+    def landed(self, job: Job) -> None:
+        self.cache.publish(self._pages[job], job.request.blocks)
+        self._first_token(job)
+        self.changed()
+
+    def _admit(self) -> None:
+        while self._receiving and self._open(self._receiving[0]):
+            job = self._receiving.popleft()
+            assert job.prefill is not None
+            job.delta_tokens = max(0, job.request.prompt_tokens - job.decode_blocks * BLOCK_TOKENS)
+            self.events.after(self.timing.hop_s, job.prefill.submit, job)
+
+    def _open(self, job: Job, max_blocks: int | None = None) -> bool:
+        if not super()._open(job, max_blocks):
+            return False
+        job.decode_blocks = self._pages[job].prefix_len
+        return True
+
+    def _num_pages(self, job: Job) -> int:
+        tokens = len(job.request.blocks) * BLOCK_TOKENS + job.request.output_tokens
+        return -(-tokens // BLOCK_TOKENS)
+
+    def _close(self, job: Job) -> None:
+        super()._close(job)
+        self._admit()
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def batch_step_s(self) -> float:
+        """Of the sequences that are decoding, without a chunk beside them."""
+        return self.timing.step_s + self.timing.step_s_per_sequence * len(self._ends)
+
+    def _chunk_s(self) -> float:
+        # One step: the chunk, and a token of every sequence. The weights are read for both at once.
+        self._catch_up()
+        self._version += 1
+        return super()._chunk_s() + self.timing.step_s_per_sequence * len(self._ends)
+
+    def _chunk_ended(self) -> None:
+        self._steps += 1
+        self._stepped_s = self.events.now
+        super()._chunk_ended()
+        self._end_those_due()
+
+    def _computed(self, job: Job) -> None:
+        self._first_token(job)
+
+    def _first_token(self, job: Job) -> None:
+        job.first_token_s = self.events.now
+        job.on_first_token(job)
+        self._catch_up()
+        heappush(self._ends, (self._steps + job.request.output_tokens - 1, job.request.number, job))
+        self._wake_for_next_end()
+
+    def _catch_up(self) -> None:
+        """Count the steps made since last looked at. A step with a chunk is counted when it ends."""
+        if self._current is None or self._chunk_began_s == self.events.now:
+            if self._ends:
+                self._steps += (self.events.now - self._stepped_s) / self.batch_step_s()
+            self._stepped_s = self.events.now
+
+    def _wake_for_next_end(self) -> None:
+        self._version += 1
+        if self._ends and self._current is None:
+            due_s = self.events.now + (self._ends[0][0] - self._steps) * self.batch_step_s()
+            self.events.at(due_s, self._woken, self._version)
+
+    def _woken(self, version: int) -> None:
+        if version == self._version:
+            self._catch_up()
+            self._end_those_due()
+
+    def _end_those_due(self) -> None:
+        while self._ends and self._ends[0][0] <= self._steps + 1e-6:
+            _, _, job = heappop(self._ends)
+            job.ended_s = self.events.now
+            self._close(job)
+            job.on_end(job)
+        self._wake_for_next_end()
+
+    def load(self) -> RankLoad:
+        return RankLoad(
+            running=self.num_running,
+            waiting=len(self._queue) + len(self._receiving),
+            pending_tokens=self.pending_tokens,
+            books=self.cache.books(),
+            step_s=self.batch_step_s(),
+            prefill_tokens_per_s=self.timing.tokens_per_s,
+        )
+
+
+def _nobody(rank: Rank) -> None:
+    """Nobody listens yet."""
+
+
+def _nobody_publishes(rank: Rank, events: CacheEvents) -> None:
+    """Nobody listens yet."""

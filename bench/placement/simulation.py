@@ -1,0 +1,168 @@
+"""One run: a workload, a layout, a policy."""
+
+import time
+from collections.abc import Sequence
+from statistics import fmean
+
+from bench.placement.events import Events
+from bench.placement.ours import Fleet, Oracle, Ours
+from bench.placement.policies import (
+    CacheAware,
+    LeastLoaded,
+    Picker,
+    Policy,
+    PrefixHash,
+    RoundRobin,
+    Separate,
+    StickySession,
+)
+from bench.placement.ranks import DecodeRank, Job, PrefillRank, Rank
+from bench.placement.settings import Setting
+from bench.placement.workload import TraceRequest
+from bench.report import Row
+from services.kv.types import CacheEvents, Generation, Plan, RankId, RankKey
+
+OURS = ("ours", "ours-remote", "oracle")
+OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
+POLICIES = OURS + OTHERS
+
+
+class Simulation:
+    def __init__(self, setting: Setting, policy: str, requests: Sequence[TraceRequest]) -> None:
+        self._setting = setting
+        self._requests = requests
+        self._events = Events()
+        timing, events = setting.timing, self._events
+        self._decodes = [
+            DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events)
+            for i in range(setting.decode)
+        ]
+        self._prefills = [
+            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events)
+            for i in range(setting.prefill)
+        ]
+        self._on_its_way: dict[Rank, int] = {}
+        self._ours: list[Ours] = []
+        self._policies = self._make_policies(policy)
+        for rank in (*self._decodes, *self._prefills):
+            rank.report = self._report
+            rank.publish = self._publish
+        self.jobs: list[Job] = []
+
+    def run(self) -> Row:
+        began = time.process_time()
+        for request in self._requests:
+            self._events.at(request.arrival_s, self._arrive, request)
+        self._events.run()
+        for rank in (*self._decodes, *self._prefills):
+            rank.cache.check()
+            assert rank.cache.num_open == 0, f"{rank.id} still holds pages"
+        assert len(self.jobs) == len(self._requests)
+        return self._row(time.process_time() - began)
+
+    def _make_policies(self, name: str) -> list[Policy]:
+        setting = self._setting
+        plans = {Plan.REMOTE, Plan.LOCAL} if name != "ours-remote" else {Plan.REMOTE}
+        if not self._prefills:
+            plans = {Plan.LOCAL}
+        fleet = Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
+        if name == "oracle":
+            return [Oracle(fleet, i, self._on_its_way) for i in range(setting.routers)]
+        if name in OURS:
+            pins: dict[str, RankKey] = {}
+            self._ours = [Ours(fleet, self._events, i, pins) for i in range(setting.routers)]
+            return list(self._ours)
+        return [
+            Separate(
+                self._decodes,
+                self._prefills,
+                _picker(name, setting.decode),
+                _picker(name, setting.prefill),
+            )
+            for _ in range(setting.routers)
+        ]
+
+    def _arrive(self, request: TraceRequest) -> None:
+        policy = self._policies[request.number % len(self._policies)]
+        decode, prefill = policy.choose(request)
+
+        def first_token(job: Job) -> None:
+            self._events.after(self._setting.timing.hop_s, policy.first_token, job)
+
+        def ended(job: Job) -> None:
+            self._events.after(self._setting.timing.hop_s, policy.ended, job)
+
+        job = Job(
+            request,
+            self._decodes[decode],
+            None if prefill is None else self._prefills[prefill],
+            first_token,
+            ended,
+        )
+        self.jobs.append(job)
+        policy.sent(job)
+        computing = job.prefill or job.decode
+        matched = min(computing.matched_tokens(request), request.prompt_tokens - 1)
+        tokens = request.prompt_tokens - matched
+        self._on_its_way[computing] = self._on_its_way.get(computing, 0) + tokens
+        self._events.after(self._setting.timing.hop_s, job.decode.submit, job)
+        hops = 1 if job.prefill is None else 2
+        self._events.after(hops * self._setting.timing.hop_s, self._there, computing, tokens)
+
+    def _there(self, rank: Rank, tokens: int) -> None:
+        self._on_its_way[rank] -= tokens
+
+    def _report(self, rank: Rank) -> None:
+        for policy in self._policies:
+            policy.loaded(rank)
+
+    def _publish(self, rank: Rank, taken: CacheEvents) -> None:
+        for ours in self._ours:
+            self._events.after(self._setting.staleness_s, ours.told, rank.id, taken)
+
+    def _row(self, cpu_s: float) -> Row:
+        jobs, setting = self.jobs, self._setting
+        remote = [job for job in jobs if job.prefill is not None]
+        prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
+        blocks = sum(len(job.request.blocks) for job in jobs)
+        remote_blocks = sum(len(job.request.blocks) for job in remote)
+        ttft = sorted(job.first_token_s - job.request.arrival_s for job in jobs)
+        moved = sum(job.delta_tokens for job in remote) * setting.timing.kv_bytes_per_token
+        busy = [rank.busy_s for rank in (*self._prefills, *self._decodes) if rank.busy_s > 0]
+        itl = [
+            (job.ended_s - job.first_token_s) / (job.request.output_tokens - 1)
+            for job in jobs
+            if job.request.output_tokens > 1
+        ]
+        return {
+            "prefill_hit": sum(job.prefill_blocks for job in remote) / remote_blocks if remote else 0.0,
+            "decode_hit": sum(job.decode_blocks for job in jobs) / blocks,
+            "computed_ratio": sum(job.computed_tokens for job in jobs) / prompt_tokens,
+            "moved_gb": moved / 1e9,
+            "local_share": 1 - len(remote) / len(jobs),
+            "ttft_mean_s": fmean(ttft),
+            "ttft_p50_s": _quantile(ttft, 0.5),
+            "ttft_p99_s": _quantile(ttft, 0.99),
+            "itl_mean_s": fmean(itl),
+            "imbalance": max(busy) / fmean(busy),
+            "cpu_s": cpu_s,
+        }
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _picker(name: str, num_ranks: int) -> Picker:
+    match name:
+        case "round-robin":
+            return RoundRobin()
+        case "least-loaded":
+            return LeastLoaded()
+        case "sticky":
+            return StickySession()
+        case "prefix-hash":
+            return PrefixHash()
+        case "cache-aware":
+            return CacheAware(num_ranks)
+    raise ValueError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
