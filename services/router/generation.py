@@ -52,6 +52,7 @@ _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 # After these another rank may do; the class says which rank to leave out.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
+_STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
 
 
 class Generator:
@@ -246,7 +247,10 @@ class _Run:
                 assert self._progress.stream is not None
                 return await self._read(self._progress.stream)
             except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
-                self._leave(error)
+                if self._only_failed_ones_are_left(error):
+                    await self._give_time(error)
+                else:
+                    self._leave(error)
 
     async def _read(self, stream: OutputStream) -> Output:
         try:
@@ -321,6 +325,23 @@ class _Run:
             left=failed,
             error=repr(str(error)),
         )
+
+    def _only_failed_ones_are_left(self, error: IsthmusError) -> bool:
+        progress = self._progress
+        nobody = progress.placed is None and isinstance(error, Unavailable)
+        return nobody and bool(progress.excluded) and not progress.gave_time
+
+    async def _give_time(self, error: IsthmusError) -> None:
+        """Let ranks that failed this request be chosen once more: a lost stream is soon there again.
+
+        Raises `error` where the deadline comes first.
+        """
+        remaining_s = self._remaining_s()
+        if remaining_s is not None and remaining_s <= _STUMBLE_S:
+            raise error
+        self._progress.gave_time = True
+        self._progress.excluded.clear()
+        await asyncio.sleep(_STUMBLE_S)
 
     def _remaining_s(self) -> float | None:
         if self._deadline is None:

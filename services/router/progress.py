@@ -41,6 +41,7 @@ class Progress:
     admitted: Admitted | None = None  # of the first placement: what the usage speaks of
     placed: Placed | None = None
     excluded: set[RankKey] = field(default_factory=set)
+    gave_time: bool = False  # to ranks that failed, when there were no others
     attempts: int = 0
     sent_s: float = 0.0  # to the rank it is with, from `began_s`
     stages: Stages | None = None  # up to the first token

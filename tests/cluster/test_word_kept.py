@@ -54,6 +54,26 @@ async def test_a_ticket_refused_by_one_prefill_rank_is_honoured_by_the_other(
         await cluster.assert_nothing_held()
 
 
+async def test_the_only_prefill_rank_is_asked_once_more_after_a_moment(
+    etcd_endpoint, model_dir, cluster_name, refusing, monkeypatch
+):
+    check = rooms.check_ticket  # refuses
+
+    def check_once(ticket, prompt_len, layout, memory, own_generation):
+        if not refusing.get(own_generation):
+            check(ticket, prompt_len, layout, memory, own_generation)
+
+    monkeypatch.setattr(rooms, "check_ticket", check_once)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        generation = cluster.ranks["prefill-0/0"].address.id.generation
+        refusing[generation] = 0
+        tokens, finish = await cluster.generate(PROMPT)
+        assert tokens == continuation(PROMPT, 8)
+        assert finish.placement.prefill.worker == "prefill-0"
+        assert refusing[generation] == 1
+        await cluster.assert_nothing_held()
+
+
 async def test_without_another_prefill_rank_decode_computes_it(
     etcd_endpoint, model_dir, cluster_name, refusing, remote_looks_cheaper
 ):
