@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
@@ -30,6 +31,7 @@ from services.engine.paged.decode import Lease
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Generation, Plan, RankAddress, RankId, RankLoad
 from services.parent_death import die_with
+from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
 from services.request import Admitted, GenerationRequest, Output
 from services.router.balance import Balance
@@ -51,8 +53,11 @@ class RankSettings:
     max_running_requests: int
     num_threads: int  # of each rank
     transport: str
+    itl_target_s: float | None = None  # of the decode rank
 
-    def engine(self, num_pages: int, *, cache_enabled: bool) -> EngineSettings:
+    def engine(
+        self, num_pages: int, *, cache_enabled: bool, itl_target_s: float | None = None
+    ) -> EngineSettings:
         return EngineSettings(
             engine="torch",
             model_path=self.model_path,
@@ -65,7 +70,7 @@ class RankSettings:
             index_block=self.page_size,
             cache_enabled=cache_enabled,
             transport=self.transport,
-            limits=Limits(self.max_running_requests, self.chunk_size),
+            limits=Limits(self.max_running_requests, self.chunk_size, itl_target_s=itl_target_s),
             lease=Lease(),
         )
 
@@ -150,11 +155,12 @@ class Planner:
     def _candidates(self, hashes: Sequence[BlockHash]) -> tuple[DecodeCandidate, PrefillCandidate]:
         load, balance, page_size = self._engine.load(), self._balance, self._settings.page_size
         balance.report(self._decode.key, load)
+        at_decode, at_prefill = balance.now(self._decode.key), balance.now(self._prefill.key)
         decode = DecodeCandidate(
             id=self._decode,
             hit_tokens=_match(hashes, self._held) * page_size,
-            pending_tokens=balance.pending_tokens(self._decode.key),
-            prefill_tokens_per_s=balance.rate(self._decode.key),
+            pending_tokens=at_decode.pending_tokens,
+            prefill_tokens_per_s=at_decode.tokens_per_s,
             running=load.running,
             step_s=load.step_s,
             free_tokens=load.books.free * page_size,
@@ -163,8 +169,8 @@ class Planner:
         prefill = PrefillCandidate(
             id=self._prefill,
             hit_tokens=_match(hashes, self._sent) * page_size,
-            pending_tokens=balance.pending_tokens(self._prefill.key),
-            prefill_tokens_per_s=balance.rate(self._prefill.key),
+            pending_tokens=at_prefill.pending_tokens,
+            prefill_tokens_per_s=at_prefill.tokens_per_s,
         )
         return decode, prefill
 
@@ -177,7 +183,10 @@ def _match(hashes: Iterable[BlockHash], held: set[BlockHash]) -> int:
 async def open_side(settings: RankSettings, *, decode_cache: bool) -> AsyncIterator[DecodeSide]:
     """Prefill's cache is always on, as in the runs that this follows."""
     decode_id = RankId("decode", 0, Generation(secrets.randbits(64)))
-    engine = decode_engine(settings.engine(settings.decode_pages, cache_enabled=decode_cache), decode_id)
+    engine_settings = settings.engine(
+        settings.decode_pages, cache_enabled=decode_cache, itl_target_s=settings.itl_target_s
+    )
+    engine = decode_engine(engine_settings, decode_id)
     async with AsyncExitStack() as stack:
         peer = await stack.enter_async_context(_prefill_process(settings))
         await engine.start()
@@ -217,8 +226,10 @@ async def serve_prefill(settings: RankSettings) -> None:
     engine = prefill_engine(settings.engine(settings.prefill_pages, cache_enabled=True), own_id)
     await engine.start()
 
+    service = PrefillService(engine, own_id, PrefillMetrics(CollectorRegistry(), engine))
+
     def register(server: grpc.aio.Server) -> None:
-        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(engine), server)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
         handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
 
     server = await rpc.open_server("127.0.0.1:0", register, [])

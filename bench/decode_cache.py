@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads of each rank")
+    parser.add_argument("--itl-target-ms", type=float, help="of the decode ranks, as in isthmus-decode")
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -135,6 +136,7 @@ def main() -> None:
             max_running_requests=64,
             num_threads=arguments.num_threads,
             transport=arguments.transport,
+            itl_target_s=arguments.itl_target_ms / 1e3 if arguments.itl_target_ms else None,
         )
         runs = asyncio.run(measure(settings, chosen, rounds, arguments.seed, arguments.quick))
     compared, raw = report(arguments.workload, runs)
