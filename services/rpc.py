@@ -95,12 +95,24 @@ def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:
     return _BY_STATUS.get(error.code(), PeerFailed)(details)
 
 
+def heed_cancellation() -> None:
+    """To be called when a call has failed. Raises CancelledError if this task was cancelled meanwhile.
+
+    A cancellation that meets the failure of a call is lost in grpc.aio, which waits for tasks of its own that
+    swallow it; whoever then tries again would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 @contextlib.contextmanager
 def renaming() -> Iterator[None]:
     """Around a call to a peer: its AioRpcError becomes our error."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        heed_cancellation()
         raise error_from(error) from error
 
 

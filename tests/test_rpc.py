@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -379,3 +379,20 @@ async def test_an_unreadable_certificate_is_refused(tmp_path):
     broken.write_text("nothing")
     with pytest.raises(errors.ConfigError):
         await rpc.open_server("localhost:0", lambda _: None, NAMES, rpc.TlsConfig(cert=broken, key=broken))
+
+
+async def test_a_cancellation_that_a_failing_call_swallows_is_heeded():
+    async def call():  # as grpc.aio's do while they are being set up
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async def work():
+        with rpc.renaming():
+            await asyncio.create_task(call())
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

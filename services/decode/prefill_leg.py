@@ -87,6 +87,7 @@ class PrefillLeg:
                     message, timeout=self._timeout_s
                 )
         except grpc.aio.AioRpcError as error:
+            rpc.heed_cancellation()
             raise self._renamed(rpc.error_from(error)) from error
         return convert_request.prefill_result_from_proto(response)
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from services import rpc
 from services.errors import IsthmusError, Unavailable
 from services.index.backoff import Backoff
 from services.index.etcd_errors import is_auth_off, is_token_refused, is_transient, rename
@@ -169,6 +170,7 @@ class EtcdConnection:
             try:
                 return await self._attempt(channel, method, request, metadata, deadline)
             except grpc.aio.AioRpcError as error:
+                rpc.heed_cancellation()
                 failure = self._note_failure(channel, metadata, error)
                 refused = isinstance(failure, Unavailable) and is_token_refused(error)
                 retry = refused or (idempotent and is_transient(error))
@@ -229,6 +231,7 @@ class EtcdConnection:
             try:
                 response = await self._attempt(channel, _AUTHENTICATE, request, _HAS_LEADER, deadline)
             except grpc.aio.AioRpcError as error:
+                rpc.heed_cancellation()
                 if not is_auth_off(error):
                     raise self._note_failure(channel, _HAS_LEADER, error) from error
                 self._token = _AUTH_OFF

@@ -128,6 +128,7 @@ class DecodeClient:
                 reason = error.details() or error.code().name
             except IsthmusError as error:
                 reason = str(error)  # it says what we cannot read
+            rpc.heed_cancellation()
             if self.connected.is_set():
                 log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
                 self.connected.clear()

@@ -53,6 +53,7 @@ class PrefillWatch:
             try:
                 await self._read()
             except (grpc.aio.AioRpcError, IsthmusError, TimeoutError) as error:
+                rpc.heed_cancellation()
                 # An older rank may not know the call, and one that starts or stops refuses it.
                 log.debug("prefill_load_unknown rank=%s error=%r", self.address.id, error)
             self._on_lost()
