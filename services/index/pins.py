@@ -117,6 +117,7 @@ class PinWriter:
             return
         known = self._known(name)
         self._queue[name] = _Queued(pin, known.revision if known else 0)
+        self._queue.move_to_end(name)
         if len(self._queue) > self._settings.max_queued:
             self._queue.popitem(last=False)
             self.dropped += 1
@@ -127,8 +128,10 @@ class PinWriter:
         name = pin_name(conversation)
         if name in self._queue:
             return self._queue[name].pin
-        written = self._recently_written(name)
-        return written.pin if written else None
+        written, known = self._recently_written(name), self._known(name)
+        if written is None or (known is not None and known.revision > written.revision):
+            return None  # another router has moved it since
+        return written.pin
 
     def _recently_written(self, name: str) -> _Written | None:
         written = self._remembered.get(name)
@@ -137,9 +140,15 @@ class PinWriter:
         return written
 
     def _is_fresh(self, name: str, pin: Pin) -> bool:
+        """Etcd has this pin, and will for a while."""
         written = self._remembered.get(name)
         if written is None or written.pin != pin:
             return False
+        if self._recently_written(name) is None:
+            # By now it has come back, if nobody has moved the conversation or lost the pin.
+            known = self._known(name)
+            if known is None or known.revision != written.revision:
+                return False
         return self._etcd.clock() - written.put_at < self._settings.life_s / 2
 
     async def run(self) -> None:

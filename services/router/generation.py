@@ -96,7 +96,7 @@ class Generator:
         checked = self._check(request)
         encoded = await self._encoder().encode(request)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant)
-        return len(prompt.ids), self._cluster.explain(prompt, checked.conversation_id)
+        return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key)
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None, traceparent: str = ""
@@ -220,7 +220,7 @@ class _Run:
         self._deadline = deadline
         self._detokenizer = Detokenizer(self._tokenizer)
         self._stop = StopStrings(checked.sampling.stop)
-        remembered = generator._memory.recall(checked.memory_key) if checked.conversation_id else None
+        remembered = generator._memory.recall(checked.memory_key) if checked.memory_key else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt)
         self._metrics = generator._metrics
         self._metrics.drifted(self._drift or 0)
@@ -268,14 +268,14 @@ class _Run:
         return prompt
 
     def _place(self, prompt: HashedPrompt) -> None:
-        """Choose ranks and send the request there. Raises Unavailable or NoCapacity when there are none."""
+        """Choose ranks and send the request there. Raises Unavailable when there are none."""
         progress, checked = self._progress, self._checked
         began = self._clock()
         progress.attempts += 1
-        placed = self._cluster.place(prompt, checked.conversation_id, frozenset(progress.excluded))
+        placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded))
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed))
-        self._cluster.sent(checked.request_id, checked.conversation_id, placed)
+        self._cluster.sent(checked.request_id, checked.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
         progress.route_s += now - began
@@ -420,7 +420,7 @@ class _Run:
         progress = self._progress
         response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt), self._drift))
         all_ids = self._prompt + tuple(progress.output_ids)
-        if self._checked.conversation_id:
+        if self._checked.memory_key:
             self._generator._memory.remember(self._checked.memory_key, all_ids)
-        if progress.placed is not None:  # it was not aborted before
+        if progress.placed is not None and reason is not FinishReason.ABORTED:
             self._cluster.finished(progress.placed, all_ids)

@@ -23,8 +23,8 @@ class Checked:
 
     @property
     def memory_key(self) -> str:
-        """Tenants may choose the same conversation ids."""
-        return f"{self.tenant}\0{self.conversation_id}"
+        """Names the conversation, for tenants may choose the same ids; empty where none was named."""
+        return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
 
 
 @dataclass(slots=True)

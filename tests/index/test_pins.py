@@ -77,6 +77,37 @@ async def test_only_what_changed_or_is_half_expired_is_written(etcd: Etcd, keys:
     assert await written_after(D1) == 3
 
 
+async def test_a_conversation_that_another_router_moved_is_moved_back(etcd: Etcd, keys: ClusterKeys) -> None:
+    now = 1000.0
+    etcd.clock = lambda: now
+    known: dict[str, KnownPin] = {}
+    ours, other = (PinWriter(etcd, keys, known.get, SETTINGS) for _ in range(2))
+
+    async def write(writer: PinWriter, decode: RankId) -> None:
+        writer.pin("c", decode)
+        while writer._queue:
+            await writer._write_some()
+
+    async def come_back() -> Pin:
+        _, (kv,) = await etcd.snapshot(keys.prefix)
+        known[pin_name("c")] = KnownPin(decode_pin(kv.value), kv.mod_revision)
+        return known[pin_name("c")].pin
+
+    await write(ours, D0)
+    assert await come_back() == Pin(D0)
+    await write(other, D1)
+    assert ours.recent("c") == Pin(D0)  # it cannot know yet
+    assert await come_back() == Pin(D1)
+    assert ours.recent("c") is None
+    now += SETTINGS.recent_s
+    await write(ours, D0)
+    assert await come_back() == Pin(D0)
+    now += SETTINGS.recent_s
+    known.clear()  # etcd has lost everything
+    ours.pin("c", D0)
+    assert ours.recent("c") == Pin(D0) and len(ours._queue) == 1
+
+
 async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
     writer = PinWriter(etcd, keys, unknown, SETTINGS)
     async with running(writer.run()):
