@@ -110,10 +110,11 @@ class BlockMirror:
         """All that there is up to some revision has been applied: what is missing is lost."""
         touched, self._touched = self._touched, set()
         for rank in touched:
-            if self._reading(rank).history.gap():
+            reading = self._reading(rank)
+            if reading.history.gap():
                 self.gaps += 1
                 logger.warning("mirror.gap rank=%s", rank)
-                task = asyncio.create_task(self._read_again(rank))
+                task = asyncio.create_task(self._read_again(rank, reading))
                 self._rereads.add(task)
                 task.add_done_callback(self._rereads.discard)
 
@@ -154,7 +155,7 @@ class BlockMirror:
         reading.age_s = age_s
         self._told(age_s)
 
-    async def _read_again(self, rank: RankKey) -> None:
+    async def _read_again(self, rank: RankKey, reading: _Reading) -> None:
         """Beside the watch, which goes on. Should a record be lost, the next snapshot makes up for it."""
         backoff = Backoff(self._etcd.rng)
         while True:
@@ -166,6 +167,8 @@ class BlockMirror:
                 await backoff.sleep()
         async with self.turn:
             for kv in kvs:
+                if self._readings.get(rank) is not reading:
+                    return  # forgotten meanwhile
                 key = self._keys.parse(kv.key)
                 if isinstance(key, HeadKey | SnapshotKey | LogKey):
                     try:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
 _COUNT_INTERVAL_S = 30.0
+_LEASES_TO_WAIT = 1.5  # for a key whose owner may have ended
 
 
 class Membership:
@@ -89,22 +90,29 @@ class Membership:
 
     async def _stay_registered(self) -> None:
         backoff = Backoff(self._etcd.rng)
-        checked = has_registered = False
+        checked = has_registered = has_waited = False
         while True:
             try:
                 if not checked:
                     await check_schema(self._etcd, self._keys, self._schema)
                     checked = True
                 lease = await self._register(take_over=not has_registered)
-            except StaleGeneration:
-                raise
+            except StaleGeneration as error:
+                # Of an etcd restored from a backup this may be a life that ended long ago. Its key then goes
+                # with its lease, and a rank does not end because of etcd.
+                if has_waited or not has_registered:
+                    raise
+                has_waited = True
+                logger.warning("membership.foreign rank=%s error=%s", self._registration.id, error)
+                await asyncio.sleep(_LEASES_TO_WAIT * self._ttl_s)
+                continue
             except IsthmusError as error:
                 if isinstance(error, ConfigError) and not has_registered:
                     raise
                 logger.warning("membership.retry rank=%s error=%s", self._registration.id, error)
                 await backoff.sleep()
                 continue
-            has_registered = True
+            has_registered, has_waited = True, False
             backoff.reset()
             self.publisher.attach(lease.id)
             self.registered.set()
