@@ -342,6 +342,7 @@ class DecodeRank(Rank):
             running=self.num_running,
             waiting=len(self._queue) + len(self._receiving),
             pending_tokens=self.pending_tokens,
+            waiting_tokens=sum(job.request.prompt_tokens for job in self._receiving),
             books=self.cache.books(),
             step_s=self.batch_step_s(),
             prefill_tokens_per_s=self.timing.tokens_per_s,

@@ -185,6 +185,7 @@ class RankLoad:
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     draining: bool = False
+    waiting_tokens: int = 0
     # Not told to routers:
     reserved_pages: int = 0  # kept back for the growth of what runs
     retractions: int = 0  # since the rank's start, as `overtakes`

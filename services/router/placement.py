@@ -25,10 +25,8 @@ from itertools import groupby
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
-from services.errors import NoCapacity, Unavailable
+from services.errors import Unavailable
 from services.kv.types import Plan, RankId, RankKey
-
-FULL = "full"  # the `excluded` of a rank that has no room now
 
 _T = TypeVar("_T")
 
@@ -54,9 +52,15 @@ class DecodeCandidate:
     step_s: float
     free_tokens: int  # room in free pages
     evictable_tokens: int  # cached, unlocked
-    excluded: str = ""  # why it cannot be chosen (draining, suspect, failed, FULL); empty: it can
+    excluded: str = ""  # why it cannot be chosen (draining, failed, ...); empty: it can
     queued: int = 0  # requests whose prompts wait to be computed there
     matched_tokens: int = 0  # what the index says, before trust and predictions
+    waiting_tokens: int = 0  # of requests that wait for pages before this one
+
+    @property
+    def has_room(self) -> bool:
+        """Nobody waits for pages there."""
+        return self.waiting_tokens <= self.free_tokens + self.evictable_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +167,10 @@ def place(
     `tie` in [0, 1) splits those that are equal in that too.
 
     The home is the pinned rank if it can be chosen, else the one rank with the longest hit, if that is
-    half of the prompt or more. It wins while its price is within the slack of the best one. With more
-    `spare_ranks` more is compared, to be shown.
+    half of the prompt or more; but no rank where requests wait for pages. It wins while its price is within
+    the slack of the best one. With more `spare_ranks` more is compared, to be shown.
 
     Raises:
-        NoCapacity: every rank that could serve is full.
         Unavailable: no rank can serve; the message says why.
     """
     open_decodes = [decode for decode in decodes if not decode.excluded]
@@ -221,7 +224,7 @@ class _Receiver(NamedTuple):
     """A decode rank's part under either plan, in seconds; `delta` is what it lacks, in tokens."""
 
     wait_s: float
-    room_s: float  # until the delta has pages
+    room_s: float  # until those before it and the delta have pages
     evict_s: float
     delta: int
     decode: DecodeCandidate
@@ -264,13 +267,13 @@ class _Pricing:
     def receiver(self, decode: DecodeCandidate) -> _Receiver:
         delta = max(0, self.request.prompt_tokens - decode.hit_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
-        lacking = delta - decode.free_tokens
+        lacking = decode.waiting_tokens + delta - decode.free_tokens
         if lacking <= 0:
             return _Receiver(wait_s, 0.0, 0.0, delta, decode)
         # Sequences that end free at least as many tokens as were generated, one each in every step.
         shortage = max(0, lacking - decode.evictable_tokens)
         room_s = shortage * decode.step_s / max(1, decode.running)
-        evicted = min(lacking, decode.evictable_tokens)
+        evicted = min(delta, lacking, decode.evictable_tokens)
         return _Receiver(wait_s, room_s, evicted * self.evict_s_per_token, delta, decode)
 
     def local_terms(self, receiver: _Receiver) -> dict[str, float]:
@@ -466,12 +469,12 @@ def _home(
     pinned = request.pinned
     if pinned is not None:
         for decode in decodes:
-            if decode.id.rank == pinned.rank and decode.id.worker == pinned.worker:
+            if decode.id.key == pinned and decode.has_room:
                 return decode, "pinned"
     longest = max(decode.hit_tokens for decode in decodes)
     holders = [decode for decode in decodes if decode.hit_tokens == longest]
     # Less than half is a system prompt that many share: that alone makes nobody's home.
-    if 2 * longest >= request.prompt_tokens and len(holders) == 1:
+    if 2 * longest >= request.prompt_tokens and len(holders) == 1 and holders[0].has_room:
         return holders[0], "longest_prefix"
     return None, ""
 
@@ -496,11 +499,9 @@ def _another(tie: float, prime: int) -> float:
     return tie * prime % 1.0
 
 
-def _nowhere(role: str, candidates: Sequence[Candidate]) -> NoCapacity | Unavailable:
+def _nowhere(role: str, candidates: Sequence[Candidate]) -> Unavailable:
     if not candidates:
         return Unavailable(f"there is no {role} rank")
     reasons = Counter(candidate.excluded for candidate in candidates)
-    if set(reasons) == {FULL}:
-        return NoCapacity(f"every {role} rank is full ({len(candidates)})")
     listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     return Unavailable(f"no {role} rank can take the request: {listed}")

@@ -41,7 +41,7 @@ _FEW = 16  # ranks of a role that are all priced
 _LEAST_LOADED = 6  # of many, priced in any case
 _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
 _USUAL_TOKENS = 4_096  # for which a rank should have room
-_ALL = 1 << 30
+_EXPLAINED = 64  # a side; more are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Placer:
             return self._place(asked, tie, self._all)
 
     def explain(self, asked: Asked, tie: float) -> Decision:
-        """As `place`, with every rank compared. Raises as placement.place."""
-        return self._place(asked, tie, self._all, spare_ranks=_ALL)
+        """As `place`, with every rank looked at and enough of them compared. Raises as placement.place."""
+        return self._place(asked, tie, self._all, spare_ranks=_EXPLAINED)
 
     def _place(
         self,
@@ -198,6 +198,7 @@ class Placer:
             excluded=asked.exclusion(rank),
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
+            waiting_tokens=now.load.waiting_tokens,
         )
 
     def _prefill_candidate(

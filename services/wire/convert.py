@@ -228,6 +228,7 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
         step_s=load.step_s,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         draining=load.draining,
+        waiting_tokens=load.waiting_tokens,
     )
 
 
@@ -248,4 +249,5 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         step_s=finite("load.step_s", pb.step_s),
         prefill_tokens_per_s=finite("load.prefill_tokens_per_s", pb.prefill_tokens_per_s),
         draining=pb.draining,
+        waiting_tokens=pb.waiting_tokens,
     )

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.errors import NoCapacity, Unavailable
+from services.errors import Unavailable
 from services.kv.types import Generation, Plan, RankId, RankKey
 from services.router.placement import (
-    FULL,
     Decision,
     DecodeCandidate,
     PlacementRequest,
@@ -124,7 +123,7 @@ def expected_price(prices, home, weights) -> float:
 tokens = st.sampled_from([0, 0, 64, 640, 2_000, 4_000]) | st.integers(0, 10_000)
 rates = st.sampled_from([5_000.0, 10_000.0]) | st.floats(500.0, 50_000.0)
 queues = st.sampled_from([0, 1, 1, 2, 30])
-EXCLUDED = st.sampled_from(["", "", "", "draining", FULL])
+EXCLUDED = st.sampled_from(["", "", "", "draining", "failed"])
 
 
 @st.composite
@@ -167,7 +166,7 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
     able = [d for d in decodes if not d.excluded], [p for p in prefills if not p.excluded]
     prices = every_price(asked, weights, *able)
     if not prices:
-        with pytest.raises((NoCapacity, Unavailable)):
+        with pytest.raises(Unavailable):
             choose(asked, decodes, prefills, weights=weights, tie=tie)
         return
     decision = choose(asked, decodes, prefills, weights=weights, tie=tie)
@@ -308,12 +307,30 @@ def test_a_home_behind_many_cheaper_ranks_is_still_compared(plans):
     assert decision.ranked[-1] == decision.chosen
 
 
-@pytest.mark.parametrize("why", ["failed", "suspect", FULL])
+@pytest.mark.parametrize("why", ["failed", "suspect"])
 def test_a_pin_never_overrules_an_excluded_rank(why):
     ranks = [decode(0, hit_tokens=3_968, excluded=why), decode(1)]
     decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
     assert decision.chosen.decode == ranks[1]
     assert decision.excluded == (ranks[0],)
+
+
+def test_a_pin_is_void_while_others_wait_for_pages_there():
+    crowded = {"hit_tokens": 3_968, "free_tokens": 64, "evictable_tokens": 64}
+    asked = request(pinned=RankKey("decode", 0), plans=REMOTE)
+    roomy = decode(1, free_tokens=10_000)
+    for waiting, reason in ((128, "pinned"), (129, "cheapest")):
+        home = decode(0, waiting_tokens=waiting, **crowded)
+        weights = replace(WEIGHTS, home_slack_s=1_000.0)
+        decision = choose(asked, [home, roomy], [prefill(0)], weights=weights)
+        assert decision.reason == reason
+
+
+def test_room_is_waited_for_behind_those_who_wait_already():
+    # Ten sequences free ten tokens in each step of 0.1 s.
+    full = decode(0, free_tokens=0, evictable_tokens=0, waiting_tokens=500, running=10, step_s=0.1)
+    decision = choose(request(prompt_tokens=1_000, plans=REMOTE), [full], [prefill(0)])
+    assert dict(decision.chosen.terms)["wait_room"] == pytest.approx(15.0)
 
 
 def test_a_pin_to_a_rank_that_has_gone_is_no_pin():
@@ -376,15 +393,6 @@ def test_all_excluded_says_why():
         choose(request(), ranks, [prefill(0)])
     with pytest.raises(Unavailable, match="no prefill rank can take the request: 1 suspect"):
         choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded="suspect")])
-
-
-def test_all_full_is_a_lack_of_room():
-    with pytest.raises(Unavailable, match="1 draining, 1 full"):
-        choose(request(), [decode(0, excluded=FULL), decode(1, excluded="draining")], [prefill(0)])
-    with pytest.raises(NoCapacity):
-        choose(request(), [decode(0, excluded=FULL), decode(1, excluded=FULL)], [prefill(0)])
-    with pytest.raises(NoCapacity):
-        choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded=FULL)])
 
 
 def test_without_a_prefill_rank_the_decode_rank_computes():

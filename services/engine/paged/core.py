@@ -170,13 +170,15 @@ class EngineCore:
     # -- reports ----------------------------------------------------------------------------------
 
     def load(self) -> RankLoad:
-        pending = sum(s.uncached_tokens for s in self._gate)
+        waiting = [(s.receives, s.uncached_tokens) for s in self._gate]
+        pending = sum(tokens for receives, tokens in waiting if not receives)
         pending += sum(s.remaining_tokens for s in self._active)
         decoding = sum(s.phase is Phase.DECODING for s in self._active)
         return RankLoad(
             running=len(self._active),
             waiting=len(self._gate),
             pending_tokens=pending,
+            waiting_tokens=sum(tokens for _, tokens in waiting),
             books=self.cache.books(),
             step_s=self._step_s,
             prefill_tokens_per_s=self._step_times.effective_tokens_per_s(

@@ -34,6 +34,7 @@ from services.kv.types import (
     PageBooks,
     RankId,
     RankLoad,
+    Role,
     Room,
 )
 from services.ports import free_ports
@@ -275,11 +276,14 @@ class SglangWorker:
         load = self._loads.get(dp_rank, {})
         page_size = self.settings.page_size
         total = int(load.get("max_total_num_tokens", self.settings.num_pages * page_size)) // page_size
+        waiting_tokens = int(load.get("num_waiting_uncached_tokens", 0))
         used = min(total, -(-int(load.get("num_used_tokens", 0)) // page_size))
         return RankLoad(
             running=int(load.get("num_running_reqs", 0)),
             waiting=int(load.get("num_waiting_reqs", 0)),
-            pending_tokens=int(load.get("num_waiting_uncached_tokens", 0)),
+            # What waits on a decode rank waits for room: it computes no prompts.
+            pending_tokens=waiting_tokens if self.settings.role is Role.PREFILL else 0,
+            waiting_tokens=waiting_tokens,
             books=PageBooks(total, total - used, 0, 0, used, 0),
             step_s=self._step_times.step_s(dp_rank),
             prefill_tokens_per_s=self._prefill_rate(load),
