@@ -51,6 +51,14 @@ def cache() -> Dashboard:
                         maximum=1,
                     ),
                     graph(
+                        "How far hits are trusted",
+                        "percentunit",
+                        "Of the tokens that the index said the rank held, the share that it had. Below 100 %: "
+                        "it evicts faster than the index hears, or its publisher lags.",
+                        Query(f"min by ({_BY_RANK}) (isthmus_rank_trust{{{RANK}}})", _NAME),
+                        maximum=1,
+                    ),
+                    graph(
                         "KV bytes moved and saved",
                         "Bps",
                         "Moved from prefill to decode ranks, and not moved because the decode rank held them.",

@@ -91,8 +91,13 @@ def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
         rank.pending_tokens,
         f"{rank.prefill_tokens_per_s:.0f}",
         f"{load.used_pages}+{load.cached_pages}/{load.total_pages}",
-        rank.excluded,
+        _note(rank),
     )
+
+
+def _note(rank: generation_pb2.RankStatus) -> str:
+    gone = f"no key in etcd for {rank.unregistered_s:.0f} s" if rank.unregistered_s else ""
+    return ", ".join(filter(None, (rank.excluded, gone)))
 
 
 def format_ranks(mirror: Mirror) -> str:

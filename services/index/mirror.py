@@ -55,12 +55,14 @@ class RankState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """`since_s`: when it took its state, on the mirror's clock. `registered`: its key is in etcd."""
+    """`since_s`: when it took its state, on the mirror's clock. `registered`: its key is in etcd, else since
+    `gone_s` it has not been."""
 
     registration: Registration
     state: RankState
     since_s: float
     registered: bool = True
+    gone_s: float = 0.0
 
     @property
     def draining(self) -> bool:
@@ -150,6 +152,10 @@ class Mirror:
     def known_pin(self, name: str) -> KnownPin | None:
         """`name` is from keys.pin_name."""
         return self.pins.get(name)
+
+    def unregistered_s(self, view: RankView) -> float:
+        """For how long the rank's key has been missing from etcd, and its records with it; 0: it is there."""
+        return 0.0 if view.registered else self._etcd.clock() - view.gone_s
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call `subscriber` whenever a rank appears, changes or is forgotten. Returns how to stop that."""
@@ -249,7 +255,8 @@ class Mirror:
         if view.draining:
             self._forget(rank)
         else:
-            self._suspect(rank, replace(view, registered=False))
+            gone_s = self._etcd.clock() if view.registered else view.gone_s
+            self._suspect(rank, replace(view, registered=False, gone_s=gone_s))
 
     def _suspect(self, rank: RankKey, view: RankView) -> None:
         since_s = view.since_s if view.state is RankState.SUSPECT else self._etcd.clock()

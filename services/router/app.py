@@ -92,7 +92,7 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         )
         await cluster.start()
         stack.push_async_callback(cluster.close)
-        checks = SuspectChecks(mirror, tls, cluster.failed)
+        checks = SuspectChecks(mirror, tls, cluster.dead)
         await stack.enter_async_context(_background(checks.run(), failed))
         generator = Generator(
             config.served_name, tokenizer, cluster, metrics, max_attempts=config.max_attempts

@@ -31,6 +31,7 @@ _Connection = TypeVar("_Connection", DecodeClient, PrefillWatch)
 
 # Hashing so many ids takes about a millisecond; longer prompts would be felt by every stream on the loop.
 _LONG_PROMPT = 8_192
+_MISSED_S = 1800.0  # a rank that went without a word is spoken of for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class RankStatus:
     trust: float
     now: RankNow
     excluded: str
+    unregistered_s: float
 
 
 class Cluster:
@@ -105,17 +107,24 @@ class Cluster:
         self._watches: dict[RankKey, PrefillWatch] = {}
         self._lives: dict[RankKey, RankId] = {}
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
+        self._placeable: list[list[Registration]] = []
+        self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
+        self._outdated = False
+        self._stop_listening: Callable[[], None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self._mirror.subscribe(self._refresh)
+        self._stop_listening = self._mirror.subscribe(self._changed)
+        self._outdated = True
         self._refresh()
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
-        for watch in self._watches.values():
-            await watch.close()
+        if self._stop_listening is not None:
+            self._stop_listening()
+        self._outdated = False
+        connections: list[DecodeClient | PrefillWatch] = [*self._clients.values(), *self._watches.values()]
+        for connection in connections:
+            await connection.close()
         await asyncio.gather(*self._closing)
 
     @property
@@ -129,7 +138,15 @@ class Cluster:
 
     def ranks(self, role: Role) -> Sequence[RankView]:
         """Registered ranks of our model, in a fixed order."""
+        self._refresh()
         return self._ranks[role]
+
+    def missed(self) -> list[tuple[Role, RankKey]]:
+        """Ranks that are no longer there and did not say that they were going, for half an hour."""
+        self._refresh()
+        now = self._balance.clock()
+        self._missed = {k: (role, at) for k, (role, at) in self._missed.items() if now - at < _MISSED_S}
+        return [(role, key) for key, (role, _) in self._missed.items()]
 
     def is_up(self, view: RankView) -> bool:
         """Whether the rank is registered or speaks, and has not just failed; it may be full or draining."""
@@ -141,7 +158,11 @@ class Cluster:
 
     def status(self) -> list[RankStatus]:
         """Of every rank of our model, decode ranks first."""
-        return [self._status(view) for role in (Role.DECODE, Role.PREFILL) for view in self._ranks[role]]
+        return [self._status(view) for role in (Role.DECODE, Role.PREFILL) for view in self.ranks(role)]
+
+    def trust(self, rank: RankKey) -> float:
+        """[0, 1]; see Trust."""
+        return self._balance.trust.of(rank, self._balance.clock())
 
     def max_context_tokens(self) -> int:
         """Of the roomiest decode rank. Raises Unavailable when there is none."""
@@ -162,7 +183,7 @@ class Cluster:
         """Choose the ranks and the plan for a prompt.
 
         Raises:
-            Unavailable, NoCapacity: no rank can take it now; the message says why.
+            Unavailable: no rank can take it now; the message says why.
         """
         asked = self._asked(prompt, conversation_id, excluded)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
@@ -195,21 +216,29 @@ class Cluster:
 
     def failed(self, life: RankId) -> None:
         """A request failed because of this rank. What an earlier life did says nothing of the next one."""
-        rank = life.key
-        view = self._mirror.ranks.get(rank)
-        if view is None or view.registration.id != life:
-            return
-        self._balance.failed(rank)
-        if not view.registered:
-            self._mirror.mark_dead(rank)  # its lease has lapsed and it does not work: forget it
+        if self._view_of(life) is not None:
+            self._balance.failed(life.key)
+
+    def dead(self, life: RankId) -> None:
+        """A rank whose lease has lapsed does not answer health checks either: forget it."""
+        view = self._view_of(life)
+        if view is not None:
+            self._balance.failed(life.key)
+            if not view.registered:
+                self._mirror.mark_dead(life.key)
 
     # -- internals --------------------------------------------------------------------------------
+
+    def _view_of(self, life: RankId) -> RankView | None:
+        view = self._mirror.ranks.get(life.key)
+        return view if view is not None and view.registration.id == life else None
 
     def _hash(self, ids: tuple[int, ...], tenant: str) -> HashedPrompt:
         seed = scope_seed(self._settings.model_name, tenant)
         return HashedPrompt(ids, seed, tuple(sequence_hashes(ids, self._settings.placer.index_block, seed)))
 
     def _asked(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> Asked:
+        self._refresh()
         num_tokens = len(prompt.ids)
         return Asked(
             prompt.hashes,
@@ -245,9 +274,10 @@ class Cluster:
             view,
             self._mirror.index.num_blocks(key),
             self._mirror.progress(key),
-            balance.trust.of(key, balance.clock()),
+            self.trust(key),
             balance.now(key),
             self._exclusion(view.registration, 1, frozenset()),
+            self._mirror.unregistered_s(view),
         )
 
     def _exclusion(self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankKey]) -> str:
@@ -280,21 +310,42 @@ class Cluster:
 
     # -- ranks that come and go -------------------------------------------------------------------
 
-    def _refresh(self, _changed: RankKey | None = None) -> None:
+    def _changed(self, _rank: RankKey) -> None:
+        """Hundreds may change at once: they are looked at together, before anyone asks at the latest."""
+        if not self._outdated:
+            self._outdated = True
+            asyncio.get_running_loop().call_soon(self._refresh)
+
+    def _refresh(self) -> None:
         """Open a stream to every rank that appeared, close those of lives that ended."""
+        if not self._outdated:
+            return
+        self._outdated = False
         lives = {key: view.registration.id for key, view in self._mirror.ranks.items()}
         for rank, life in self._lives.items():
             if lives.get(rank) != life:
                 self._balance.forget(rank)  # a new life has no past
         self._lives = lives
+        self._note_missed()
         for role in self._ranks:
             self._ranks[role] = self._views(role)
         self._connect(self._clients, self._wanted(Role.DECODE), self._open_client)
         self._connect(self._watches, self._wanted(Role.PREFILL), self._open_watch)
-        decodes, prefills = (
+        placeable = [
             [view.registration for view in self._ranks[role]] for role in (Role.DECODE, Role.PREFILL)
-        )
-        self._placer.set_ranks(decodes, prefills)
+        ]
+        if placeable != self._placeable:
+            self._placeable = placeable
+            self._placer.set_ranks(*placeable)
+
+    def _note_missed(self) -> None:
+        now = self._balance.clock()
+        for role, views in self._ranks.items():
+            for view in views:
+                if view.registration.id.key not in self._lives and not view.draining:
+                    self._missed[view.registration.id.key] = role, now
+        for rank in self._lives.keys() & self._missed.keys():
+            del self._missed[rank]
 
     def _views(self, role: Role) -> list[RankView]:
         model = self._settings.model_name

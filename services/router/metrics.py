@@ -186,11 +186,17 @@ class RankCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(
             "isthmus_rank_up",
-            "1 while the router can use the rank; 0 while it is suspect, not connected or has failed.",
+            "1 while the router can use the rank; 0 while it is suspect, not connected or has failed, and "
+            "for half an hour after it went without saying so.",
             labels=_RANK,
         )
         blocks = GaugeMetricFamily(
             "isthmus_index_rank_blocks", "Index blocks that the rank is known to hold.", labels=_RANK
+        )
+        trust = GaugeMetricFamily(
+            "isthmus_rank_trust",
+            "Of the tokens of late that the index said the rank had cached, the share that it had.",
+            labels=_RANK,
         )
         for role in Role:
             for view in self._cluster.ranks(role):
@@ -198,5 +204,9 @@ class RankCollector(Collector):
                 labels = (role.value, rank.worker, str(rank.rank))
                 up.add_metric(labels, self._cluster.is_up(view))
                 blocks.add_metric(labels, self._mirror.index.num_blocks(rank))
+                trust.add_metric(labels, self._cluster.trust(rank))
+        for role, rank in self._cluster.missed():
+            up.add_metric((role.value, rank.worker, str(rank.rank)), 0)
         yield up
         yield blocks
+        yield trust

@@ -153,4 +153,5 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
         pending_tokens=status.now.pending_tokens,
         prefill_tokens_per_s=status.now.tokens_per_s,
         excluded=status.excluded,
+        unregistered_s=status.unregistered_s,
     )

@@ -1,6 +1,6 @@
 """Asks ranks whose lease has lapsed whether they live, for etcd no longer says.
 
-key gone --answers SERVING--> LIVE, asked again --misses three times in a row--> failed
+key gone --answers SERVING--> LIVE, asked again --misses three times in a row--> dead
                                  ^     (while etcd is away: SUSPECT and left alone for a while)
 key back, or rank forgotten --> asked no more
 """
@@ -22,20 +22,20 @@ _MAX_MISSES = 3
 
 
 class SuspectChecks:
-    """`failed` is called with the life of a rank that does not answer. Owned by one event loop."""
+    """`dead` is called with the life of a rank that does not answer. Owned by one event loop."""
 
     def __init__(
         self,
         mirror: Mirror,
         tls: rpc.TlsConfig | None,
-        failed: Callable[[RankId], None],
+        dead: Callable[[RankId], None],
         *,
         interval_s: float = 1.0,
         timeout_s: float = 1.0,
     ) -> None:
         self._mirror = mirror
         self._tls = tls
-        self._failed = failed
+        self._dead = dead
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._channels: dict[RankId, grpc.aio.Channel] = {}
@@ -63,7 +63,7 @@ class SuspectChecks:
         if misses == _MAX_MISSES:
             log.warning("suspect_dead rank=%s misses=%d", life, misses)
         if misses >= _MAX_MISSES:
-            self._failed(life)
+            self._dead(life)
 
     async def _serves(self, view: RankView) -> bool:
         life = view.registration.id
@@ -73,6 +73,7 @@ class SuspectChecks:
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError:
+            rpc.heed_cancellation()
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

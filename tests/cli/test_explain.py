@@ -78,7 +78,9 @@ def test_the_index_shows_trust_and_load():
         prefill_tokens_per_s=9_000,
         excluded="draining",
     )
-    gap = generation_pb2.RankStatus(rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect")
+    gap = generation_pb2.RankStatus(
+        rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect", unregistered_s=61.7
+    )
     answer = generation_pb2.ListRanksResponse(ranks=[rank, gap], staleness_s=0.25)
     said, headings, _, first, second = format_answer(answer).splitlines()
     assert said == "the index is 0.250 s behind the ranks"
@@ -99,7 +101,7 @@ def test_the_index_shows_trust_and_load():
         "5+90/100",
         "draining",
     ]
-    assert "incomplete" in second
+    assert "incomplete" in second and second.endswith("no key in etcd for 62 s")
 
 
 def test_an_empty_cluster():

@@ -1,0 +1,139 @@
+"""A router's view of the ranks, as the mirror changes under it."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from services.index.block_mirror import RankProgress
+from services.index.mirror import RankState, RankView
+from services.index.prefix_index import PrefixIndex
+from services.index.registry import Registration
+from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, Role
+from services.router.balance import Balance
+from services.router.cluster import Cluster, ClusterSettings
+from services.router.placement import Weights
+from services.router.placer import Placer, PlacerSettings
+
+LAYOUT = KvLayout(page_size=16, page_bytes=1024, model_fingerprint=1)
+
+
+def view(role: Role, index: int, **changes) -> RankView:
+    rank = RankId(role.value, index, Generation(index + 1))
+    # Nobody listens at port 1.
+    registration = Registration(role, RankAddress(rank, "127.0.0.1:1"), LAYOUT, "m", 4096, 100, "fake")
+    return RankView(replace(registration, **changes), RankState.LIVE, 0.0)
+
+
+@dataclass
+class FakeMirror:
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    ranks: dict = field(default_factory=dict)
+    subscribers: list = field(default_factory=list)
+    dead: list = field(default_factory=list)
+    degraded = None
+
+    def subscribe(self, subscriber):
+        self.subscribers.append(subscriber)
+        return lambda: self.subscribers.remove(subscriber)
+
+    def progress(self, rank):
+        return RankProgress(0, 0, 0.0, True)
+
+    def mark_dead(self, rank):
+        self.dead.append(rank)
+
+    def set(self, *views):
+        for one in views:
+            self.ranks[one.registration.id.key] = one
+            self.tell(one.registration.id.key)
+
+    def remove(self, one):
+        del self.ranks[one.registration.id.key]
+        self.tell(one.registration.id.key)
+
+    def tell(self, rank):
+        for subscriber in self.subscribers:
+            subscriber(rank)
+
+
+class NoPins:
+    def recent(self, conversation):
+        return None
+
+
+@pytest.fixture
+def clock():
+    return [100.0]
+
+
+@pytest.fixture
+def mirror():
+    return FakeMirror()
+
+
+@pytest.fixture
+async def cluster(mirror, clock):
+    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
+    opened = Cluster(settings, mirror, NoPins(), Balance(lambda: clock[0]), None)
+    await opened.start()
+    yield opened
+    await opened.close()
+    assert mirror.subscribers == []
+
+
+D0, P0 = view(Role.DECODE, 0), view(Role.PREFILL, 0)
+D0_KEY = D0.registration.id.key
+
+
+async def test_a_burst_of_changes_is_looked_at_once_and_before_anyone_asks(cluster, mirror, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Placer, "set_ranks", lambda self, *ranks: calls.append(tuple(map(len, ranks))))
+    mirror.set(*(view(Role.DECODE, i) for i in range(30)), *(view(Role.PREFILL, i) for i in range(20)))
+    assert calls == []
+    assert len(cluster.ranks(Role.DECODE)) == 30
+    assert calls == [(30, 20)]
+    await asyncio.sleep(0)
+    mirror.set(replace(D0, state=RankState.SUSPECT))  # it is as placeable as before
+    assert cluster.ranks(Role.DECODE)[0].state is RankState.SUSPECT
+    assert calls == [(30, 20)]
+    mirror.remove(P0)
+    await asyncio.sleep(0)  # without being asked
+    assert calls[1:] == [(30, 19)]
+
+
+async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, mirror):
+    mirror.set(replace(D0, registered=False), P0)
+    cluster.failed(D0.registration.id)
+    assert mirror.dead == []
+    assert not cluster.is_up(cluster.ranks(Role.DECODE)[0])
+    cluster.dead(RankId("decode", 0, Generation(99)))  # another life
+    assert mirror.dead == []
+    cluster.dead(D0.registration.id)
+    assert mirror.dead == [D0_KEY]
+
+
+async def test_a_rank_that_went_without_a_word_is_missed_for_a_while(cluster, mirror, clock):
+    leaving = view(Role.DECODE, 1, draining=True)
+    mirror.set(D0, leaving, P0)
+    assert cluster.missed() == []
+    for gone in (D0, leaving, P0):
+        mirror.remove(gone)
+    assert set(cluster.missed()) == {(Role.DECODE, D0_KEY), (Role.PREFILL, RankKey("prefill", 0))}
+    mirror.set(P0)
+    assert cluster.missed() == [(Role.DECODE, D0_KEY)]
+    clock[0] += 1_800
+    assert cluster.missed() == []
+
+
+async def test_ranks_may_leave_while_a_router_closes(mirror):
+    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
+    opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), None)
+    await opened.start()
+    mirror.set(D0, view(Role.DECODE, 1), P0)
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(opened.close())
+    await asyncio.sleep(0)
+    mirror.remove(D0)
+    await closing
+    assert asyncio.all_tasks() == {asyncio.current_task()}
