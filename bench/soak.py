@@ -143,7 +143,7 @@ class Ranks:
         url = f"http://127.0.0.1:{self.metrics_ports[rank]}/metrics"
         body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         samples = [s for family in text_string_to_metric_families(body) for s in family.samples]
-        return {s.name + "".join(f" {value}" for value in s.labels.values()): s.value for s in samples}
+        return {f"{s.name} {s.labels.get('state', '')}".rstrip(): s.value for s in samples}
 
     async def held(self) -> float:
         """Pages and requests that any rank holds."""
