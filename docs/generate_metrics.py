@@ -75,6 +75,9 @@ class _EmptyCluster:
     def ranks(self, role: Role) -> list[Any]:
         return []
 
+    def missed(self) -> list[Any]:
+        return []
+
 
 async def registries() -> dict[str, CollectorRegistry]:
     """As the services fill them, by role."""
