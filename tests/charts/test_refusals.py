@@ -66,6 +66,9 @@ BY_TEMPLATE = {
     ),
     "two engines": ({"decode": GPU}, "must be the same"),
     "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
+    "members of etcd that could not come back": (
+        {"etcd": {"persistence": {"enabled": False}}}, "etcd.replicas is 3: without etcd.persistence"
+    ),
     "a user of our own etcd": (
         {"etcd": {"external": {"user": "u", "passwordSecret": "s"}}}, "the chart's own etcd has no users"
     ),
@@ -105,6 +108,25 @@ def test_what_does_not_go_together_is_refused(case):
     with pytest.raises(helm_python.HelmRenderError) as refusal:
         render(merged(LEAST, values))
     assert sentence in str(refusal.value)
+
+
+def founded_with(chart, members):
+    """As if the cluster had an etcd of so many members: rendered offline, Helm finds nothing there."""
+    refusals = chart / "templates" / "_refusals.tpl"
+    text = refusals.read_text()
+    lookup = 'lookup "apps/v1" "StatefulSet" .Release.Namespace $name'
+    assert text.count(lookup) == 1
+    refusals.write_text(text.replace(lookup, f'dict "spec" (dict "replicas" {members})'))
+
+
+def test_the_members_of_an_etcd_that_runs_stay_as_many(chart_copy):
+    founded_with(chart_copy, 3)
+    assert render(LEAST, chart_copy).of("StatefulSet")["etcd"]["spec"]["replicas"] == 3
+    with pytest.raises(helm_python.HelmRenderError) as refusal:
+        render(merged(LEAST, {"etcd": {"replicas": 5}}), chart_copy)
+    assert "etcd.replicas is 5, and isthmus-etcd has 3 members" in str(refusal.value)
+    external = {"etcd": {"replicas": 5, "external": {"endpoints": ["e:2379"]}}}
+    assert "etcd" not in render(merged(LEAST, external), chart_copy).of("StatefulSet")
 
 
 @pytest.mark.parametrize("component", ["router", "prefill", "decode"])

@@ -89,6 +89,8 @@ def test_notes_tell_how_to_send_the_first_request():
     assert f"helm test {RELEASE} -n {NAMESPACE}" in notes
     assert "random" not in notes
     assert "The model is small and random" in rendered("laptop").notes
+    assert "etcd keeps its data in its pod only" in rendered("laptop").notes
+    assert "etcd has 3 member(s) for good" in notes
     assert "--cacert ca.crt" in rendered("production").notes
     assert "https://isthmus:8000" in rendered("production").notes
 
