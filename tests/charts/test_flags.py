@@ -101,6 +101,30 @@ def test_flags_of_all_services_yield_to_a_service_s_own():
     assert [objects.config(c).log_level for c in OURS] == ["warning", "warning", "debug"]
 
 
+def test_nought_is_a_service_s_own_value_too(chart_copy):
+    flags = {"trace-sample-ratio": 0, "grace-s": 0}
+    values = merged(LEAST, {"flags": {"trace-sample-ratio": 0.5, "grace-s": 60}, "decode": {"flags": flags}})
+    objects = render(values)
+    assert [objects.config(c).trace_sample_ratio for c in OURS] == [0.5, 0.5, 0.0]
+    assert objects.config("decode").grace_s == 0
+    assert objects.pods()["decode"]["terminationGracePeriodSeconds"] == 15
+
+    # No flag of several services is a boolean yet.
+    probe = """
+{{- $values := mergeOverwrite (deepCopy .Values) (dict "flags" (dict "a" true "b" 7 "c" true)) }}
+{{- $root := set (pick . "Release" "Chart") "Values" $values }}
+{{- $own := dict "root" $root "values" (dict "flags" (dict "a" false "b" 0)) "own" dict }}
+kind: ConfigMap
+metadata: {name: probe}
+data:
+  arguments:
+    {{- include "isthmus.arguments" $own | nindent 4 }}
+"""
+    (chart_copy / "templates" / "probe.yaml").write_text(probe)
+    arguments = render(LEAST, chart_copy).of("ConfigMap")["probe"]["data"]["arguments"]
+    assert {"--a=false", "--b=0", "--c=true"} <= set(arguments)
+
+
 def test_engine_arguments_keep_their_commas():
     arguments = ["--tp-size=8", '--json-model-override-args={"a": 1, "b": 2}']
     values = merged(sample("sglang-dp-attention"), {"decode": {"flags": {"engine-arg": arguments}}})

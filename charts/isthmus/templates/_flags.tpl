@@ -40,7 +40,7 @@
 {{- end -}}
 {{- with $values.etcd.external.user }}{{ $_ := set $set "etcd-user" . }}{{ end -}}
 {{- if $values.etcd.external.passwordSecret }}{{ $_ := set $set "etcd-password-file" "/etc/isthmus/etcd-password/password" }}{{ end -}}
-{{- include "isthmus.flags" (merge $set .own (deepCopy .values.flags) $values.flags) -}}
+{{- include "isthmus.flags" (mergeOverwrite (deepCopy $values.flags) .values.flags .own $set) -}}
 {{- end -}}
 
 {{- define "isthmus.etcdEndpoints" -}}
@@ -56,5 +56,6 @@
 
 {{/* {root, values} */}}
 {{- define "isthmus.graceSeconds" -}}
-{{ int (index .values.flags "grace-s" | default (index .root.Values.flags "grace-s") | default 30 | ceil) }}
+{{- $flags := mergeOverwrite (dict "grace-s" 30) .root.Values.flags .values.flags -}}
+{{ int (index $flags "grace-s" | ceil) }}
 {{- end -}}
