@@ -76,6 +76,13 @@ BY_TEMPLATE = {
         {"etcd": {"external": {"endpoints": ["e:1"], "user": "u"}}}, "go together"
     ),
     "an Ingress for no host": ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.host"),
+    "an Ingress that would be shut out": (
+        {
+            "ingress": {"enabled": True, "host": "llm.example.com"},
+            "tls": {"secretName": "s", "mutual": True},
+        },
+        "ingress.enabled and tls.mutual exclude each other",
+    ),
     "a route without a Gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
     "a Gateway that cannot trust us": (
         {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}, "tls": {"secretName": "s"}},
@@ -86,7 +93,7 @@ BY_TEMPLATE = {
             "gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "caConfigMap": "c"},
             "tls": {"secretName": "s", "mutual": True},
         },
-        "exclude each other",
+        "gateway.enabled and tls.mutual exclude each other",
     ),
     "fewer at most than at least": (
         {"router": {"autoscaling": {"minReplicas": 9}}}, "minReplicas is above maxReplicas"

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from charts.rendering import CHART, LEAST, NAMESPACE, RELEASE, SAMPLES, rendered, sample
+from charts.rendering import CHART, LEAST, NAMESPACE, RELEASE, SAMPLES, merged, render, rendered, sample
 
 VERSIONS = ("1.30", "1.33", "1.37")
 NAMES = ("least", *SAMPLES)
@@ -93,6 +93,9 @@ def test_notes_tell_how_to_send_the_first_request():
     assert "etcd has 3 member(s) for good" in notes
     assert "--cacert ca.crt" in rendered("production").notes
     assert "https://isthmus:8000" in rendered("production").notes
+    assert "--cert " not in rendered("production").notes
+    mutual = render(merged(LEAST, {"tls": {"secretName": "s", "mutual": True}})).notes
+    assert "--cacert ca.crt --cert tls.crt --key tls.key" in mutual
 
 
 def test_pins_agree_with_those_of_the_services():

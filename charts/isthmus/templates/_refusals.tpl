@@ -53,6 +53,9 @@
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
 {{- fail "ingress.enabled needs ingress.host" -}}
 {{- end -}}
+{{- if and .Values.ingress.enabled .Values.tls.mutual -}}
+{{- fail "ingress.enabled and tls.mutual exclude each other: the Ingress has no certificate to show the routers" -}}
+{{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
 {{- fail "gateway.enabled needs gateway.parentRefs: the Gateway to attach to" -}}
 {{- end -}}
