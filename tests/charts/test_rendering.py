@@ -98,6 +98,20 @@ def test_notes_tell_how_to_send_the_first_request():
     assert "--cacert ca.crt --cert tls.crt --key tls.key" in mutual
 
 
+def test_notes_tell_whom_etcd_s_certificate_names():
+    """A member takes another's certificate if the caller's address belongs to one of its names: it looks up
+    those without a wildcard, and the address itself."""
+    objects = rendered("production")
+    (service,) = [name for name in objects.of("Service") if name == "etcd"]
+    domain = f"{RELEASE}-{service}.{NAMESPACE}.svc"
+    listed = {line.strip() for line in objects.notes.splitlines() if domain in line and "=" not in line}
+    assert listed == {domain, f"*.{domain}", f"*.{domain}.cluster.local"}
+    assert "isthmus-etcd-tls must be for servers and for clients" in objects.notes
+    external = {"etcd": {"external": {"endpoints": ["e:2379"]}, "tls": {"secretName": "s"}}}
+    for values in (LEAST, merged(LEAST, external)):
+        assert "made out to" not in render(values).notes
+
+
 def test_pins_agree_with_those_of_the_services():
     repository = CHART.parents[1]
 
