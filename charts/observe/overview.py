@@ -59,7 +59,7 @@ def overview() -> Dashboard:
                         "Requests that fail",
                         "percentunit",
                         "Share of requests that ended with an error of ours, refusals for want of room included. "
-                        "What clients ask wrongly or cancel does not count.",
+                        "What clients ask wrongly or cancel does not count. Runbook: IsthmusRequestsFail.",
                         _ERRORS,
                         Limits(yellow=0.01, red=0.05),
                     ),

@@ -48,6 +48,15 @@ def test_every_metric_that_is_asked_for_exists():
     assert not asked - listed_metrics()
 
 
+def test_dashboard_and_alert_count_the_same_failures():
+    (tile,) = [panel for panel in PANELS if panel.title == "Requests that fail"]
+    (alert,) = [rule for rule in ALERTS if rule["alert"] == "IsthmusRequestsFail"]
+    counted = [
+        set(re.findall(r'outcome!~"(.*?)"', expr)) for expr in (tile.targets[0]["expr"], alert["expr"])
+    ]
+    assert counted[0] == counted[1] and len(counted[0]) == 1
+
+
 def test_the_runbooks_speak_of_panels_and_stages_that_exist():
     titles = {panel.title for panel in PANELS}
     spoken_of = set(re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", RUNBOOKS))

