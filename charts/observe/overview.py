@@ -90,6 +90,7 @@ def overview() -> Dashboard:
                         Query(_quantile(0.5, "isthmus_ttft_seconds"), "half"),
                         Query(_quantile(0.95, "isthmus_ttft_seconds"), "95 %"),
                         Query(_quantile(0.99, "isthmus_ttft_seconds"), "99 %"),
+                        exemplars=True,
                     ),
                     graph(
                         "Where the time to first token goes",
@@ -117,6 +118,7 @@ def overview() -> Dashboard:
                         "From a request's arrival to its last token; long answers take long.",
                         Query(_quantile(0.5, "isthmus_request_seconds"), "half"),
                         Query(_quantile(0.95, "isthmus_request_seconds"), "95 %"),
+                        exemplars=True,
                     ),
                 ],
             ),

@@ -31,8 +31,9 @@ def graph(
     *queries: Query,
     stacked: bool = False,
     maximum: float | None = None,
+    exemplars: bool = False,
 ) -> timeseries.Panel:
-    """Lines over time; `stacked`: areas that add up."""
+    """Lines over time; `stacked`: areas that add up. `exemplars` of the histograms lead to traces."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -62,7 +63,7 @@ def graph(
         panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     if maximum is not None:
         panel.max(maximum)
-    return _with_targets(panel, queries)
+    return _with_targets(panel, queries, exemplars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +169,12 @@ def _variable(name: str, known: str) -> dashboard.QueryVariable:
     )
 
 
-def _with_targets(panel, queries):  # type: ignore[no-untyped-def]  # the SDK's panels share no type
+def _with_targets(panel, queries, exemplars=False):  # type: ignore[no-untyped-def]  # the SDK's panels share no type
     for ref_id, query in zip("ABCDEFGH", queries, strict=False):
         target = prometheus.Dataquery().expr(query.expr).ref_id(ref_id).datasource(SOURCE)
         if query.legend:
             target.legend_format(query.legend)
+        if exemplars:
+            target.exemplar(True)
         panel.with_target(target)
     return panel

@@ -57,6 +57,14 @@ def test_dashboard_and_alert_count_the_same_failures():
     assert counted[0] == counted[1] and len(counted[0]) == 1
 
 
+def test_what_is_slow_leads_to_its_trace():
+    """Grafana asks for exemplars only where a target says so."""
+    shown = {panel.title: [t.get("exemplar", False) for t in panel.targets] for panel in PANELS}
+    assert shown["Wait for the first token"] == [True, True, True]
+    assert shown["Whole requests"] == [True, True]
+    assert "an exemplar on *Wait for the first token* or *Whole requests* on Overview" in RUNBOOKS
+
+
 def test_the_runbooks_speak_of_panels_and_stages_that_exist():
     titles = {panel.title for panel in PANELS}
     spoken_of = set(re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", RUNBOOKS))

@@ -30,6 +30,7 @@ type Target = Omit<Plain<DataQuery>, "datasource"> & {
   datasource: DataSourceRef;
   expr: string;
   legendFormat?: string;
+  exemplar?: boolean;
 };
 type Typed<Kind extends string, Options, Custom> = Omit<
   Plain<Panel>, "type" | "options" | "targets" | "fieldConfig"
