@@ -43,6 +43,22 @@ def test_base_images_are_pinned():
         assert re.search(r":v?\d+\.\d+\.\d+", image), image
 
 
+def test_what_the_sglang_image_adds_is_pinned_as_everywhere():
+    stage = DOCKERFILE.partition("AS sglang\n")[2]
+    installed = [line.split()[-2] for line in stage.splitlines() if "pip install" in line]
+    assert installed == ["--requirement=/wheels/requirements.txt", "/wheels/*.whl"]
+    assert "COPY docker/requirements-sglang.txt /wheels/requirements.txt\n" in stage
+
+    def pins(file):
+        lines = (REPOSITORY / file).read_text().splitlines()
+        return {line.partition(" ")[0] for line in lines if line and not line.startswith("#")}
+
+    known = pins("constraints.txt") | pins("docker/requirements-cuda.txt")
+    added = pins("docker/requirements-sglang.txt")
+    assert added and added - known == set()
+    assert all("==" in pin for pin in added)
+
+
 def test_the_sglang_image_is_of_the_release_that_is_tested():
     pins = (REPOSITORY / "constraints-sglang.txt").read_text()
     assert "sglang==" + re.search(r"/sglang:v(\S+)", DOCKERFILE)[1] in pins
