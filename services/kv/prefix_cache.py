@@ -136,9 +136,9 @@ class PrefixCache:
         return self.look_up(ids, salt).cached_pages * self.page_size
 
     def own_pages(self, sequence: SequencePages) -> int:
-        """Of its table, those that nobody else has asked for: available again when it ends. O(that many)."""
-        num_pages, node = len(sequence.pages) - sequence.num_published, sequence.node
-        while node is not None and node.parent is not None and not node.protected:
+        """Those that nobody else holds: available again when it ends. O(that many)."""
+        num_pages, node = sequence.num_private, sequence.node
+        while node is not None and node.parent is not None and node.holders + node.locked_children == 1:
             num_pages += 1
             node = node.parent
         return num_pages

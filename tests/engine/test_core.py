@@ -76,6 +76,31 @@ def test_the_reserve_counts_what_those_who_end_earlier_give_back():
     assert rank.core.retractions == 0
 
 
+def test_the_reserve_counts_what_a_second_turn_gives_back():
+    """Its own match is no sign that others hold its pages."""
+    rank = Rank(num_pages=12, page_size=4, expected_output=1.0)
+    first = rank.submit(range(15), 2)
+    rank.run([first])
+    turn = rank.submit([*range(15), *rank.tokens[first], 7], 4)  # 6 pages at its end
+    rank.step()
+    long = rank.submit(range(100, 107), 35)  # 11 pages at its end
+    rank.step()
+    assert long.phase is not Phase.WAITING
+    rank.run([turn, long])
+    assert rank.core.retractions == 0
+
+
+def test_the_reserve_counts_a_prefix_that_was_taken_over_as_nobodys():
+    """While it is computed: nobody has matched it."""
+    rank = Rank(num_pages=20, page_size=4, expected_output=1.0)
+    sharing = [rank.submit([*range(32), 100 + i], 6) for i in range(2)]  # 12 pages at their ends, 8 shared
+    while any(len(rank.tokens.get(seq, ())) < 2 for seq in sharing):
+        rank.step()
+    assert rank.core.cache.books().locked == 8
+    growing = [rank.core._gate._growing(seq) for seq in sharing]
+    assert [each.own_pages for each in growing] == [1, 1]
+
+
 def test_a_retracted_sequence_computes_again_only_what_was_evicted():
     rank = Rank(num_pages=12, page_size=4, expected_output=0.0)
     seqs = [rank.submit([i] * 10, 20) for i in range(2)]

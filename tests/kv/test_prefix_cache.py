@@ -1,5 +1,7 @@
 """PrefixCache against a dumb oracle: a dict of whole prefixes, searched by brute force."""
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -245,6 +247,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(held.real.pages == [] for held in self.quarantined)
 
     @invariant()
+    def what_nobody_else_holds_is_a_sequences_own(self):
+        holders = Counter(key for held in self.held for key in self.held_path(held))
+        for held in self.held:
+            alone = sum(holders[key] == 1 for key in self.held_path(held))
+            assert self.cache.own_pages(held.real) == len(held.private) + alone
+
+    @invariant()
     def every_cached_prefix_matches(self):
         for salt, ids in self.prefixes:
             assert self.cache.match_len(ids, salt) == len(ids)
@@ -359,6 +368,30 @@ def test_who_goes_on_with_anothers_pages_gives_its_own_back():
     cache.adopt(other, [1, 2, 3], 2)
     assert other.pages == [*one.pages[:2], last]
     assert cache.check() == PageBooks(8, free=4, cached=0, locked=2, private=2, quarantined=0)
+
+
+def test_pages_that_others_came_to_share_are_nobodys_own():
+    """Neither adopting a prefix nor publishing it again is a match."""
+    cache = PrefixCache(16, page_size=1, index_block=1, model="m")
+    one, adopts, publishes = (cache.open([1, 2, 3], "") for _ in range(3))
+    for sequence in (one, adopts, publishes):
+        assert cache.extend(sequence, 3)
+    cache.publish(one, [1, 2])
+    assert cache.own_pages(one) == 3
+    cache.adopt(adopts, [1, 2, 3], 2)
+    cache.publish(publishes, [1, 2, 3], keep_duplicates=False)
+    assert [cache.own_pages(sequence) for sequence in (one, adopts, publishes)] == [1, 1, 1]
+
+
+def test_what_a_sequence_matched_and_holds_alone_is_its_own():
+    """The second turn of a conversation, or who comes in again after a retraction."""
+    cache = PrefixCache(8, page_size=1, index_block=1, model="m")
+    cache.close(filled(cache, [1, 2, 3]))
+    turn = filled(cache, [1, 2, 3, 4])
+    assert cache.own_pages(turn) == 4
+    available = cache.available_pages
+    cache.close(turn)
+    assert cache.available_pages == available + 4
 
 
 def test_disabled_it_lends_pages_and_remembers_nothing():

@@ -29,7 +29,7 @@ class Growing:
 
     num_tokens: int
     num_pages: int  # of its table
-    own_pages: int  # of those, what nobody else is known to hold
+    own_pages: int  # of those, what nobody else holds
     more_tokens: int  # expected still
 
 
