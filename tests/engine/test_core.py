@@ -270,6 +270,32 @@ def test_a_target_for_the_time_between_tokens_bounds_the_batch():
     assert batches.count(7) > len(batches) / 2
 
 
+def test_a_target_does_not_hold_off_those_whose_prefill_takes_its_time():
+    """Few decode, for few have landed: that is no reason to let few receive."""
+    rank = Rank(num_pages=256, page_size=4, max_running=32, itl_target_s=0.0125)
+    prefill = Prefill(rank.runner)
+
+    class Timed(CountingRunner):
+        def run(self, chunks):
+            rank.now += 0.001 * len(chunks)
+            return super().run(chunks)
+
+    rank.core.runner = Timed(rank)
+    seqs = [rank.submit([i, i + 1], 3, receives=True) for i in range(30)]
+    receiving, decoding = [], []
+    while len(rank.finished) < len(seqs):
+        rank.step()
+        flying = [seq for seq in seqs if seq.phase is Phase.RECEIVING]
+        receiving.append(len(flying))
+        decoding.append(rank.core.load().running - len(flying))
+        for seq in flying[:1]:
+            reserved = rank.reserved[seq]
+            first = prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len)
+            rank.core.landed(seq, Sampled(first))
+    assert max(decoding) <= 3
+    assert 8 <= max(receiving) <= 11  # a batch of 11 takes 12 ms
+
+
 def test_a_target_bounds_prompt_chunks_beside_tokens_but_prompts_are_done():
     rank = Rank(num_pages=256, page_size=4, chunk_size=256, itl_target_s=0.010)
     sizes = []

@@ -35,6 +35,21 @@ def test_nothing_is_allowed_far_beyond_what_was_seen_but_one_always_is():
     assert learned([1] * 5).allows(1, target_s=0.001)
 
 
+def test_those_that_receive_are_bounded_by_what_they_will_cost_alone():
+    times = learned([3, 4, 5])
+    assert not times.allows(15, target_s=0.041)
+    assert times.allows(15, target_s=0.041, receiving=10)
+    assert not times.allows(16, target_s=0.041, receiving=10)
+    assert not times.allows(15, target_s=0.041, receiving=6)  # 9 that decode are far from what was seen
+    assert not StepTimes().allows(5, 9.0, receiving=4)
+
+
+def test_where_no_slope_is_known_one_that_receives_may_cost_as_much_as_those_seen():
+    times = learned([1] * 20)  # 12 ms
+    assert times.allows(9, target_s=0.1, receiving=7)
+    assert not times.allows(10, target_s=0.1, receiving=8)
+
+
 def test_with_one_size_seen_the_next_one_is_tried():
     assert learned([6] * 20).allows(7, target_s=0.0221)
     assert not learned([6] * 20).allows(7, target_s=0.0219)

@@ -222,7 +222,10 @@ class EngineCore:
         batch, target_s = len(self._active) + 1, self._limits.itl_target_s
         if batch > self._limits.max_running_requests:
             return False
-        return target_s is None or self._step_times.allows(batch, target_s)
+        if target_s is None:
+            return True
+        receiving = sum(s.phase is Phase.RECEIVING for s in self._active)
+        return self._step_times.allows(batch, target_s, receiving)
 
     def _enter(self, seq: Sequence) -> None:
         assert seq.pages is not None

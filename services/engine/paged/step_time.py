@@ -59,15 +59,21 @@ class StepTimes:
         mean_batch, mean_s = self._means()
         return max(0.0, mean_s + (self._slope() or 0.0) * (batch - mean_batch)) if batch else 0.0
 
-    def allows(self, batch: int, target_s: float) -> bool:
+    def allows(self, batch: int, target_s: float, receiving: int = 0) -> bool:
         """Whether a batch of that size is expected to hold the target; one always may.
 
-        Far beyond what was seen nothing is known: there it grows in small strides.
+        Far beyond what was seen nothing is known: there it grows in small strides. `receiving` of it do not
+        decode yet: how many they may be, strides do not say, only what they will cost.
         """
-        mean_batch, _ = self._means()
-        stride = mean_batch / 4 + 1 if self._slope() is None else mean_batch
+        mean_batch, mean_s = self._means()
+        if batch <= 1 or mean_batch == 0:
+            return batch <= _UNMEASURED_BATCH
+        slope = self._slope()
+        stride = mean_batch / 4 + 1 if slope is None else mean_batch
         known = max(_UNMEASURED_BATCH, mean_batch + stride)
-        return batch <= 1 or (batch <= known and self.decode_s(batch) <= target_s)
+        # Where no slope is known they may cost as much as those that were seen.
+        extra_s = receiving * mean_s / mean_batch if slope is None else 0.0
+        return batch - receiving <= known and self.decode_s(batch) + extra_s <= target_s
 
     def chunk_tokens(self, num_decoding: int, target_s: float | None, limit: int) -> int:
         """Prompt tokens that a step may compute beside `num_decoding` single tokens."""
