@@ -178,6 +178,17 @@ def test_those_who_share_what_is_running_come_in_first():
     assert order.index(mate) < order.index(stranger)
 
 
+def test_those_who_share_a_cached_prefix_come_in_together():
+    """It ceases to be evictable once, with the first of them."""
+    rank = Rank(num_pages=40, page_size=4, expected_output=0.0)
+    prefix = list(range(33 * 4))
+    rank.run([rank.submit([*prefix, 1], 1)])
+    assert rank.core.cache.books().cached == 33
+    mates = [rank.submit([*prefix, *[100 + i] * 10], 2, receives=True) for i in range(2)]
+    rank.step()
+    assert [seq.phase for seq in mates] == [Phase.RECEIVING] * 2
+
+
 def test_the_same_delta_received_twice_is_kept_once():
     """Else a sequence that needs the whole pool could wait for itself."""
     rank = Rank(num_pages=6, page_size=4, expected_output=0.0)

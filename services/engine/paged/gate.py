@@ -98,6 +98,8 @@ class Gate:
         fitted = self._cache.extend(pages, self._pages_wanted(seq) - len(pages.pages))
         assert fitted, f"{seq} does not fit into {self._cache} though it was found to"
         seq.pages = pages
+        if seq.lookup.cached_pages > seq.lookup.locked_pages:
+            self._news += 1  # for those who share that prefix: it is held now
         self.overtakes += self._queue.take(seq, self._clock())
         return True
 
