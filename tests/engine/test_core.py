@@ -221,6 +221,19 @@ def test_the_same_prompt_is_computed_once_also_while_it_is_computed():
     assert rank.computed_tokens == 33 + 1 + 3 + 3 * 2
 
 
+def test_pages_that_were_freed_for_anothers_let_the_next_one_in():
+    rank = Rank(num_pages=26, page_size=4, chunk_size=64, expected_output=0.0)
+    prompt = list(range(50, 91))
+    sharing = [rank.submit(prompt, 40) for _ in range(2)]  # 11 pages each, 10 of them the same
+    waiting = rank.submit(range(200, 216), 2)
+    rank.step()
+    assert waiting.phase is Phase.WAITING
+    rank.step()
+    rank.step()
+    assert waiting.phase is not Phase.WAITING
+    rank.run([*sharing, waiting])
+
+
 def test_a_half_done_prefill_is_offered_to_the_second_room_too():
     rank = Rank(num_pages=64, page_size=4, chunk_size=6)
     rooms = [rank.submit(range(18), 1, room=70 + i) for i in range(2)]

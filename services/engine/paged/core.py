@@ -277,7 +277,10 @@ class EngineCore:
     def _catch_up(self, seq: Sequence) -> None:
         """Take over what others have computed of its prompt since it was admitted."""
         assert seq.pages is not None
+        num_private = seq.pages.num_private
         self.cache.adopt(seq.pages, seq.ids, seq.matchable_tokens)
+        if seq.pages.num_private < num_private:
+            self._gate.note_news()
         published = seq.pages.num_published * self.page_size
         if published > seq.computed:
             if seq.retractions == 0:  # else it has computed them itself before
