@@ -16,7 +16,7 @@ from services.engine.paged.admission import Patience
 from services.engine.paged.batch import chunk_of, computes_next_page_of, lacks_slot
 from services.engine.paged.events import Event, Offered, Reserved, Token
 from services.engine.paged.gate import Gate
-from services.engine.paged.runner import Chunk, ModelRunner, Sampled
+from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
 from services.engine.paged.step_time import StepTimes
 from services.engine.paged.waiting_queue import place_in_line
@@ -140,6 +140,9 @@ class EngineCore:
         """Admit, run one batch, account for it. See `take_outputs`.
 
         False: nothing changed, and nothing will until the next command.
+
+        Raises:
+            RunnerFailed: the batch was not computed; `fail_active` is due.
         """
         retractions = self.retractions
         admitted = self._admit()
@@ -149,7 +152,10 @@ class EngineCore:
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
-        sampled = self.runner.run([chunk for _, chunk in batch])
+        try:
+            sampled = self.runner.run([chunk for _, chunk in batch])
+        except Exception as error:
+            raise RunnerFailed(type(error).__name__) from error
         self._measure(batch, num_decoding, self._clock() - began)
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)

@@ -38,6 +38,10 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
+class RunnerFailed(Exception):
+    """A step could not be computed, for the reason that is its cause; its KV is undefined."""
+
+
 class ModelRunner(Protocol):
     """Called from the engine's thread only."""
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
 from services.engine.paged.events import Event
-from services.engine.paged.runner import Sampled
+from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
 from services.errors import IsthmusError, Unavailable
 from services.kv.types import CacheEvents, PageBooks, RankLoad
@@ -184,10 +184,10 @@ class EngineThread:
     def _step(self, core: EngineCore) -> None:
         try:
             self._busy = core.step()
-        except Exception as error:
+        except RunnerFailed as error:
             # A failed forward pass leaves the KV of its batch undefined; the rank itself can go on.
             log.exception("engine_step_failed")
-            failure = Failed(Unavailable(f"the engine failed: {type(error).__name__}"))
+            failure = Failed(Unavailable(f"the engine failed: {error}"))
             self._busy = True  # those that wait may have room now
             self._failures += [(seq, failure) for seq in core.fail_active()]
 

@@ -1,0 +1,87 @@
+"""A step that the runner cannot compute costs its sequences; books that cannot be trusted end the rank."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engine.core_rank import Prefill, Rank
+from pair import FAKE, Pair
+from services.engine.fake import FakeRunner, continuation
+from services.engine.paged.runner import RunnerFailed, Sampled
+from services.engine.paged.sequence import Phase
+from services.errors import IsthmusError, Unavailable
+from services.kv.types import Plan
+
+PROMPT = range(100, 130)
+
+
+class FailingRunner(FakeRunner):
+    """Fails once, at the first batch of so many chunks."""
+
+    fails_with = 0
+
+    def run(self, chunks):
+        if self.fails_with and len(chunks) >= self.fails_with:
+            self.fails_with = 0
+            raise RuntimeError("out of memory")
+        return super().run(chunks)
+
+
+@pytest.fixture
+async def pair():
+    async with Pair(replace(FAKE, fake_step_s=0.001)) as pair:
+        yield pair
+
+
+def fail(runner, num_chunks):
+    runner.__class__ = FailingRunner
+    runner.fails_with = num_chunks
+
+
+async def test_a_step_that_fails_costs_its_sequences_and_the_rank_goes_on(pair):
+    fail(pair.decode._core.runner, num_chunks=2)
+    prompts = [PROMPT, range(200, 240)]
+    failed = await asyncio.gather(
+        *(pair.generate(prompt, 80, Plan.LOCAL) for prompt in prompts), return_exceptions=True
+    )
+    for error in failed:
+        assert isinstance(error, Unavailable) and str(error) == "the engine failed: RuntimeError"
+    await pair.assert_nothing_held()
+    for prompt in prompts:
+        assert (await pair.generate(prompt, 5, Plan.LOCAL)).tokens == continuation(prompt, 5)
+    assert not pair.decode._crashed.is_set()
+
+
+async def test_a_prefill_step_that_fails_costs_its_request_and_both_ranks_go_on(pair):
+    fail(pair.prefill._core.runner, num_chunks=1)
+    with pytest.raises(IsthmusError):
+        await pair.generate(PROMPT, 5)
+    await pair.assert_nothing_held()
+    assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)
+    assert not pair.prefill._crashed.is_set()
+
+
+def test_those_that_receive_outlive_a_step_that_fails():
+    rank = Rank()
+    receiving, computing = rank.submit(PROMPT, 5, receives=True), rank.submit([1, 2, 3], 5)
+    fail(rank.runner, num_chunks=1)
+    with pytest.raises(RunnerFailed, match="RuntimeError"):
+        rank.step()
+    assert rank.core.fail_active() == [computing]
+    rank.take()
+    assert receiving.phase is Phase.RECEIVING
+    first = Prefill(rank.runner).run(receiving.ids, rank.reserved[receiving].delta_pages, 0)
+    rank.core.landed(receiving, Sampled(first))
+    rank.run([receiving])
+    assert rank.tokens[receiving] == continuation(PROMPT, 5)
+
+
+async def test_books_that_are_broken_end_the_rank(pair, monkeypatch):
+    """What the gate found to fit does not."""
+    monkeypatch.setattr(pair.decode._core.cache, "extend", lambda pages, num_pages: False)
+    with pytest.raises(Unavailable, match="the engine crashed: AssertionError"):
+        await pair.generate(PROMPT, 5, Plan.LOCAL)
+    await asyncio.wait_for(pair.decode.crashed(), 20)
+    with pytest.raises(Unavailable):
+        await pair.generate(PROMPT, 5, Plan.LOCAL)
