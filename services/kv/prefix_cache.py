@@ -115,17 +115,28 @@ class PrefixCache:
         """Runs of neighbouring free pages."""
         return self._allocator.num_free_runs
 
-    def open(self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None) -> SequencePages:
+    def open(
+        self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None, *, protect: bool = True
+    ) -> SequencePages:
         """Begin a sequence on the longest cached prefix of `ids`, in whole pages, and lock it.
 
-        At most `max_prefix_tokens` are matched, rounded down to whole pages.
+        At most `max_prefix_tokens` are matched, rounded down to whole pages. Without `protect` that is no
+        second demand for them, until `protect` is called.
         """
         if self.enabled:
             sequence = self._open_matched(ids, salt, max_prefix_tokens)
         else:
             sequence = SequencePages(pages=[], prefix_len=0, node=None, num_published=0)
         self._sequences.add(sequence)
+        if protect:
+            self.protect(sequence)
         return sequence
+
+    def protect(self, sequence: SequencePages) -> None:
+        """What the sequence has published or matched has been asked for again."""
+        self._require(sequence, Hold.OPEN, "protect the prefix of")
+        if sequence.node is not None:
+            self._tree.protect(sequence.node)
 
     def look_up(self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None) -> Lookup:
         """What `open` would find; neither locks nor counts as a use."""
@@ -297,7 +308,7 @@ class PrefixCache:
         return books
 
     def _open_matched(self, ids: Sequence[int], salt: str, max_tokens: int | None) -> SequencePages:
-        match = self._tree.match(ids, salt, self._whole_pages(max_tokens))
+        match = self._tree.match_below(self._tree.root(salt), ids, 0, self._whole_pages(max_tokens))
         self._tree.lock(match.node)
         return SequencePages(
             pages=match.pages,

@@ -51,7 +51,7 @@ class Node:
     holders: int = 0  # locks of which this is the deepest node
     locked_children: int = 0
     last_use: int = 0  # as the deepest node of a path, see Rule 2
-    protected: bool = False  # a match went through it
+    protected: bool = False  # asked for twice
     queued: bool = False  # stands in one of the eviction heaps
     block_hash: BlockHash | None = None  # set where an index block is complete
 
@@ -140,12 +140,15 @@ class RadixTree:
     def match(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Match:
         """The longest cached prefix of `ids` in whole pages; counts as a use of it and protects it."""
         match = self.match_below(self.root(salt), ids, 0, max_pages)
-        node = match.node
+        self.protect(match.node)
+        return match
+
+    def protect(self, node: Node) -> None:
+        """The path down to `node` has been asked for again."""
         while node.parent is not None and not node.protected:
             node.protected = True
             self._protected_pages += not node.locked
             node = node.parent
-        return match
 
     def match_below(self, node: Node, ids: Sequence[int], start: int, max_pages: int | None = None) -> Match:
         """The longest cached continuation of `node` by ids[start:]; a use, but not a second demand

@@ -112,6 +112,19 @@ def test_a_retracted_sequence_computes_again_only_what_was_evicted():
     assert [rank.tokens[s] for s in seqs] == [continuation([i] * 10, 20) for i in range(2)]
 
 
+def test_who_comes_in_again_after_a_retraction_protects_nothing():
+    """Nobody else has asked for its pages."""
+    rank = Rank(num_pages=12, page_size=4, expected_output=0.0)
+    seqs = [rank.submit([i] * 10, 20) for i in range(2)]
+    rank.run(seqs)
+    assert seqs[1].retractions == 1
+    assert not any(node.protected for node in rank.core.cache._tree.nodes())
+    turn = rank.submit([1] * 10 + rank.tokens[seqs[1]] + [3], 1)
+    rank.run([turn])
+    protected = sum(node.protected for node in rank.core.cache._tree.nodes())
+    assert 4 * protected == rank.reserved[turn].prefix_len > 0
+
+
 def test_retractions_die_out():
     """Each one lifts what is expected of the others, so newcomers wait: no two take turns for ever."""
     rank = Rank(num_pages=16, page_size=2, max_running=16, expected_output=0.0)

@@ -96,20 +96,32 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- what may happen --------------------------------------------------------------------------
 
-    @rule(target=open_sequences, ids=IDS, salt=SALTS, limit=st.none() | st.integers(0, 10))
-    def open(self, ids, salt, limit):
+    @rule(
+        target=open_sequences,
+        ids=IDS,
+        salt=SALTS,
+        limit=st.none() | st.integers(0, 10),
+        protect=st.booleans(),
+    )
+    def open(self, ids, salt, limit, protect):
         path = self.cached_path(salt, ids)
         assert self.cache.match_len(ids, salt) == len(path) * self.page_size
         if limit is not None:
             path = path[: limit // self.page_size]
-        real = self.cache.open(ids, salt, limit)
+        real = self.cache.open(ids, salt, limit, protect=protect)
         held = Held(real, salt, ids, [self.prefixes[key].page for key in path])
         assert real.prefix_len == len(path) * self.page_size
         self.use(path)
         for key in path:
-            self.prefixes[key].protected = True
+            self.prefixes[key].protected |= protect
         self.held.append(held)
         return held
+
+    @rule(held=open_sequences)
+    def protect(self, held):
+        self.cache.protect(held.real)
+        for key in self.held_path(held):
+            self.prefixes[key].protected = True
 
     @rule(held=open_sequences, num_pages=st.integers(0, 5))
     def extend(self, held, num_pages):

@@ -90,7 +90,7 @@ class Gate:
         Then it waits on, to be weighed again.
         """
         assert seq.lookup is not None
-        pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens)
+        pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens, protect=False)
         if len(pages.pages) < seq.lookup.cached_pages:
             self._cache.close(pages)
             seq.lookup = None
@@ -98,6 +98,8 @@ class Gate:
         fitted = self._cache.extend(pages, self._pages_wanted(seq) - len(pages.pages))
         assert fitted, f"{seq} does not fit into {self._cache} though it was found to"
         seq.pages = pages
+        if seq.retractions == 0:  # else it has matched what it computed itself
+            self._cache.protect(pages)
         if seq.lookup.cached_pages > seq.lookup.locked_pages:
             self._news += 1  # for those who share that prefix: it is held now
         self.overtakes += self._queue.take(seq, self._clock())
