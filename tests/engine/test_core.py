@@ -125,6 +125,17 @@ def test_who_comes_in_again_after_a_retraction_protects_nothing():
     assert 4 * protected == rank.reserved[turn].prefix_len > 0
 
 
+def test_who_is_retracted_owes_what_the_tree_does_not_have():
+    rank = Rank(num_pages=12, page_size=4, expected_output=0.0)
+    seqs = [rank.submit([i] * 10, 20) for i in range(2)]
+    while rank.core.retractions == 0:
+        rank.step()
+    assert seqs[1].phase is Phase.WAITING
+    cached = rank.core.cache.match_len(seqs[1].ids, "")
+    assert 0 < cached < len(seqs[1].ids)
+    assert rank.core.load().pending_tokens == len(seqs[1].ids) - cached
+
+
 def test_retractions_die_out():
     """Each one lifts what is expected of the others, so newcomers wait: no two take turns for ever."""
     rank = Rank(num_pages=16, page_size=2, max_running=16, expected_output=0.0)

@@ -323,6 +323,7 @@ class EngineCore:
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)
+        seq.uncached_tokens = len(seq.ids) - self.cache.match_len(seq.ids, seq.request.cache_salt)
         self.retractions += 1
         seq.retractions += 1
         self._gate.note_retraction()
