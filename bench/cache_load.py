@@ -54,6 +54,7 @@ class Run:
     workload: Workload
     turns: list[Turn] = field(default_factory=list)
     samples: list[RankSample] = field(default_factory=list)
+    retractions: int = 0  # of the decode rank; what each evicts is computed again
 
     @property
     def counted(self) -> list[Turn]:
@@ -70,6 +71,7 @@ async def drive(side: DecodeSide, workload: Workload, seed: int) -> Run:
     run = Run(workload)
     waiting: deque[tuple[Conversation, list[TokenIds]]] = deque((c, []) for c in workload.conversations)
     rng = random.Random(seed)
+    retractions = side.load().retractions
     sampler = asyncio.create_task(_sample(side, run.samples))
     try:
         async with asyncio.TaskGroup() as clients:
@@ -79,6 +81,7 @@ async def drive(side: DecodeSide, workload: Workload, seed: int) -> Run:
         sampler.cancel()
         with suppress(asyncio.CancelledError):
             await sampler
+    run.retractions = side.load().retractions - retractions
     return run
 
 

@@ -39,5 +39,12 @@ def write_json(
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def verdict(goal: str, sign: str, wanted: float, got: object) -> Row:
+    """Whether a figure is what was wanted: `>=`, `<=`, or `~`, within a tenth."""
+    assert isinstance(got, int | float)
+    met = {">=": got >= wanted, "<=": got <= wanted, "~": abs(got - wanted) <= 0.1 * abs(wanted)}
+    return {"goal": goal, "wanted": f"{sign} {wanted:.3g}", "got": got, "met": met[sign]}
+
+
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)

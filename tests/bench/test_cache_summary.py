@@ -78,6 +78,20 @@ def test_ratios_point_the_way_that_the_issue_says():
     assert (row["running_p50_on"], row["running_p50_off"], row["rejected"]) == (8, 4, 0)
 
 
+def test_retractions_are_told_of_each_side():
+    on, off = a_side(), a_side()
+    off.retractions = 3
+    row = ratios(figures([on]), figures([off, off]))
+    assert (row["retractions_on"], row["retractions_off"]) == (0, 6)
+
+
+def test_a_pool_that_held_as_many_as_it_was_made_for():
+    samples = [RankSample(3.0, 9, 23, 0.96)]
+    off = a_run(*(a_turn(2.0 * i, 1.0, 0.5) for i in range(70)), concurrency=32, samples=samples)
+    met = {v["goal"]: v["met"] for v in verdicts("shared", ratios(figures([off]), figures([off])))}
+    assert met["pool_used_p50_off"] and met["running_share_off"]
+
+
 def test_nothing_moved_on_either_side_is_no_difference():
     nothing, some = figures([a_side(moved=0)]), figures([a_side(moved=5)])
     assert ratios(nothing, nothing)["kv_bytes_moved_ratio"] == 1
@@ -97,6 +111,8 @@ def test_verdicts_say_what_was_met():
         "ttft_p50_ratio": False,
         "throughput_ratio": False,
         "itl_p50_ratio": True,
+        "pool_used_p50_off": False,
+        "running_share_off": False,
         "rejected": True,
     }
     assert all(verdict["met"] for verdict in verdicts("idle", row))
