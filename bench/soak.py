@@ -12,7 +12,8 @@ Past its capacity a cluster must say no. Clean are RESOURCE_EXHAUSTED and DEADLI
 counts as one, as does a wrong token. In the end nothing is held, and some requests are aborted one by one in
 the quiet cluster, to see how long both ranks take to have everything back.
 
-`run length`: pages per run of neighbours in which pages were lent to prompts, at the start and at the end.
+`run length`: pages per run of neighbours in which pages were lent to prompts, at the start and at the end;
+`free length`: the same of those that are free then.
 `bench.transfer` then moves a delta whose pages lie so on both sides, beside one in a fresh pool.
 """
 
@@ -34,7 +35,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench import transfer
-from bench.report import Row, table, write_json
+from bench.report import Row, table, verdict, write_json
 from services import rpc
 from services.cli.local_cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
@@ -62,6 +63,13 @@ SAMPLE_EVERY_S = 5.0
 QUIET_ABORTS = 20
 CLEAN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
 MAX_CONVERSATION = 900  # tokens; then its place is taken by a new one
+LET_GO_S = 60.0  # the deadline, a lease and its fence are over long before
+GOALS = (
+    ("errors", "<=", 0.0),
+    ("books_balanced", ">=", 1.0),
+    ("memory_growth", "<=", 1.1),
+    ("abort_max_s", "<=", 2.0),
+)
 
 
 class Mix:
@@ -154,6 +162,19 @@ class Ranks:
             held += metrics["isthmus_running_requests"] + metrics["isthmus_waiting_requests"]
         return held
 
+    async def let_go(self) -> float:
+        """Seconds until no rank holds anything.
+
+        Raises:
+            TimeoutError: one still does after LET_GO_S.
+        """
+        began = time.monotonic()
+        while held := await self.held():
+            if time.monotonic() - began > LET_GO_S:
+                raise TimeoutError(f"ranks still hold {held:.0f} pages and requests after {LET_GO_S:.0f} s")
+            await asyncio.sleep(0.01)
+        return time.monotonic() - began
+
     async def balanced(self) -> bool:
         states = ("free", "cached", "locked", "private", "quarantined")
         books = [await self.metrics(rank) for rank in self.metrics_ports]
@@ -165,6 +186,11 @@ class Ranks:
         names = "isthmus_lent_pages_total", "isthmus_lent_page_runs_total"
         pages, runs = (sum(load[name] for load in loads) for name in names)
         return pages, runs
+
+    async def free_run_length(self) -> float:
+        """Free pages per run of neighbours, over all ranks."""
+        pages = await self.total("isthmus_kv_pages free")
+        return pages / max(1.0, await self.total("isthmus_free_page_runs"))
 
     async def total(self, name: str) -> float:
         return sum([(await self.metrics(rank))[name] for rank in self.metrics_ports])
@@ -231,10 +257,7 @@ class Soak:
         for _ in range(QUIET_ABORTS):
             asked = Asked("scan", [self.rng.randrange(500) for _ in range(400)], 64)
             await self.ask(asked, outcomes, self.rng.uniform(0.0, 1.2))
-            began = time.monotonic()
-            while await self.ranks.held():
-                await asyncio.sleep(0.01)
-            seconds.append(time.monotonic() - began)
+            seconds.append(await self.ranks.let_go())
         return seconds
 
 
@@ -301,15 +324,14 @@ async def soak(minutes: float, seed: int) -> Row:
 async def _measure(driver: Soak, memory: Memory, seconds: float) -> Row:
     ranks, warm, load, quiet = driver.ranks, Outcomes(), Outcomes(), Outcomes()
     capacity = await driver.closed_loop(min(30.0, seconds / 6), warm)
-    early = await ranks.lent()
+    early, free_early = await ranks.lent(), await ranks.free_run_length()
     middle = early
     async with memory.watched():
         await driver.open_loop(seconds * 0.75, OVERLOAD * capacity, load)
         middle = await ranks.lent()
         await driver.open_loop(seconds * 0.25, OVERLOAD * capacity, load)
-    late = await ranks.lent()
-    while await ranks.held():
-        await asyncio.sleep(0.05)
+    late, free_late = await ranks.lent(), await ranks.free_run_length()
+    await ranks.let_go()
     abort_s = await driver.quiet_aborts(quiet)
     errors = warm.errors + load.errors + quiet.errors
     for error in sorted(set(errors)):
@@ -329,7 +351,13 @@ async def _measure(driver: Soak, memory: Memory, seconds: float) -> Row:
         "abort_max_s": max(abort_s),
         "run_length_early": early[0] / max(1.0, early[1]),
         "run_length_late": (late[0] - middle[0]) / max(1.0, late[1] - middle[1]),
+        "free_length_early": free_early,
+        "free_length_late": free_late,
     }
+
+
+def verdicts(row: Row) -> list[Row]:
+    return [verdict(goal, sign, wanted, row[goal]) for goal, sign, wanted in GOALS]
 
 
 def main() -> None:
@@ -342,14 +370,15 @@ def main() -> None:
     arguments = parser.parse_args()
     row = asyncio.run(soak(arguments.minutes, arguments.seed))
     print("\n".join(f"{name:>20}  {value}" for name, value in row.items()))
-    rows = [row]
+    judged = verdicts(row)
+    print(f"\n{table(judged)}\n")
     moved = transfer.run_soaked(float(str(row["run_length_late"])), arguments.seed)
     print(table(moved))
     if arguments.json is not None:
         settings: Row = {"minutes": arguments.minutes, "seed": arguments.seed, "transfer": moved}
-        write_json(arguments.json, "soak", settings, rows)
-    if row["errors"] or not row["books_balanced"]:
-        raise SystemExit("the soak found errors")
+        write_json(arguments.json, "soak", settings, [row])
+    if missed := [str(each["goal"]) for each in judged if not each["met"]]:
+        raise SystemExit(f"the soak missed its goals: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

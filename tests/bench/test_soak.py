@@ -1,0 +1,32 @@
+import pytest
+
+from bench import soak
+
+PASSED = {"errors": 0, "books_balanced": True, "memory_growth": 1.05, "abort_max_s": 0.4}
+
+
+class Holding(soak.Ranks):
+    """Ranks that hold something for so many looks."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.looks = looks
+
+    async def held(self):
+        self.looks -= 1
+        return float(max(0, self.looks))
+
+
+async def test_who_never_lets_go_is_not_waited_for_for_ever(monkeypatch):
+    assert await Holding(3).let_go() < 60
+    monkeypatch.setattr(soak, "LET_GO_S", 0.0)
+    with pytest.raises(TimeoutError, match="still hold 9 pages and requests"):
+        await Holding(10).let_go()
+
+
+@pytest.mark.parametrize(
+    ("goal", "got"), [("errors", 1), ("books_balanced", False), ("memory_growth", 1.2), ("abort_max_s", 2.1)]
+)
+def test_verdicts_say_what_was_missed(goal, got):
+    assert all(each["met"] for each in soak.verdicts(PASSED))
+    assert [each["goal"] for each in soak.verdicts(PASSED | {goal: got}) if not each["met"]] == [goal]
