@@ -172,6 +172,18 @@ def test_a_small_one_does_not_wait_behind_one_that_does_not_fit():
     rank.run([running, large, small])
 
 
+def test_a_small_one_behind_the_window_is_not_overlooked():
+    rank = Rank(num_pages=10, page_size=4, patience=Patience(overtakes=2, wait_s=1e9, window=3))
+    running = rank.submit(range(16), 12)
+    rank.step()
+    large = [rank.submit(range(100 + i, 130 + i), 2) for i in range(5)]
+    small = [rank.submit([1, i], 2) for i in range(4)]
+    rank.run(small[:2])
+    assert running not in rank.finished
+    assert [seq.phase for seq in (*large, *small[2:])] == [Phase.WAITING] * 7  # overtaken often enough
+    rank.run([running, *large, *small])
+
+
 def test_those_that_come_in_small_do_not_starve_a_large_one():
     patience = Patience(overtakes=4, wait_s=1e9)
     rank = Rank(num_pages=10, page_size=4, patience=patience)

@@ -20,7 +20,11 @@ class Patience:
 
     overtakes: int = 16
     wait_s: float = 10.0
-    window: int = 32  # the first so many are looked at
+    window: int = 32  # the first so many are weighed; of those behind, so many that look small
+
+    def is_over(self, overtaken: int, overtaken_for_s: float) -> bool:
+        """Whether one that was overtaken so often, and first so long ago, may be no more."""
+        return overtaken >= self.overtakes or overtaken_for_s >= self.wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,6 @@ def next_admission(queue: Sequence[Waiting], fits: Callable[[int], bool], patien
 def _reach(queue: Sequence[Waiting], patience: Patience) -> int:
     """How many, from the first on, may be chosen from: nobody behind one whose patience is at its end."""
     for index, waiting in enumerate(queue):
-        if waiting.overtaken >= patience.overtakes or waiting.overtaken_for_s >= patience.wait_s:
+        if patience.is_over(waiting.overtaken, waiting.overtaken_for_s):
             return index + 1
     return len(queue)

@@ -78,7 +78,10 @@ class Gate:
             reserve = peak_growth([*growing, self._newcomer(seq, waiting)], self._cache.page_size)
             return waiting.num_pages + reserve <= available
 
-        seq = self._queue.next(self._weigh, fits)
+        def looks_small(seq: Sequence) -> bool:
+            return self._pages_wanted(seq) + self.reserved_pages <= available
+
+        seq = self._queue.next(self._weigh, fits, looks_small, self._clock())
         if seq is None:
             self._blocked_at = self._news
         return seq

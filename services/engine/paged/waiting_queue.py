@@ -1,6 +1,7 @@
 """Those that wait to be admitted, in order; who of them is next is decided in admission.py."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from services.engine.paged.admission import Patience, Waiting, next_admission
 from services.engine.paged.sequence import Sequence
@@ -28,13 +29,32 @@ class WaitingQueue:
         self._sequences.remove(seq)
 
     def next(
-        self, weigh: Callable[[Sequence], Waiting], fits: Callable[[Sequence, Waiting], bool]
+        self,
+        weigh: Callable[[Sequence], Waiting],
+        fits: Callable[[Sequence, Waiting], bool],
+        looks_small: Callable[[Sequence], bool],
+        now_s: float,
     ) -> Sequence | None:
-        """Who would come in now; None: nobody has room."""
+        """Who would come in now; None: nobody has room.
+
+        Those behind the window are weighed only if they look small enough, which costs next to nothing.
+        """
         window = self._sequences[: self._patience.window]
         weighed = [weigh(seq) for seq in window]
         index = next_admission(weighed, lambda index: fits(window[index], weighed[index]), self._patience)
-        return None if index is None else window[index]
+        if index is not None:
+            return window[index]
+        behind = islice(filter(looks_small, self._behind_window(now_s)), self._patience.window)
+        return next((seq for seq in behind if fits(seq, weigh(seq))), None)
+
+    def _behind_window(self, now_s: float) -> Iterator[Sequence]:
+        """Nobody behind one whose patience is at its end."""
+        for place, seq in enumerate(self._sequences):
+            if place >= self._patience.window:
+                yield seq
+            since_s = seq.overtaken_since_s
+            if self._patience.is_over(seq.overtaken, 0.0 if since_s is None else now_s - since_s):
+                return
 
     def take(self, seq: Sequence, now_s: float) -> int:
         """It comes in; returns how many it has overtaken."""
