@@ -396,3 +396,12 @@ async def test_a_cancellation_that_a_failing_call_swallows_is_heeded():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_an_answer_to_a_call_that_has_ended_is_no_error_of_ours():
+    class Ended:
+        async def abort(self, *status):
+            raise grpc.aio.InternalError("the call has ended")
+
+    with pytest.raises(asyncio.CancelledError):
+        await rpc._answer(Ended(), "/m", errors.DeadlineExceeded("the deadline has passed"))
