@@ -138,10 +138,15 @@ class Ranks:
     def __init__(self) -> None:
         self.pids: dict[str, int] = {}
         self.metrics_ports: dict[str, int] = {}
-        self.tracebacks = 0
+        self.tracebacks: Counter[str] = Counter()  # by their last line
+        self._in_traceback: set[str] = set()
 
     def note(self, name: str, line: str) -> None:
-        self.tracebacks += "Traceback" in line
+        if "Traceback" in line:
+            self._in_traceback.add(name)
+        elif name in self._in_traceback and not line.startswith((" ", "\t")):
+            self._in_traceback.remove(name)
+            self.tracebacks[f"{name}: {line.strip()}"] += 1
         if started := re.search(r"rank_started rank=(\d+) pid=(\d+)", line):
             self.pids[f"{name}/{started[1]}"] = int(started[2])
         if ready := re.search(r"rank_ready rank=(\S+) .*metrics_port=(\d+)", line):
@@ -336,13 +341,15 @@ async def _measure(driver: Soak, memory: Memory, seconds: float) -> Row:
     errors = warm.errors + load.errors + quiet.errors
     for error in sorted(set(errors)):
         print(f"error: {error}")
+    for last_line, count in ranks.tracebacks.most_common():
+        print(f"traceback, {count} times: {last_line}")
     growth = memory.growth()
     return {
         "capacity_per_s": capacity,
         "offered_per_s": sum(load.counts.values()) / seconds,
         **{f"num_{name}": count for name, count in sorted(load.counts.items())},
         "ttft_p50_s": statistics.median(load.ttft_s),
-        "errors": len(errors) + ranks.tracebacks,
+        "errors": len(errors) + ranks.tracebacks.total(),
         "retractions": await ranks.total("isthmus_retractions_total"),
         "overtakes": await ranks.total("isthmus_overtakes_total"),
         "memory_growth": max(growth.values()),
