@@ -147,7 +147,7 @@ class PinWriter:
         if self._recently_written(name) is None:
             # By now it has come back, if nobody has moved the conversation or lost the pin.
             known = self._known(name)
-            if known is None or known.revision != written.revision:
+            if known is None or known.pin != pin:
                 return False
         return self._etcd.clock() - written.put_at < self._settings.life_s / 2
 

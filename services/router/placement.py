@@ -166,9 +166,9 @@ def place(
     """Where the request goes, by price. Of equally cheap ranks those with the fewest requests come first, and
     `tie` in [0, 1) splits those that are equal in that too.
 
-    The home is the pinned rank if it can be chosen, else the one rank with the longest hit, if that is
-    half of the prompt or more; but no rank where requests wait for pages. It wins while its price is within
-    the slack of the best one. With more `spare_ranks` more is compared, to be shown.
+    The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
+    chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
+    price is within the slack of the best one. With more `spare_ranks` more is compared, to be shown.
 
     Raises:
         Unavailable: no rank can serve; the message says why.
@@ -224,7 +224,7 @@ class _Receiver(NamedTuple):
     """A decode rank's part under either plan, in seconds; `delta` is what it lacks, in tokens."""
 
     wait_s: float
-    room_s: float  # until those before it and the delta have pages
+    room_s: float  # until the delta has pages
     evict_s: float
     delta: int
     decode: DecodeCandidate
@@ -267,13 +267,13 @@ class _Pricing:
     def receiver(self, decode: DecodeCandidate) -> _Receiver:
         delta = max(0, self.request.prompt_tokens - decode.hit_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
-        lacking = decode.waiting_tokens + delta - decode.free_tokens
+        lacking = delta - decode.free_tokens
         if lacking <= 0:
             return _Receiver(wait_s, 0.0, 0.0, delta, decode)
         # Sequences that end free at least as many tokens as were generated, one each in every step.
         shortage = max(0, lacking - decode.evictable_tokens)
         room_s = shortage * decode.step_s / max(1, decode.running)
-        evicted = min(delta, lacking, decode.evictable_tokens)
+        evicted = min(lacking, decode.evictable_tokens)
         return _Receiver(wait_s, room_s, evicted * self.evict_s_per_token, delta, decode)
 
     def local_terms(self, receiver: _Receiver) -> dict[str, float]:
@@ -469,12 +469,12 @@ def _home(
     pinned = request.pinned
     if pinned is not None:
         for decode in decodes:
-            if decode.id.key == pinned and decode.has_room:
-                return decode, "pinned"
+            if decode.id.key == pinned:
+                return (decode, "pinned") if decode.has_room else (None, "")
     longest = max(decode.hit_tokens for decode in decodes)
     holders = [decode for decode in decodes if decode.hit_tokens == longest]
     # Less than half is a system prompt that many share: that alone makes nobody's home.
-    if 2 * longest >= request.prompt_tokens and len(holders) == 1 and holders[0].has_room:
+    if 2 * longest >= request.prompt_tokens and len(holders) == 1:
         return holders[0], "longest_prefix"
     return None, ""
 

@@ -326,13 +326,6 @@ def test_a_pin_is_void_while_others_wait_for_pages_there():
         assert decision.reason == reason
 
 
-def test_room_is_waited_for_behind_those_who_wait_already():
-    # Ten sequences free ten tokens in each step of 0.1 s.
-    full = decode(0, free_tokens=0, evictable_tokens=0, waiting_tokens=500, running=10, step_s=0.1)
-    decision = choose(request(prompt_tokens=1_000, plans=REMOTE), [full], [prefill(0)])
-    assert dict(decision.chosen.terms)["wait_room"] == pytest.approx(15.0)
-
-
 def test_a_pin_to_a_rank_that_has_gone_is_no_pin():
     decision = choose(request(pinned=RankKey("decode", 9)), [decode(0)], [prefill(0)])
     assert decision.reason == "cheapest"
