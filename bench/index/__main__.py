@@ -1,6 +1,6 @@
 """Measure the prefix index, alone and through a real etcd.
 
-    python -m bench.index --json FILE [--minutes 10] [--only core,warm,64,1000]
+    python -m bench.index --json FILE [--minutes 10] [--only core,warm,64,1000] [--writes-per-s 2000]
 
 Staleness is that of the oldest block of each delta when a mirror applies it, told by stamps on this
 machine's one clock; "told" is what the mirror itself reckons without comparing clocks.
@@ -35,13 +35,18 @@ def main() -> None:
     logging.disable(logging.INFO)
     rows: list[Row] = []
     for part in arguments.only.split(","):
-        for name, of_part in _run(part, arguments.minutes):
+        for name, of_part in _run(part, arguments.minutes, arguments.writes_per_s):
             print(f"\n{name}\n{table(of_part)}", flush=True)
             rows += [{"part": name, "load": os.getloadavg()[0], **row} for row in of_part]
-            write_json(arguments.json, "index", {"minutes": arguments.minutes, "goals": _GOALS}, rows)
+            write_json(
+                arguments.json,
+                "index",
+                {"minutes": arguments.minutes, "writes_per_s": arguments.writes_per_s, "goals": _GOALS},
+                rows,
+            )
 
 
-def _run(part: str, minutes: float) -> list[tuple[str, list[Row]]]:
+def _run(part: str, minutes: float, writes_per_s: float) -> list[tuple[str, list[Row]]]:
     match part:
         case "core":
             return _core()
@@ -51,9 +56,11 @@ def _run(part: str, minutes: float) -> list[tuple[str, list[Row]]]:
             many = asyncio.run(cluster.warm_restart_row(2_300_000, 1000, 12))
             return [("warm restart", [row, many])]
         case "64":
-            return [("64 publishers", [asyncio.run(cluster.publishers_row(64, minutes, 16_000))])]
+            row = asyncio.run(cluster.publishers_row(64, minutes, 16_000, writes_per_s))
+            return [("64 publishers", [row])]
         case "1000":
-            return [("1000 publishers", [asyncio.run(cluster.publishers_row(1000, minutes, 2_300))])]
+            row = asyncio.run(cluster.publishers_row(1000, minutes, 2_300, writes_per_s))
+            return [("1000 publishers", [row])]
     raise SystemExit(f"--only names {', '.join(_PARTS)}; got {part!r}")
 
 
@@ -70,6 +77,12 @@ def _core() -> list[tuple[str, list[Row]]]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--writes-per-s",
+        type=float,
+        default=cluster.WRITES_PER_S,
+        help="the write budget of all publishers together, as --index-writes-per-s of ranks",
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the publishers are measured")
     parser.add_argument("--only", default=",".join(_PARTS), help="parts to run, with commas")
     return parser.parse_args()

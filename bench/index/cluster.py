@@ -137,14 +137,14 @@ class Sampled:
     db_in_use_bytes: list[int]
 
 
-async def publishers_row(num_ranks: int, minutes: float, capacity: int) -> Row:
+async def publishers_row(num_ranks: int, minutes: float, capacity: int, writes_per_s: float) -> Row:
     """Every rank stores and evicts 600 blocks a second; one mirror follows."""
     async with own_etcd(8 << 30) as (server, etcd):
         processes = [
             min(_RANKS_PER_PROCESS, num_ranks - start) for start in range(0, num_ranks, _RANKS_PER_PROCESS)
         ]
         common: dict[str, object] = {"etcd": server.endpoint, "cluster": "load", "capacity": capacity}
-        common["writes_per_s"] = WRITES_PER_S
+        common["writes_per_s"] = writes_per_s
         async with (
             _children(processes, common) as publishers,
             child("followed", etcd=server.endpoint, cluster="load") as router,
