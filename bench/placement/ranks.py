@@ -9,6 +9,7 @@ decode only receives it, as soon as there are pages. What is generated takes pag
 for the trace does not say which blocks it becomes.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Job:
     ended_s: float = 0.0
 
 
-class Rank:
+class Rank(ABC):
     """What both roles have: a pool, a queue of prompts to compute, reports, cache events."""
 
     def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
@@ -149,11 +150,13 @@ class Rank:
         self._computed(job)
         self._next()
 
+    @abstractmethod
     def _computed(self, job: Job) -> None:
-        raise NotImplementedError
+        """Its prompt has been computed."""
 
+    @abstractmethod
     def _num_pages(self, job: Job) -> int:
-        raise NotImplementedError
+        """That it takes here, prefix included."""
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:
         pages = self.cache.open(job.request.blocks, "", max_blocks)
