@@ -4,34 +4,29 @@
     model(..., paged=view)    transformers hands our keyword to the attention function of each layer
       paged_attention         1. store the step's K and V in their pages
                               2. chunks of several tokens: gather the sequence's K and V, attend causally
-                              3. single tokens: the same, or (on CPU) attend page by page where they lie
+                              3. single tokens: the same, or (on CPU) attend to pages where they lie
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
 
-Attending in place never copies a prefix. Neighbouring pages are one strided tensor with pages as the
-batch dimension; each page yields its own softmax, and the pages of a sequence are joined by their
-log-sum-exp (Milakov and Gimelshein, arXiv 1805.02867). Keys carry their positions already (rotary
-embedding), so pages may be taken in any order, and a page that several sequences read is read once.
+Attending in place never copies a prefix. Pages that several sequences read are read once, by torch's kernel,
+with pages as the batch dimension: each page yields its own softmax. All other pages are read by each sequence
+for itself, which then joins what it reads with what it shares by their log-sum-exps (Milakov and Gimelshein,
+arXiv 1805.02867). Keys carry their positions already (rotary embedding), so pages may be taken in any order.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from services.engine.torch.step_view import ChunkView, DecodeView, PageCopies, PageRun, StepView
+from services.engine.torch.decode_kernel import Partials, attend_pages
+from services.engine.torch.step_view import ChunkView, DecodeView, PageRun, StepView
 
 IMPLEMENTATION = "isthmus_paged"
-
-# Below this a page is too little work for a softmax of its own: gathering is cheaper.
-MIN_PAGE_SIZE_IN_PLACE = 16
-
-# A row for each page, reader and head: outputs [rows, head_dim], and in float32 log-sum-exps [rows].
-_Rows = tuple[Tensor, Tensor]
+IN_PLACE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def paged_attention(
@@ -55,14 +50,14 @@ def paged_attention(
     values[paged.token_pages, :, paged.token_slots] = value[0].transpose(0, 1)
     queries = query[0].transpose(0, 1)
     if paged.decode is not None and not paged.chunks:
-        return attend_in_place(queries, keys, values, paged.decode, scaling)[None], None
+        return attend_in_place(queries, paged.decode, paged.kv, module.layer_idx, scaling)[None], None
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     for chunk in paged.chunks:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
         output[rows] = attend_gathered(queries[rows], keys, values, chunk, scaling)
     if paged.decode is not None:
         offsets = paged.decode.offsets
-        output[offsets] = attend_in_place(queries[offsets], keys, values, paged.decode, scaling)
+        output[offsets] = attend_in_place(queries[offsets], paged.decode, paged.kv, module.layer_idx, scaling)
     return output[None], None
 
 
@@ -89,47 +84,38 @@ def _gather(pages: Tensor, chunk: ChunkView) -> Tensor:
     return own.flatten(1, 2)[:, None, : chunk.end]
 
 
-def attend_in_place(query: Tensor, keys: Tensor, values: Tensor, view: DecodeView, scaling: float) -> Tensor:
-    """`query` and the result are [num_queries, num_heads, head_dim]; `keys`, `values` one layer's pages."""
-    grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2).contiguous()
-    rows = [_attend_run(grouped, keys, values, run, scaling) for run in view.runs]
-    rows += [_attend_copies(grouped, keys, values, copies, scaling) for copies in view.copies]
-    if view.nothing is not None:
-        rows.append(view.nothing)
-    joined = _join(rows, view.parts)
-    return joined.view(grouped.shape).transpose(1, 2).flatten(1, 2).to(query.dtype)
+def attend_in_place(query: Tensor, view: DecodeView, kv: Tensor, layer: int, scaling: float) -> Tensor:
+    """`query` and the result are [num_queries, num_heads, head_dim]; `kv` is the pool."""
+    num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
+    grouped = query.unflatten(1, (num_kv_heads, -1)).transpose(1, 2)
+    rows = [_attend_run(grouped, kv[:, layer], run, scaling) for run in view.runs]
+    rows = rows or [(torch.empty(0, head_dim), torch.empty(0))]
+    outputs, log_sums = rows[0] if len(rows) == 1 else map(torch.cat, zip(*rows, strict=True))
+    output = attend_pages(
+        query.float().contiguous().numpy(),
+        (kv.view(torch.uint16) if kv.dtype == torch.bfloat16 else kv).numpy(),
+        layer,
+        view.apart,
+        Partials(view.blocks, view.block_starts, outputs.float().numpy(), log_sums.numpy()),
+        scaling,
+        shares=view.shares,
+        executor=view.executor,
+    )
+    return torch.from_numpy(output).to(query.dtype)
 
 
-def _attend_run(grouped: Tensor, keys: Tensor, values: Tensor, run: PageRun, scaling: float) -> _Rows:
-    pages = slice(run.first_page, run.first_page + run.num_pages)
-    query = grouped[run.readers].flatten(1, 2).expand(run.num_pages, -1, -1, -1)
-    return _attend_pages(query, keys[pages], values[pages], run.mask, scaling)
+def _attend_run(grouped: Tensor, kv: Tensor, run: PageRun, scaling: float) -> tuple[Tensor, Tensor]:
+    """A block of rows (see Partials) for each page and reader: outputs and their log-sum-exps.
 
-
-def _attend_copies(
-    grouped: Tensor, keys: Tensor, values: Tensor, copies: PageCopies, scaling: float
-) -> _Rows:
-    key, value = (pages[:, :, : copies.num_tokens].index_select(0, copies.pages) for pages in (keys, values))
-    return _attend_pages(grouped[copies.readers].flatten(1, 2), key, value, copies.mask, scaling)
-
-
-def _attend_pages(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> _Rows:
-    """`query` is [num_pages, readers * group, num_kv_heads, head_dim], and so are the rows."""
+    `grouped` is [num_queries, group, num_kv_heads, head_dim], `kv` one layer of the pool.
+    """
+    keys, values = kv[run.first_page : run.first_page + run.num_pages].unbind(1)
     # All queries that share a KV head, of all readers, are one query sequence for the kernel.
+    query = grouped[run.readers].flatten(1, 2).expand(run.num_pages, -1, -1, -1)
     output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.transpose(1, 2), keys, values, attn_mask=mask, scale=scaling
+        query.transpose(1, 2), keys, values, scale=scaling
     )
     return output.transpose(1, 2).flatten(0, 2), log_sum.transpose(1, 2).flatten()
-
-
-def _join(rows: Sequence[_Rows], parts: Tensor) -> Tensor:
-    """The softmax over all parts of a head, from each part's softmax and log-sum-exp; in float32.
-
-    `parts` is that of DecodeView, the result [num_queries * num_heads, head_dim].
-    """
-    outputs, log_sums = (torch.cat(part) for part in zip(*rows, strict=True)) if len(rows) > 1 else rows[0]
-    weights = log_sums[parts].softmax(dim=1)
-    return embedding_bag(parts, outputs.float(), mode="sum", per_sample_weights=weights)
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

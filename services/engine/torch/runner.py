@@ -1,17 +1,18 @@
 """The torch model runner: one packed forward pass per engine step over the paged KV pool."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.engine.torch.attention import MIN_PAGE_SIZE_IN_PLACE
+from services.engine.torch.attention import IN_PLACE_DTYPES
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
 from services.engine.torch.sampling import sample
-from services.engine.torch.step_view import view_step
+from services.engine.torch.step_view import InPlace, view_step
 from services.errors import ConfigError, ProtocolError
 from services.kv.types import KvLayout, PoolMemory
 
@@ -53,8 +54,9 @@ class TorchRunner:
             model_fingerprint=checkpoint.fingerprint,
             device=self._device,
         )
-        self._in_place = self._device.type == "cpu" and page_size >= MIN_PAGE_SIZE_IN_PLACE
-        self._num_heads: int = config.num_attention_heads
+        self._in_place = None
+        if self._device.type == "cpu" and checkpoint.dtype in IN_PLACE_DTYPES:
+            self._in_place = _in_place(torch.get_num_threads())
         self._vocab_size: int = config.vocab_size
         self._max_context_tokens: int = config.max_position_embeddings
 
@@ -89,8 +91,6 @@ class TorchRunner:
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""
-        for page in _begun_pages(chunks, self.layout.page_size):
-            self._pool.kv[page].zero_()
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         outputs = self._model(
@@ -98,7 +98,7 @@ class TorchRunner:
             position_ids=self._tensor(positions)[None],
             use_cache=False,
             logits_to_keep=self._tensor(_sampled_offsets(chunks)),
-            paged=view_step(self._pool.kv, chunks, num_heads=self._num_heads, in_place=self._in_place),
+            paged=view_step(self._pool.kv, chunks, self._in_place),
         )
         logits: torch.Tensor = outputs.logits[0]
         return logits
@@ -107,8 +107,15 @@ class TorchRunner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def close(self) -> None:
-        """Free the pool; the runner cannot run any more."""
+        """Free the pool and end the threads; the runner cannot run any more."""
+        if self._in_place is not None and self._in_place.executor is not None:
+            self._in_place.executor.shutdown()
         self._pool.close()
+
+
+def _in_place(num_threads: int) -> InPlace:
+    executor = ThreadPoolExecutor(num_threads - 1, "attention") if num_threads > 1 else None
+    return InPlace(num_threads, executor)
 
 
 def _open_device(name: str) -> torch.device:
@@ -135,19 +142,6 @@ def _require_pages(chunk: Chunk, page_size: int) -> None:
     if not chunk.token_ids or len(chunk.pages) * page_size < chunk.end:
         tokens = f"{len(chunk.token_ids)} tokens at {chunk.start}"
         raise ProtocolError(f"a chunk of {tokens} with {len(chunk.pages)} pages of {page_size}")
-
-
-def _begun_pages(chunks: Sequence[Chunk], page_size: int) -> list[int]:
-    """Pages that the step begins to fill.
-
-    They are zeroed: attention gives slots past the end of a sequence the weight 0, and 0 times what another
-    sequence has left there is not 0 if that was infinite.
-    """
-    return [
-        chunk.pages[chunk.end // page_size]
-        for chunk in chunks
-        if chunk.end % page_size and chunk.start <= chunk.end // page_size * page_size
-    ]
 
 
 def _sampled_offsets(chunks: Sequence[Chunk]) -> list[int]:

@@ -1,13 +1,13 @@
 """What attention must know of a step, worked out once for all layers: who reads which pages.
 
-Pages that single tokens read are sorted by number. Neighbours with as many readers each are a *run*: one
-strided tensor, read where it lies, pages as the batch dimension, whoever its readers are. So a prefix
-that several sequences share is a run with all of them as readers, a prefix of a prefix another one, and
-private pages that lie side by side are one run too. Where a kernel call costs more than it saves, a gap is
-read for nothing, and what is short is copied together.
+Single tokens read pages where they lie. Most pages have one reader, or few: each query reads its own, one
+after the other (decode_kernel.py). Neighbouring pages that are read by several queries each are a *run*: one
+strided tensor with pages as the batch dimension, attended to by all its readers at once. So a prefix that
+several sequences share is a run, a prefix of a prefix another one, and nothing of either is copied.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,12 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk
+from services.engine.torch.decode_kernel import Ids, PageReads
 
-Ids = NDArray[np.int64]
+# What a run costs beside the same reads apart, in K and V of one layer that are read meanwhile: a call of
+# torch's kernel, and for each page as much as this many readers of their own.
+_CALL_BYTES = 512 << 10
+_READERS_OF_A_RUN = 2.5
 
-# In K and V of one layer: to copy this much, or to attend to it with one reader, costs about what a call of
-# the kernel costs besides.
-_CALL_BYTES = 128 << 10
+# What one more thread must find to read, to be worth waking.
+_SHARE_BYTES = 512 << 10
+
+_Run = tuple[int, Ids]  # first page, and the queries that read each, [num_pages, readers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +47,28 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Neighbouring pages, read where they are."""
+    """Neighbouring pages, full of tokens, which are read together."""
 
     first_page: int
     num_pages: int
     readers: Tensor  # int64 [num_pages, readers], queries; [1, readers] where all pages have the same
-    mask: Tensor | None  # 0 or -inf, [num_pages, 1, 1, page_size]; None where every slot counts
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopies:
-    """Pages from anywhere, of which the first `num_tokens` slots are copied before they are read."""
-
-    pages: Tensor  # int64 [num_pages]
-    num_tokens: int
-    readers: Tensor  # int64 [num_pages, readers]
-    mask: Tensor | None  # 0 or -inf, [num_pages, 1, 1, num_tokens]; None where every slot counts
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
     """The step's single tokens: query i is the one at offsets[i] of the step.
 
-    Runs and copies yield, in this order, rows for each page, each of its readers and each of its heads.
-    parts[i * num_heads + h] are the rows of head h of query i. Where queries have unequal numbers of rows,
-    they are filled up with the row after all others, which `nothing` yields: output 0, log-sum-exp -inf.
+    The runs yield, in this order, a block of rows for each page and each of its readers, one row for each
+    head. Query i joins blocks[j], for each j from block_starts[i] to block_starts[i + 1].
     """
 
     offsets: Tensor  # int64 [num_queries]
+    apart: PageReads
     runs: tuple[PageRun, ...]
-    copies: tuple[PageCopies, ...]
-    parts: Tensor  # int64 [num_queries * num_heads, most rows of a head]
-    nothing: tuple[Tensor, Tensor] | None  # [1, head_dim] and [1]
+    blocks: Ids
+    block_starts: Ids  # [num_queries + 1]
+    shares: tuple[range, ...]  # of attend_pages
+    executor: Executor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +82,29 @@ class StepView:
     decode: DecodeView | None
 
 
-def view_step(kv: Tensor, chunks: Sequence[Chunk], *, num_heads: int, in_place: bool) -> StepView:
-    """Plan a step over the pool `kv`. With `in_place`, single tokens read pages where they are (CPU only)."""
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """That single tokens are to read pages where they are (CPU only), and by how many threads at most."""
+
+    num_threads: int = 1
+    executor: Executor | None = None  # of num_threads - 1
+
+
+def view_step(kv: Tensor, chunks: Sequence[Chunk], in_place: InPlace | None) -> StepView:
+    """Plan a step over the pool `kv`."""
     page_size = kv.shape[4]
     offsets = np.cumsum([0, *(len(chunk.token_ids) for chunk in chunks)])[:-1].tolist()
     placed = list(zip(offsets, chunks, strict=True))
     positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
     pages = [_pages_at(c, p, page_size) for c, p in zip(chunks, positions, strict=True)]
-    decodes = [(offset, c) for offset, c in placed if in_place and len(c.token_ids) == 1]
-    gathered = [(offset, c) for offset, c in placed if not (in_place and len(c.token_ids) == 1)]
+    decodes = [(offset, c) for offset, c in placed if in_place is not None and len(c.token_ids) == 1]
+    gathered = [(offset, c) for offset, c in placed if in_place is None or len(c.token_ids) > 1]
     return StepView(
         kv=kv,
         token_pages=torch.from_numpy(np.concatenate(pages)).to(kv.device),
         token_slots=torch.from_numpy(np.concatenate(positions) % page_size).to(kv.device),
         chunks=tuple(_view_chunk(offset, chunk, page_size, kv.device) for offset, chunk in gathered),
-        decode=_view_decodes(decodes, kv, num_heads) if decodes else None,
+        decode=_view_decodes(decodes, kv, in_place) if in_place is not None and decodes else None,
     )
 
 
@@ -119,127 +122,73 @@ def _view_chunk(offset: int, chunk: Chunk, page_size: int, device: torch.device)
     return ChunkView(offset, length, end, pages, mask)
 
 
-def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, num_heads: int) -> DecodeView:
-    page_size = kv.shape[4]
-    chunks = [chunk for _, chunk in decodes]
-    page_bytes = kv[0, 0].numel() * kv.itemsize
-    pages, tokens, queries = _page_reads(chunks, page_size)
-    # Of a page that is less than half full, a copy of what is there is cheaper than a look at all of it.
-    is_short = 2 * tokens <= page_size
-    short = _Reads(pages[is_short], tokens[is_short], queries[is_short][:, None])
-    reads = _runs(pages[~is_short], tokens[~is_short], queries[~is_short], page_size, page_bytes)
-    is_run = [len(read.pages) * page_bytes >= _CALL_BYTES for read in reads]
-    runs = [read for read, yes in zip(reads, is_run, strict=True) if yes]
-    copies = _merged([short, *(read for read, yes in zip(reads, is_run, strict=True) if not yes)])
-    segments = np.concatenate([read.segments.ravel() for read in (*runs, *copies)])
-    parts, is_padded = _parts(segments, len(chunks), num_heads)
-    nothing = torch.zeros(1, kv.shape[5], dtype=kv.dtype), torch.full((1,), -torch.inf)
+def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, in_place: InPlace) -> DecodeView:
+    pages, tokens, queries = _page_reads([chunk for _, chunk in decodes], kv.shape[4])
+    runs, is_apart = _runs(pages, tokens, queries, kv)
+    block_queries = np.concatenate([run.ravel() for _, run in runs]) if runs else np.zeros(0, np.int64)
+    blocks = np.argsort(block_queries, kind="stable")
+    boundaries = np.arange(len(decodes) + 1)
+    apart = PageReads(
+        pages[is_apart], tokens[is_apart], np.searchsorted(queries[is_apart], boundaries).astype(np.int64)
+    )
     return DecodeView(
         offsets=torch.tensor([offset for offset, _ in decodes]),
-        runs=tuple(_page_run(read, page_size, kv.dtype) for read in runs),
-        copies=tuple(_page_copies(read, kv.dtype) for read in copies),
-        parts=torch.from_numpy(parts),
-        nothing=nothing if is_padded else None,
+        apart=apart,
+        runs=tuple(_page_run(first_page, readers) for first_page, readers in runs),
+        blocks=blocks,
+        block_starts=np.searchsorted(block_queries[blocks], boundaries).astype(np.int64),
+        shares=_shares(apart, kv, in_place.num_threads),
+        executor=in_place.executor,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """Pages that are read in one call."""
-
-    pages: Ids  # [num_pages]
-    num_tokens: Ids  # [num_pages], of each page, from its first slot on
-    segments: Ids  # [num_pages, readers], the queries that read each; -1: nobody wants what comes out
+def _shares(reads: PageReads, kv: Tensor, num_threads: int) -> tuple[range, ...]:
+    """Items of attend_pages, cut where about as many tokens are read on either side."""
+    num_kv_heads, page_size = kv.shape[3:5]
+    tokens = np.diff(np.concatenate([[0], np.cumsum(reads.tokens)])[reads.starts])
+    read = np.cumsum(np.repeat(tokens, num_kv_heads))
+    token_bytes = kv[0, 0].numel() * kv.itemsize // page_size
+    count = max(1, min(num_threads, int(tokens.sum()) * token_bytes // _SHARE_BYTES))
+    cuts = np.searchsorted(read, read[-1] * np.arange(1, count) / count, side="right")
+    return tuple(range(start, end) for start, end in pairwise([0, *cuts.tolist(), len(read)]))
 
 
 def _page_reads(chunks: Sequence[Chunk], page_size: int) -> tuple[Ids, Ids, Ids]:
-    """For each page of each query, sorted by page: page, tokens, query."""
+    """For each page of each query, sorted by query: page, tokens, query."""
     counts = [-(-chunk.end // page_size) for chunk in chunks]
     tables = [np.asarray(chunk.pages[:count], np.int64) for chunk, count in zip(chunks, counts, strict=True)]
     lasts = np.cumsum(counts) - 1
     tokens = np.full(lasts[-1] + 1, page_size)
     tokens[lasts] = [(chunk.end - 1) % page_size + 1 for chunk in chunks]
-    pages, queries = np.concatenate(tables), np.repeat(np.arange(len(chunks)), counts)
-    order = np.lexsort((tokens, pages))
-    return pages[order], tokens[order], queries[order]
+    return np.concatenate(tables), tokens, np.repeat(np.arange(len(chunks)), counts)
 
 
-def _runs(pages: Ids, tokens: Ids, queries: Ids, page_size: int, page_bytes: int) -> list[_Reads]:
-    """Neighbours with as many readers each.
-
-    A small gap between two is read for nothing where that costs less than another call; the more readers,
-    the smaller.
-    """
-    keys, first, counts = np.unique(pages * (page_size + 1) + tokens, return_index=True, return_counts=True)
-    unique, unique_tokens = pages[first], tokens[first]
-    gaps = np.diff(unique) - 1
-    is_border = (gaps < 0) | (gaps * counts[1:] * page_bytes > _CALL_BYTES) | (np.diff(counts) != 0)
-    borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), len(keys)] if len(keys) else []
+def _runs(pages: Ids, tokens: Ids, queries: Ids, kv: Tensor) -> tuple[list[_Run], NDArray[np.bool]]:
+    """The runs, and which reads are left to be made apart."""
+    page_bytes = kv[0, 0].numel() * kv.itemsize
+    is_apart = np.ones(len(pages), bool)
+    if queries[-1] + 1 < _READERS_OF_A_RUN:
+        return [], is_apart
+    order = np.argsort(pages, kind="stable")
+    unique, first, counts = np.unique(pages[order], return_index=True, return_counts=True)
+    counts[np.minimum.reduceat(tokens[order], first) < kv.shape[4]] = 0  # it is still being filled
     runs = []
-    for start, end in pairwise(borders):
-        count, begin = int(counts[start]), int(first[start])
-        run_pages = np.arange(unique[start], unique[end - 1] + 1)
-        place = unique[start:end] - unique[start]
-        run_tokens = np.full(len(run_pages), page_size)
-        run_tokens[place] = unique_tokens[start:end]
-        segments = np.full((len(run_pages), count), -1)
-        segments[place] = queries[begin : begin + (end - start) * count].reshape(-1, count)
-        runs.append(_Reads(run_pages, run_tokens, segments))
-    return runs
+    for start, end in _neighbours(unique, counts):
+        num_pages, readers = end - start, int(counts[start])
+        if num_pages * (readers - _READERS_OF_A_RUN) * page_bytes < _CALL_BYTES:
+            continue
+        reads = order[first[start] : first[start] + num_pages * readers]
+        is_apart[reads] = False
+        runs.append((int(unique[start]), queries[reads].reshape(num_pages, readers)))
+    return runs, is_apart
 
 
-def _merged(reads: Sequence[_Reads]) -> list[_Reads]:
-    """Reads with equal numbers of readers become one; empty ones vanish."""
-    by_count: dict[int, list[_Reads]] = {}
-    for read in filter(lambda read: len(read.pages), reads):
-        by_count.setdefault(read.segments.shape[1], []).append(read)
-    return [
-        _Reads(
-            np.concatenate([read.pages for read in group]),
-            np.concatenate([read.num_tokens for read in group]),
-            np.concatenate([read.segments for read in group]),
-        )
-        for group in by_count.values()
-    ]
+def _neighbours(pages: Ids, counts: Ids) -> list[tuple[int, int]]:
+    """Stretches [start, end) of consecutive pages with equal counts."""
+    is_border = (np.diff(pages) != 1) | (np.diff(counts) != 0)
+    return list(pairwise([0, *(np.flatnonzero(is_border) + 1).tolist(), len(pages)]))
 
 
-def _page_run(reads: _Reads, page_size: int, dtype: torch.dtype) -> PageRun:
-    wanted = reads.segments[reads.segments[:, 0] >= 0]
-    readers = reads.segments.clip(0)
-    if (wanted == wanted[0]).all():
-        readers = wanted[:1]
-    return PageRun(
-        first_page=int(reads.pages[0]),
-        num_pages=len(reads.pages),
-        readers=torch.from_numpy(readers),
-        mask=_mask(reads.num_tokens, page_size, dtype),
-    )
-
-
-def _page_copies(reads: _Reads, dtype: torch.dtype) -> PageCopies:
-    num_tokens = int(reads.num_tokens.max())
-    return PageCopies(
-        pages=torch.from_numpy(reads.pages),
-        num_tokens=num_tokens,
-        readers=torch.from_numpy(reads.segments.clip(0)),
-        mask=_mask(reads.num_tokens, num_tokens, dtype),
-    )
-
-
-def _mask(lengths: Ids, num_tokens: int, dtype: torch.dtype) -> Tensor | None:
-    """0, and -inf past each length; [pages, 1, 1, num_tokens]. None where nothing is masked."""
-    if (lengths == num_tokens).all():
-        return None
-    is_past = torch.from_numpy(np.arange(num_tokens) >= lengths[:, None])
-    return torch.zeros(is_past.shape, dtype=dtype).masked_fill_(is_past, -torch.inf)[:, None, None]
-
-
-def _parts(segments: Ids, num_queries: int, num_heads: int) -> tuple[Ids, bool]:
-    """See DecodeView.parts, and whether they are filled up. `segments` are the query of each read, or -1."""
-    order = np.argsort(segments, kind="stable")
-    order = order[np.searchsorted(segments[order], 0) :]
-    counts = np.bincount(segments[order], minlength=num_queries)
-    rank_in_query = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = np.full((num_queries, num_heads, counts.max()), len(segments) * num_heads)
-    rows[segments[order], :, rank_in_query] = order[:, None] * num_heads + np.arange(num_heads)
-    return rows.reshape(num_queries * num_heads, -1), bool((counts < counts.max()).any())
+def _page_run(first_page: int, readers: Ids) -> PageRun:
+    are_equal = bool((readers == readers[0]).all())
+    return PageRun(first_page, len(readers), torch.from_numpy(readers[:1] if are_equal else readers))

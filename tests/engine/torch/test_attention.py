@@ -1,11 +1,16 @@
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch.attention import paged_attention
-from services.engine.torch.step_view import view_step
+from services.engine.torch import step_view
+from services.engine.torch.attention import IN_PLACE_DTYPES, paged_attention
+from services.engine.torch.step_view import InPlace, view_step
 from services.request import SamplingParams
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
@@ -23,7 +28,7 @@ def random_pool(num_pages, page_size, dtype, generator):
 
 
 def attend(kv, chunks, query, key, value, *, in_place, layer=1):
-    view = view_step(kv, chunks, num_heads=NUM_KV_HEADS * GROUP, in_place=in_place)
+    view = view_step(kv, chunks, in_place)
     module = SimpleNamespace(layer_idx=layer)
     output, _ = paged_attention(
         module, query, key, value, None, scaling=SCALING, paged=view, dropout=0.0, sliding_window=None
@@ -73,14 +78,39 @@ STEPS = {
         chunk(1, 32, [2, 3, 7]),
         chunk(1, 31, [9, 8]),
     ],
+    "prefixes of prefixes, with a chunk between": [
+        chunk(1, 60, [2, 3, 4, 5]),
+        chunk(1, 61, [2, 3, 4, 6]),
+        chunk(1, 50, [2, 3, 4, 7]),
+        chunk(1, 40, [2, 3, 8]),
+        chunk(4, 44, [2, 3, 9]),
+        chunk(1, 20, [2, 10]),
+        chunk(1, 3, [11]),
+    ],
     "more pages than tokens yet": [chunk(1, 17, [2, 3, 4, 5]), chunk(3, 10, [6, 7, 8])],
 }
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+WAYS = [(dtype, "gathered") for dtype in TOLERANCE] + [
+    (dtype, way)
+    for dtype in IN_PLACE_DTYPES
+    for way in ("apart", "shared pages together", "by three threads")
+]
+
+
+@pytest.fixture(scope="module")
+def three_threads():
+    with ThreadPoolExecutor(2) as executor:
+        yield InPlace(3, executor)
+
+
+@pytest.mark.parametrize(("dtype", "way"), WAYS)
 @pytest.mark.parametrize("name", list(STEPS))
-def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, in_place):
+def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, way, three_threads, monkeypatch):
+    monkeypatch.setattr(step_view, "_SHARE_BYTES", 1)
+    in_place = {"gathered": None, "by three threads": three_threads}.get(way, InPlace())
+    if way == "shared pages together":
+        monkeypatch.setattr(step_view, "_CALL_BYTES", 0)
     generator = torch.Generator().manual_seed(0)
     chunks = STEPS[name]
     total = sum(len(c.token_ids) for c in chunks)
@@ -104,10 +134,31 @@ def test_both_paths_agree_at_any_page_size(page_size):
     kv = random_pool(num_pages, page_size, torch.float32, generator)
     query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
-    gathered = attend(kv.clone(), chunks, query, key, value, in_place=False)
+    gathered = attend(kv.clone(), chunks, query, key, value, in_place=None)
     torch.testing.assert_close(
-        attend(kv, chunks, query, key, value, in_place=True), gathered, atol=2e-6, rtol=0
+        attend(kv, chunks, query, key, value, in_place=InPlace()), gathered, atol=2e-6, rtol=0
     )
+
+
+@given(
+    ends=st.lists(st.integers(1, 200), min_size=1, max_size=12),
+    num_threads=st.integers(1, 5),
+    share_bytes=st.integers(1, 1 << 16),
+)
+def test_threads_share_all_items_and_none_has_much_more_than_its_part(ends, num_threads, share_bytes):
+    page_size, heads = 16, 2
+    kv = torch.empty(13 * len(ends), 1, 2, heads, page_size, 8)
+    chunks = [chunk(1, end - 1, range(13 * i, 13 * i + 13)) for i, end in enumerate(ends)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_view, "_SHARE_BYTES", share_bytes)
+        shares = view_step(kv, chunks, InPlace(num_threads)).decode.shares
+    assert [item for share in shares for item in share] == list(range(heads * len(ends)))
+    assert 1 <= len(shares) <= num_threads
+    if len(shares) > 1:
+        assert sum(ends) * 2 * heads * 8 * 4 >= len(shares) * share_bytes
+    tokens = [ends[item // heads] for item in range(heads * len(ends))]
+    parts = [sum(tokens[share.start : share.stop]) for share in shares]
+    assert max(parts) <= sum(tokens) / len(shares) + max(tokens)
 
 
 def test_scores_far_apart_join_without_overflow():
@@ -118,57 +169,72 @@ def test_scores_far_apart_join_without_overflow():
     key, value = torch.randn(2, 1, NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
     chunks = [chunk(1, 60, [0, 2, 1, 3])]
     expected, _ = expected_attention(kv, chunks, query, key, value)
-    got = attend(kv, chunks, query, key, value, in_place=True)
+    got = attend(kv, chunks, query, key, value, in_place=InPlace())
     torch.testing.assert_close(got.double(), expected, atol=0.05, rtol=1e-3)
 
 
 def planned(chunks, kv):
-    """Runs and copies as (pages, readers of each)."""
-    decode = view_step(kv, chunks, num_heads=1, in_place=True).decode
+    """Runs as (pages, readers of each), and for each query the (page, tokens) it reads apart."""
+    decode = view_step(kv, chunks, InPlace()).decode
     runs = [
         (list(range(r.first_page, r.first_page + r.num_pages)), r.readers.expand(r.num_pages, -1).tolist())
         for r in decode.runs
     ]
-    return runs, [(c.pages.tolist(), c.readers.tolist(), c.num_tokens) for c in decode.copies]
+    pages, tokens, starts = (array.tolist() for array in decode.apart)
+    reads = list(zip(pages, tokens, strict=True))
+    return runs, [reads[start:end] for start, end in pairwise(starts)]
 
 
 def test_neighbouring_pages_with_as_many_readers_are_one_run():
-    kv = torch.empty(24, 1, 2, 1, 16, 512)  # a gap of up to two pages for one reader is read for nothing
+    kv = torch.empty(24, 1, 2, 1, 16, 1 << 14)  # pages so large that a run of one is worth a call
     chunks = [
         chunk(1, 74, [2, 3, 4, 5, 12]),
         chunk(1, 74, [2, 3, 4, 5, 15]),
+        chunk(1, 77, [2, 3, 4, 5, 16]),
         chunk(1, 45, [2, 3, 6]),
-        chunk(1, 63, [8, 9, 10, 11]),
+        chunk(1, 45, [2, 3, 7]),
         chunk(1, 15, [22]),
     ]
-    runs, copies = planned(chunks, kv)
+    runs, apart = planned(chunks, kv)
     assert runs == [
-        ([2, 3], [[0, 1, 2]] * 2),  # what all three share
-        ([4, 5], [[0, 1]] * 2),  # what only two of them share
-        # Private pages of four sequences, three of them still filling; 7, 13 and 14 are nobody's.
-        ([*range(6, 16)], [[2], [0], [3], [3], [3], [3], [0], [0], [0], [1]]),
+        ([2, 3], [[0, 1, 2, 3, 4]] * 2),  # what five share
+        ([4, 5], [[0, 1, 2]] * 2),  # what only three of them share
     ]
-    assert copies == [([22], [[4]], 16)]  # alone it is not worth a call of its own
+    assert apart == [[(12, 11)], [(15, 11)], [(16, 14)], [(6, 14)], [(7, 14)], [(22, 16)]]
 
 
-def test_what_is_not_worth_a_run_is_copied_once_for_all_its_readers():
-    kv = torch.empty(24, 1, 2, 1, 16, 512)  # two pages make a run
-    chunks = [chunk(1, 50, [2, 9, 4, 16]), chunk(1, 54, [2, 9, 20, 18])]
-    runs, copies = planned(chunks, kv)
+def test_readers_of_a_run_may_differ_from_page_to_page():
+    kv = torch.empty(8, 1, 2, 1, 16, 1 << 14)
+    runs, _ = planned([chunk(1, 20, [2 + i // 3, 4 + i]) for i in range(4)] * 2, kv)
+    assert runs == [([2], [[0, 1, 2, 4, 5, 6]])]
+    runs, _ = planned([chunk(1, 20, [2 + i % 2, 4 + i % 4]) for i in range(8)], kv)
+    assert runs == [([2, 3], [[0, 2, 4, 6], [1, 3, 5, 7]])]
+
+
+def test_what_few_read_and_what_is_still_being_filled_is_read_apart():
+    kv = torch.empty(8, 1, 2, 1, 16, 1 << 14)
+    two_readers = [chunk(1, 20, [2, 4]), chunk(1, 20, [2, 5])]
+    assert planned(two_readers, kv) == ([], [[(2, 16), (4, 5)], [(2, 16), (5, 5)]])
+    unfilled = [chunk(1, 9, [2])] * 4
+    assert planned(unfilled, kv) == ([], [[(2, 10)]] * 4)
+
+
+def test_pages_so_small_that_a_call_costs_more_are_read_apart():
+    kv = torch.empty(8, 1, 2, 1, 16, 8)
+    runs, apart = planned([chunk(1, 20, [2, 3 + i]) for i in range(4)], kv)
     assert runs == []
-    # The last pages of both are less than half full.
-    assert copies == [([16, 18, 4, 20], [[0], [1], [0], [1]], 16), ([2, 9], [[0, 1]] * 2, 16)]
-    runs, copies = planned([chunk(1, 55, [2, 3, 4, 5]), chunk(1, 50, [8, 9, 10, 11])], kv)
-    assert runs == [([2, 3, 4], [[0]] * 3), ([8, 9, 10], [[1]] * 3)]
-    assert copies == [([5, 11], [[0], [1]], 8)]
+    assert apart == [[(2, 16), (3 + i, 5)] for i in range(4)]
 
 
-def test_what_slots_past_the_end_hold_does_not_matter():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_slots_past_the_end_hold_does_not_matter(in_place):
     generator = torch.Generator().manual_seed(0)
     kv = random_pool(12, 16, torch.float32, generator)
     query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
     chunks = [chunk(1, 35, [2, 3, 4]), chunk(1, 41, [2, 3, 5])]
-    expected = attend(kv.clone(), chunks, query, key, value, in_place=True)
-    kv[4, ..., 4:, :] = 1e3
-    torch.testing.assert_close(attend(kv, chunks, query, key, value, in_place=True), expected)
+    expected = attend(kv.clone(), chunks, query, key, value, in_place=InPlace() if in_place else None)
+    kv[4, ..., 4:, :] = torch.nan
+    torch.testing.assert_close(
+        attend(kv, chunks, query, key, value, in_place=InPlace() if in_place else None), expected
+    )
