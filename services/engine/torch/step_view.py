@@ -24,8 +24,8 @@ from services.engine.torch.decode_kernel import Ids, PageReads
 _CALL_BYTES = 512 << 10
 _READERS_OF_A_RUN = 2.5
 
-# What one more thread must find to read, to be worth waking.
-_SHARE_BYTES = 512 << 10
+# What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
+_SHARE_BYTES = 4 << 20
 
 _Run = tuple[int, Ids]  # first page, and the queries that read each, [num_pages, readers]
 
