@@ -152,9 +152,10 @@ class RoomTable:
         room.pages.extend(pages)
 
     def cancel_room(self, room_id: Room) -> None:
-        room = self._rooms.get(room_id)
-        if room is not None and room.request is not None:
-            self._step(room, RoomEvent.CANCELLED, "the request was cancelled")
+        self._end_request(room_id, RoomEvent.CANCELLED, "the request was cancelled")
+
+    def fail_room(self, room_id: Room, reason: str) -> None:
+        self._end_request(room_id, RoomEvent.FAILED, reason)
 
     # -- time -------------------------------------------------------------------------------------------
 
@@ -185,6 +186,11 @@ class RoomTable:
             self._finish(room)
 
     # ---------------------------------------------------------------------------------------------------
+
+    def _end_request(self, room_id: Room, event: RoomEvent, reason: str) -> None:
+        room = self._rooms.get(room_id)
+        if room is not None and room.request is not None:
+            self._step(room, event, reason)
 
     def _find(self, room_id: Room, decode: RankId) -> PrefillRoom:
         """The room, or a new one that only `_step` makes known."""

@@ -2,7 +2,7 @@
 
     start() --> thread: open the transport, register the pool
         handshake server --hello, ticket, renew, abort, link_lost--+
-        engine thread ----open_room, pages_ready, cancel_room------+--> queue --> RoomTable --> Transport
+        engine thread ----open_room, pages_ready, cancel, fail-----+--> queue --> RoomTable --> Transport
                                                                                     |
         on_end(RoomEnd), link.send(Status | AbortAck) <--- from the sender's thread +
     stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
@@ -147,6 +147,10 @@ class KvSender:
     def cancel_room(self, room: Room) -> None:
         """The Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
         self._post(lambda rooms: rooms.cancel_room(room))
+
+    def fail_room(self, room: Room, reason: str) -> None:
+        """The Prefill call failed, which decode is told with `reason`. on_end comes as after cancel_room."""
+        self._post(lambda rooms: rooms.fail_room(room, reason))
 
     # -- the thread -------------------------------------------------------------------------------------
 

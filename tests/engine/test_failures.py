@@ -1,17 +1,20 @@
 """A step that the runner cannot compute costs its sequences; books that cannot be trusted end the rank."""
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 from engine.core_rank import Prefill, Rank
 from pair import FAKE, Pair
+from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
-from services.errors import IsthmusError, Unavailable
+from services.errors import IsthmusError, NoCapacity, PeerFailed, Unavailable
 from services.kv.types import Plan
+from services.transfer.room_watch import RoomWatch
 
 PROMPT = range(100, 130)
 
@@ -53,13 +56,68 @@ async def test_a_step_that_fails_costs_its_sequences_and_the_rank_goes_on(pair):
     assert not pair.decode._crashed.is_set()
 
 
-async def test_a_prefill_step_that_fails_costs_its_request_and_both_ranks_go_on(pair):
+class SlowToFail:
+    """A prefill leg that is told of its failure `after` something."""
+
+    def __init__(self, pair, after):
+        self._leg, self._after = PrefillLeg(pair.channels, pair.peer, None, ""), after
+
+    @property
+    def peer(self):
+        return self._leg.peer
+
+    async def __call__(self, request, rendezvous):
+        try:
+            return await self._leg(request, rendezvous)
+        except IsthmusError:
+            await self._after()
+            raise
+
+
+async def at_once():
+    pass
+
+
+async def never():
+    await asyncio.get_running_loop().create_future()
+
+
+async def consume(pair, prompt, leg):
+    async with aclosing(pair.decode.generate(pair.request(prompt), leg)) as outputs:
+        async for _ in outputs:
+            pass
+
+
+@pytest.fixture
+def last_word(monkeypatch):
+    """Set when the decode rank has heard from the handshake that a transfer failed."""
+    heard, on_last_word = asyncio.Event(), RoomWatch.on_last_word
+
+    def note(watch, reason):
+        on_last_word(watch, reason)
+        heard.set()
+
+    monkeypatch.setattr(RoomWatch, "on_last_word", note)
+    return heard
+
+
+@pytest.mark.parametrize("answer", ["at once", "after the last word", "never"])
+async def test_why_a_prefill_step_failed_is_told_and_both_ranks_go_on(pair, last_word, answer):
+    after = {"at once": at_once, "after the last word": last_word.wait, "never": never}[answer]
     fail(pair.prefill._core.runner, num_chunks=1)
-    with pytest.raises(IsthmusError):
-        await pair.generate(PROMPT, 5)
+    with pytest.raises(PeerFailed, match="the engine failed: RuntimeError"):
+        await consume(pair, PROMPT, SlowToFail(pair, after))
     await pair.assert_nothing_held()
     assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)
     assert not pair.prefill._crashed.is_set()
+
+
+async def test_a_prompt_that_prefill_cannot_hold_is_no_failure_of_prefills(last_word):
+    """Its rank is not to be left alone for it, whichever is heard first."""
+    async with Pair(FAKE, replace(FAKE, num_pages=4)) as pair:
+        with pytest.raises(NoCapacity):
+            await consume(pair, PROMPT, SlowToFail(pair, last_word.wait))
+        await pair.assert_nothing_held()
 
 
 def test_those_that_receive_outlive_a_step_that_fails():

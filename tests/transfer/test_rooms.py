@@ -519,6 +519,19 @@ def test_a_cancelled_request_ends_when_its_writes_have(rank, ticketed):
     rank.pages(0, 10)
 
 
+@pytest.mark.parametrize("when", ["ticketed", "before the ticket"])
+def test_why_a_request_failed_is_told_to_decode(rank, when):
+    rank.request()
+    if when == "ticketed":
+        rank.ticket()
+    rank.rooms.fail_room(A, "out of memory")
+    rank.turn()
+    if when == "before the ticket":
+        rank.ticket()
+    assert (rank.take_said()[-1], rank.last.status.reason) == ("failed", "out of memory")
+    assert (rank.outcome.outcome, rank.outcome.error) == (Outcome.FAILED, "out of memory")
+
+
 @pytest.mark.parametrize(
     "calls",
     [[(4, 8)], [(0, 4), (0, 4)], [(0, 4), (8, 10)], [(0, 6)], [(0, 12)], [(2, 8)], [(0, 10), (8, 10)]],

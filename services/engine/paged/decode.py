@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 E = TypeVar("E", Reserved, Token)
 OpenChannel = Callable[[str], grpc.aio.Channel]
 
+# A transfer's last word may overtake the answer to the call that it belongs to. Only the answer says which
+# error it is, and with it whose: a prompt that prefill cannot hold is no failure of prefill's.
+_ANSWER_PATIENCE_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -158,6 +162,7 @@ class PagedDecodeEngine(PagedEngine):
                 remote_prefill(seq.request, Rendezvous(room, self._own_id, peer.id)),
                 delta.landed(),
                 delta.attend(mailbox),
+                patience_s=_ANSWER_PATIENCE_S,
             )
             _check_bytes(landed.bytes_moved, delta_bytes(delta.start, len(seq.ids), self.layout))
         except BaseException:

@@ -10,7 +10,7 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, Failed, RoomEnded
-from services.errors import Aborted, PeerFailed, ProtocolError, StaleGeneration
+from services.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
 from services.kv.types import RankId, Rendezvous
 from services.request import GenerationRequest, PrefillResult
 from services.transfer.base import Transport
@@ -71,6 +71,9 @@ class PagedPrefillEngine(PagedEngine):
             ended = self._open_room(seq, rendezvous)
             try:
                 (reserved, token), end = await both(_compute(mailbox), _room_end(ended))
+            except IsthmusError as error:
+                self.sender.fail_room(rendezvous.room, str(error))
+                raise
             except BaseException:
                 self.sender.cancel_room(rendezvous.room)
                 raise
