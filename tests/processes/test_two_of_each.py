@@ -19,6 +19,7 @@ async def test_what_one_leaves_behind_the_other_takes_over(tmp_path, model_dir):
         await cluster.play(
             a_killed_prefill_rank_costs_a_retry,
             a_killed_decode_rank_hands_its_streams_over,
+            a_decode_rank_killed_while_prefill_writes_frees_prefill,
             a_decode_worker_told_to_stop_finishes_what_it_runs,
             a_prefill_worker_told_to_stop_finishes_what_it_computes,
             a_killed_router_leaves_nothing_behind,
@@ -59,6 +60,17 @@ async def a_killed_decode_rank_hands_its_streams_over(cluster):
     after = await cluster.restarted(victim)
     assert after.endpoint == victim.endpoint
     await cluster.until_used(victim.name, await cluster.generation(victim.name))
+
+
+async def a_decode_rank_killed_while_prefill_writes_frees_prefill(cluster):
+    streams = [cluster.open(prompt_of(30 + i, 1200)) for i in range(4)]
+    await until(lambda: cluster.running(PREFILL), "a prefill rank computes")
+    victim = cluster.rank(await one_running(cluster, DECODE))
+    cluster.signal_rank(victim.name, signal.SIGKILL)
+    for stream in streams:
+        await stream.exact()
+    await cluster.assert_nothing_held(PREFILL)  # before anybody is there again
+    await cluster.restarted(victim)
 
 
 async def a_decode_worker_told_to_stop_finishes_what_it_runs(cluster):

@@ -1,0 +1,225 @@
+"""An abort, at whatever stage and by whom, reaches both ranks and frees everything, quarantine included.
+
+The lease has minutes to go in all of these: what comes back has come back because the writer said so, or
+because nobody was to write. How long that takes is measured by bench.soak (2 s are allowed, tens of
+milliseconds are needed); the deadlines here only end a test that has failed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from cluster.harness import FakeCluster, ids_request
+from services.decode.prefill_leg import PrefillLeg
+from services.engine.fake import continuation
+from services.engine.paged.growth import OutputEstimate
+from services.engine.paged.sequence import Phase
+from services.kv.handshake import RoomState
+from services.router.prompt import PromptEncoder
+from services.transfer.local import _LandedWrite
+
+LONG_S = 30.0  # a deadline for conditions, never waited out
+DEADLINE_S = 0.5
+PROMPT = [(i * 7) % 500 for i in range(400)]  # 13 chunks of 10 ms
+MAX_TOKENS = 400
+
+
+class Ranks:
+    """What a router and the engines of one rank each know, as far as an abort touches it."""
+
+    def __init__(self, cluster):
+        self.router = cluster.routers[0].generator
+        self.decode = cluster.ranks["decode-0/0"].engine
+        self.prefill = cluster.ranks["prefill-0/0"].engine
+
+    @property
+    def rooms(self):
+        return self.prefill.sender._table
+
+    def left(self):
+        """What is still held, by name; empty when everything is back."""
+        links = self.decode._links
+        held = {
+            "the router's requests": self.router.num_running,
+            "decode's requests": len(self.decode._mailboxes),
+            "prefill's requests": len(self.prefill._mailboxes),
+            "awaited writers": len(self.decode._background),
+            "rooms": self.rooms.open_rooms,
+            "watches": sum(len(link._watches) for link in [*links._links.values(), *links._retired]),
+            "lost watches": len(links._orphans) + len(links._seekers),
+        }
+        return {name: number for name, number in held.items() if number}
+
+
+@dataclass
+class Stage:
+    """How a request is known to have come so far; what holds it there is `released` after the abort."""
+
+    reached: Callable[[], bool]
+    release: Callable[[], None] = lambda: None
+    while_held: Callable[[], object] = lambda: None
+
+
+async def never(*args):
+    await asyncio.get_running_loop().create_future()
+
+
+def noting(patch, owner, name):
+    """Whoever calls `owner.name` waits for ever; returns how many there were."""
+    calls = []
+
+    async def note(*args):
+        calls.append(args)
+        await never()
+
+    patch.setattr(owner, name, note)
+    return calls
+
+
+async def at_the_router(cluster, ranks, patch):
+    calls = noting(patch, PromptEncoder, "encode")
+    return Stage(lambda: calls)
+
+
+async def queued_at_decode(cluster, ranks, patch):
+    patch.setattr(ranks.decode._core, "_batch_may_grow", lambda: False)
+    return Stage(lambda: ranks.decode.load().waiting)
+
+
+async def connecting_to_prefill(cluster, ranks, patch):
+    calls = noting(patch, ranks.decode._links, "link")
+    return Stage(lambda: calls)
+
+
+async def ticket_taken_and_no_call_yet(cluster, ranks, patch):
+    noting(patch, PrefillLeg, "__call__")
+    return Stage(lambda: any(room.state is RoomState.TICKETED for room in ranks.rooms._rooms.values()))
+
+
+async def queued_at_prefill(cluster, ranks, patch):
+    patch.setattr(ranks.prefill._core, "_batch_may_grow", lambda: False)
+    return Stage(lambda: ranks.prefill.load().waiting)
+
+
+async def between_prefills_chunks(cluster, ranks, patch):
+    return Stage(lambda: ranks.prefill.sender.bytes_moved_total)
+
+
+async def in_the_middle_of_a_write(cluster, ranks, patch):
+    """No page comes back, and none is lent again, before the write has ended."""
+    landed = []
+    patch.setattr(_LandedWrite, "poll", lambda write: bool(landed))
+
+    async def pages_are_set_aside():
+        held = {"awaited writers", "rooms", "watches"}
+        await until(lambda: ranks.left().keys() == held, "only the write is awaited")
+        assert ranks.rooms.writes_in_flight
+        await until(lambda: ranks.decode.load().books.quarantined, "its pages are in quarantine")
+
+    return Stage(
+        lambda: ranks.prefill.sender.writes_in_flight,
+        release=lambda: landed.append(True),
+        while_held=pages_are_set_aside,
+    )
+
+
+async def decoding(cluster, ranks, patch):
+    return Stage(lambda: any(seq.num_output > 2 for seq in ranks.decode._core._active))
+
+
+async def retracted(cluster, ranks, patch):
+    """Two grow until the pool has room for one."""
+    patch.setattr(OutputEstimate, "more_tokens", lambda estimate, allowed: 0)
+    other = asyncio.create_task(cluster.generate([3] * 380, 400, timeout=LONG_S))
+    await until(lambda: ranks.decode.load().running, "the other one runs")
+
+    def present():
+        load = ranks.decode.load()
+        return load.running + load.waiting
+
+    async def gone_before_the_other():
+        await until(lambda: present() <= 1, "it waits no more")
+
+    return Stage(
+        lambda: any(seq.retractions for seq in ranks.decode._core._gate),
+        release=other.cancel,
+        while_held=gone_before_the_other,
+    )
+
+
+async def between_chunks_of_plan_local(cluster, ranks, patch):
+    return Stage(
+        lambda: any(seq.phase is Phase.COMPUTING and seq.computed for seq in ranks.decode._core._active)
+    )
+
+
+STAGES = {
+    at_the_router: {},
+    queued_at_decode: {},
+    connecting_to_prefill: {},
+    ticket_taken_and_no_call_yet: {},
+    queued_at_prefill: {},
+    between_prefills_chunks: {},
+    in_the_middle_of_a_write: {},
+    decoding: {},
+    retracted: {"kv_pages": 200},
+    between_chunks_of_plan_local: {"plans": ("local",)},
+}
+
+
+async def until(condition, what):
+    try:
+        async with asyncio.timeout(LONG_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+    except TimeoutError:
+        raise AssertionError(f"not within {LONG_S:g} s: {what}") from None
+
+
+async def a_client_leaves(cluster, call, read):
+    call.cancel()
+
+
+async def the_deadline_passes(cluster, call, read):
+    await asyncio.wait([read])
+    assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def the_router_is_lost(cluster, call, read):
+    """Its stream to the decode rank breaks, and nothing is said on it any more."""
+    (client,) = cluster.routers[0].cluster._clients.values()
+    client._task.cancel()
+    call.cancel()
+
+
+async def consume(call):
+    async for _ in call:
+        pass
+
+
+@pytest.mark.parametrize("abort", [a_client_leaves, the_deadline_passes, the_router_is_lost])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+async def test_everything_comes_back(etcd_endpoint, model_dir, cluster_name, monkeypatch, stage, abort):
+    settings = dict(prefill=(1,), decode=(1,), fake_step_s=0.01, write_lease_s=600.0) | STAGES[stage]
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **settings) as cluster:
+        ranks = Ranks(cluster)
+        with monkeypatch.context() as patch:
+            held = await stage(cluster, ranks, patch)
+            timeout = DEADLINE_S if abort is the_deadline_passes else LONG_S
+            call = cluster.stubs[0].Generate(ids_request(PROMPT, MAX_TOKENS), timeout=timeout)
+            read = asyncio.create_task(consume(call))
+            # On a slow machine the deadline may come first: then it has ended an earlier stage.
+            await until(lambda: held.reached() or read.done(), "the request has come so far")
+            await abort(cluster, call, read)
+            await asyncio.wait([read])
+            if held.reached() and (check := held.while_held()) is not None:
+                await check
+            held.release()
+            await until(lambda: not ranks.left(), "everything is back")
+        await cluster.assert_nothing_held()
+        if abort is not the_router_is_lost:
+            tokens, _ = await cluster.generate(PROMPT)
+            assert tokens == continuation(PROMPT, 8)
