@@ -1,9 +1,39 @@
+from dataclasses import replace
+
 import pytest
 
 from checkpoints import tiny_checkpoint
+from services.errors import ProtocolError
+from services.router.balance import Balance
+from services.transfer import rooms
 
 
 @pytest.fixture(scope="session")
 def model_dir():
     """For the router's tokenizer; the fake engine has no model."""
     return tiny_checkpoint()
+
+
+@pytest.fixture
+def remote_looks_cheaper(monkeypatch):
+    now = Balance.now
+
+    def as_if(balance, rank):
+        return replace(now(balance, rank), tokens_per_s=10.0 if rank.worker == "decode-0" else 1e6)
+
+    monkeypatch.setattr(Balance, "now", as_if)
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """How many tickets were refused, by generation of the prefill ranks that refuse every one."""
+    generations, check_ticket = {}, rooms.check_ticket
+
+    def check(ticket, prompt_len, layout, memory, own_generation):
+        if own_generation in generations:
+            generations[own_generation] += 1
+            raise ProtocolError("refused on purpose")
+        check_ticket(ticket, prompt_len, layout, memory, own_generation)
+
+    monkeypatch.setattr(rooms, "check_ticket", check)
+    return generations

@@ -2,42 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
-
 from cluster.harness import FakeCluster
 from services.engine.fake import continuation
-from services.errors import ProtocolError
 from services.kv.ticket import StartsWithinPage
-from services.router.balance import Balance
 from services.transfer import rooms
 from services.wire.isthmus.v1 import common_pb2
 
 PROMPT = list(range(30, 71))
-
-
-@pytest.fixture
-def remote_looks_cheaper(monkeypatch):
-    now = Balance.now
-
-    def as_if(balance, rank):
-        return replace(now(balance, rank), tokens_per_s=10.0 if rank.worker == "decode-0" else 1e6)
-
-    monkeypatch.setattr(Balance, "now", as_if)
-
-
-@pytest.fixture
-def refusing(monkeypatch):
-    """How many tickets were refused, by generation of the prefill ranks that refuse every one."""
-    generations, check_ticket = {}, rooms.check_ticket
-
-    def check(ticket, prompt_len, layout, memory, own_generation):
-        if own_generation in generations:
-            generations[own_generation] += 1
-            raise ProtocolError("refused on purpose")
-        check_ticket(ticket, prompt_len, layout, memory, own_generation)
-
-    monkeypatch.setattr(rooms, "check_ticket", check)
-    return generations
 
 
 async def test_a_ticket_refused_by_one_prefill_rank_is_honoured_by_the_other(
