@@ -138,9 +138,18 @@ class PrefixCache:
         if sequence.node is not None:
             self._tree.protect(sequence.node)
 
-    def look_up(self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None) -> Lookup:
-        """What `open` would find; neither locks nor counts as a use."""
-        return self._tree.look_up(ids, salt, self._whole_pages(max_prefix_tokens))
+    def look_up(
+        self,
+        ids: Sequence[int],
+        salt: str,
+        max_prefix_tokens: int | None = None,
+        before: Lookup | None = None,
+    ) -> Lookup:
+        """What `open` would find; neither locks nor counts as a use.
+
+        With `before`, an earlier answer to the same question, only what has changed since is compared.
+        """
+        return self._tree.look_up(ids, salt, self._whole_pages(max_prefix_tokens), before)
 
     def match_len(self, ids: Sequence[int], salt: str) -> int:
         """Tokens of `ids` that are cached, in whole pages; neither locks nor counts as a use."""

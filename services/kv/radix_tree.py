@@ -90,6 +90,7 @@ class Lookup:
 
     cached_pages: int
     locked_pages: int
+    deepest: Node | None = field(default=None, compare=False, repr=False)  # where to look on from
 
 
 # (last use when pushed, page, node). An entry may be out of date (the node was used since, locked, grown
@@ -158,14 +159,22 @@ class RadixTree:
         self._use(deepest)
         return Match(deepest, [hit.page for hit in path])
 
-    def look_up(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Lookup:
-        """What `match` would find; not a use."""
-        root = self._roots.get(salt)
-        cached_pages = locked_pages = 0
-        for node in () if root is None else self._descend(root, ids, max_pages):
-            cached_pages += 1
-            locked_pages += node.locked
-        return Lookup(cached_pages, locked_pages)
+    def look_up(
+        self, ids: Sequence[int], salt: str, max_pages: int | None = None, before: Lookup | None = None
+    ) -> Lookup:
+        """What `match` would find; not a use.
+
+        With `before`, an earlier answer to the same question, only what has changed since is compared.
+        """
+        node = self._roots.get(salt)
+        if before is not None:
+            node = _nearest_cached(before.deepest) or node
+        if node is None:
+            return Lookup(0, 0)
+        left = None if max_pages is None else max_pages - node.depth
+        for deeper in self._descend(node, ids, left, node.depth * self.page_size):
+            node = deeper
+        return Lookup(node.depth, _locked_depth(node), node)
 
     def insert(self, under: Node, ids: Sequence[int], pages: Sequence[PageId]) -> Inserted:
         """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use.
@@ -375,3 +384,19 @@ class RadixTree:
     def _forget_idle_root(self, node: Node) -> None:
         if node.parent is None and not node.children and not node.locked:
             self._roots.pop(node.scope.salt, None)
+
+
+def _nearest_cached(node: Node | None) -> Node | None:
+    """`node`, or where it was evicted the nearest one above that was not; None when that is a root."""
+    while node is not None and node.parent is not None:
+        if node.parent.children.get(node.key) is node:
+            return node
+        node = node.parent  # an evicted node had no children, so nothing below it is cached
+    return None
+
+
+def _locked_depth(node: Node) -> int:
+    """Pages on the path down to `node` that are locked: the first ones, for a lock holds all above it."""
+    while node.parent is not None and not node.locked:
+        node = node.parent
+    return node.depth

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.growth import MAX_EXPECTED_TOKENS, Growing, OutputEstimate, peak_growth
+from services.engine.paged.growth import MAX_EXPECTED_TOKENS, Growing, Growth, OutputEstimate
 
 
 def lived(sequences, page_size):
@@ -28,14 +28,21 @@ def growing(draw, page_size):
 @given(st.data(), st.sampled_from([1, 2, 4]))
 def test_the_reserve_is_what_living_through_it_takes(data, page_size):
     sequences = data.draw(st.lists(growing(page_size), max_size=6))
-    assert peak_growth(sequences, page_size) == lived(sequences, page_size)
+    assert Growth(sequences, page_size).peak == lived(sequences, page_size)
+
+
+@given(st.data(), st.sampled_from([1, 2, 4]))
+def test_a_newcomer_changes_it_as_if_it_had_been_there(data, page_size):
+    sequences = data.draw(st.lists(growing(page_size), max_size=6))
+    newcomer = data.draw(growing(page_size))
+    assert Growth(sequences, page_size).peak_with(newcomer) == lived([*sequences, newcomer], page_size)
 
 
 def test_those_that_end_make_room_for_the_others():
     short, long = Growing(4, 4, 4, 2), Growing(4, 4, 4, 4)
-    assert peak_growth([short], 1) == 2
-    assert peak_growth([long], 1) == 4
-    assert peak_growth([short, long], 1) == 4
+    assert Growth([short], 1).peak == 2
+    assert Growth([long], 1).peak == 4
+    assert Growth([short, long], 1).peak == Growth([short], 1).peak_with(long) == 4
 
 
 def test_the_estimate_follows_those_that_end_and_is_lifted_by_a_retraction():

@@ -21,6 +21,38 @@ def hashes(ids, salt="", index_block=2):
     return sequence_hashes(ids, index_block, scope_seed("m", salt))
 
 
+BITS = st.lists(st.integers(0, 1), max_size=6)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("insert"), BITS),
+    st.tuples(st.just("lock"), BITS),
+    st.tuples(st.just("unlock"), st.none()),
+    st.tuples(st.just("evict"), st.integers(1, 4)),
+)
+
+
+@given(st.integers(1, 2), st.lists(OPERATIONS, max_size=25), st.none() | st.integers(0, 4))
+def test_looking_on_finds_what_looking_anew_does(page_size, operations, limit):
+    """Every prompt of six bits asks after every operation."""
+    tree, locked, page = RadixTree(page_size, 2, "m"), [], 0
+    prompts = [[int(bit) for bit in f"{number:06b}"] for number in range(64)]
+    answers = [None] * len(prompts)
+    for name, value in operations:
+        if name == "insert":
+            whole = value[: len(value) // page_size * page_size]
+            tree.insert(tree.root(""), whole, range(page, page + len(whole) // page_size))
+            page += len(whole)
+        elif name == "lock":
+            locked.append(tree.match(value, "").node)
+            tree.lock(locked[-1])
+        elif name == "evict":
+            tree.evict(value)
+        elif locked:
+            tree.unlock(locked.pop(0))
+        anew = [tree.look_up(ids, "", limit) for ids in prompts]
+        answers = [tree.look_up(ids, "", limit, old) for ids, old in zip(prompts, answers, strict=True)]
+        assert answers == anew
+
+
 def test_insert_says_what_it_took_and_what_it_had():
     tree = tree_of([1, 2, 3, 4], page_size=2)
     inserted = tree.insert(tree.root(""), [1, 2, 5, 6, 7, 8], [20, 21, 22])

@@ -8,7 +8,7 @@ every token.
 from collections.abc import Callable, Collection, Iterator
 
 from services.engine.paged.admission import Patience, Waiting
-from services.engine.paged.growth import Growing, OutputEstimate, peak_growth
+from services.engine.paged.growth import Growing, Growth, OutputEstimate
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.waiting_queue import WaitingQueue
 from services.kv.prefix_cache import PrefixCache
@@ -68,15 +68,14 @@ class Gate:
         """Who would come in beside `active`; None: nobody has room."""
         if not self._queue or self._blocked_at == self._news:
             return None
-        growing = [self._growing(seq) for seq in active]
-        self.reserved_pages = peak_growth(growing, self._cache.page_size)
+        growth = Growth([self._growing(seq) for seq in active], self._cache.page_size)
+        self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
         def fits(seq: Sequence, waiting: Waiting) -> bool:
-            if not growing or waiting.num_pages > available:
+            if not active or waiting.num_pages > available:
                 return waiting.num_pages <= available
-            reserve = peak_growth([*growing, self._newcomer(seq, waiting)], self._cache.page_size)
-            return waiting.num_pages + reserve <= available
+            return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
 
         def looks_small(seq: Sequence) -> bool:
             return self._pages_wanted(seq) + self.reserved_pages <= available
@@ -110,7 +109,8 @@ class Gate:
 
     def _weigh(self, seq: Sequence) -> Waiting:
         if seq.lookup is None or seq.looked_up_at != self._news:
-            seq.lookup = self._cache.look_up(seq.ids, seq.request.cache_salt, seq.matchable_tokens)
+            salt, limit = seq.request.cache_salt, seq.matchable_tokens
+            seq.lookup = self._cache.look_up(seq.ids, salt, limit, seq.lookup)
             seq.looked_up_at = self._news
         cached, locked = seq.lookup.cached_pages, seq.lookup.locked_pages
         since_s = seq.overtaken_since_s

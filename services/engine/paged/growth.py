@@ -14,6 +14,7 @@ pool idle, for they do not end at once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,21 +34,36 @@ class Growing:
     more_tokens: int  # expected still
 
 
-def peak_growth(sequences: Sequence[Growing], page_size: int) -> int:
-    """Pages they take beyond those they have, all together, when it is most."""
-    growing = [seq for seq in sequences if seq.more_tokens > 0]
-    if not growing:
-        return 0
-    growing.sort(key=lambda seq: seq.more_tokens)
-    tokens, pages, own, more = (
-        np.array([getattr(seq, name) for seq in growing])
-        for name in ("num_tokens", "num_pages", "own_pages", "more_tokens")
-    )
-    # taken[k, j]: pages that j has taken when k, the k-th to end, is about to.
-    taken = np.maximum(0, -(-(tokens[None, :] + more[:, None]) // page_size) - pages[None, :])
-    still_there = np.arange(len(growing))[None, :] >= np.arange(len(growing))[:, None]
-    given_back = np.concatenate(([0], np.cumsum(own)[:-1]))
-    return max(0, int(((taken * still_there).sum(axis=1) - given_back).max()))
+class Growth:
+    """Of those that run, all together. Costs the square of their number once, a newcomer their number."""
+
+    def __init__(self, sequences: Sequence[Growing], page_size: int) -> None:
+        growing = sorted((seq for seq in sequences if seq.more_tokens > 0), key=lambda seq: seq.more_tokens)
+        columns = np.array(
+            [(seq.num_tokens, seq.num_pages, seq.own_pages, seq.more_tokens) for seq in growing], dtype=int
+        ).reshape(-1, 4)
+        self._tokens, self._pages, own, self._more = columns.T
+        self._page_size = page_size
+        self._given_back = np.concatenate(([0], np.cumsum(own)))  # by the first k to end
+        # taken[k, j]: pages that j has taken when k, the k-th to end, is about to.
+        taken = self._taken(self._tokens[None, :] + self._more[:, None], self._pages[None, :])
+        self._peaks = np.triu(taken).sum(axis=1) - self._given_back[:-1]
+        self.peak = max(0, int(self._peaks.max(initial=0)))  # pages they take beyond those they have
+
+    def peak_with(self, newcomer: Growing) -> int:
+        """`peak` if there were one more."""
+        more = newcomer.more_tokens
+        if more <= 0:
+            return self.peak
+        own_taken = self._taken(newcomer.num_tokens + self._more, newcomer.num_pages)
+        peaks = self._peaks + np.where(self._more <= more, own_taken, -newcomer.own_pages)
+        ended = int(self._more.searchsorted(more, side="right"))
+        others = self._taken(self._tokens[ended:] + more, self._pages[ended:]).sum()
+        last = others - self._given_back[ended] + self._taken(newcomer.num_tokens + more, newcomer.num_pages)
+        return max(0, int(peaks.max(initial=0)), int(last))
+
+    def _taken(self, tokens: Any, pages: Any) -> Any:
+        return np.maximum(0, -(-tokens // self._page_size) - pages)
 
 
 class OutputEstimate:
