@@ -123,6 +123,16 @@ class SglangCluster:
             values += [sample for family in families for sample in family.samples if sample.name == name]
         return values
 
+    def note_start(self):
+        """What the ranks hold before the first request; for the one test that asks."""
+        self.at_start = [
+            (role, gauge.name, gauge.value)
+            for role in ("prefill", "decode")
+            for name in ("isthmus_kv_pages", "isthmus_publisher_blocks")
+            for gauge in self.gauges(name, role)
+            if gauge.labels.get("state") != "free"
+        ]
+
     async def until_prefilling(self, position, timeout_s=20.0):
         """SGLang's prefill has computed a chunk since the log was `position` long."""
         await self._until(lambda: "Prefill batch" in self.log_path.read_text()[position:], timeout_s)

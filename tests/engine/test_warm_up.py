@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoints import tiny_checkpoint
 from pair import FAKE, Pair
 from services.engine.choose import decode_engine
 from services.engine.fake import FakeRunner
 from services.engine.paged.warm_up import warm_up
+from services.engine.torch.runner import TorchRunner
 from services.errors import ConfigError
 from services.kv.prefix_cache import PrefixCache
 from services.kv.types import CacheEvents, PageBooks, RankId
@@ -23,6 +25,17 @@ async def test_after_the_start_every_page_is_free_and_nothing_was_told(monkeypat
             assert engine._core.cache.take_events() == CacheEvents()
     # A chunk and a token for each; the two start at once.
     assert sorted((chunk.start, chunk.end) for chunk in ran) == [(0, 8), (0, 8), (8, 9), (8, 9)]
+
+
+async def test_the_torch_engine_computes_a_first_step_and_keeps_nothing_of_it(monkeypatch):
+    ran = []
+    run = TorchRunner.run
+    monkeypatch.setattr(TorchRunner, "run", lambda self, chunks: ran.extend(chunks) or run(self, chunks))
+    async with Pair(replace(FAKE, engine="torch", model_path=str(tiny_checkpoint()))) as pair:
+        assert len(ran) == 4
+        for engine in (pair.decode, pair.prefill):
+            assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
+            assert engine._core.cache.take_events() == CacheEvents()
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (1, 2), (2, 1), (3, 4)])

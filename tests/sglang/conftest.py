@@ -35,4 +35,5 @@ def checkpoint(tmp_path_factory):
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster(checkpoint, tmp_path_factory):
     async with SglangCluster(checkpoint, tmp_path_factory.mktemp("cluster")) as opened:
+        opened.note_start()
         yield opened
