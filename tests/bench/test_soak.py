@@ -1,6 +1,6 @@
 import pytest
 
-from bench import soak
+from bench import soak, soak_ranks
 
 PASSED = {"errors": 0, "books_balanced": True, "memory_growth": 1.05, "abort_max_s": 0.4}
 
@@ -19,7 +19,7 @@ class Holding(soak.Ranks):
 
 async def test_who_never_lets_go_is_not_waited_for_for_ever(monkeypatch):
     assert await Holding(3).let_go() < 60
-    monkeypatch.setattr(soak, "LET_GO_S", 0.0)
+    monkeypatch.setattr(soak_ranks, "LET_GO_S", 0.0)
     with pytest.raises(TimeoutError, match="still hold 9 pages and requests"):
         await Holding(10).let_go()
 
@@ -30,3 +30,17 @@ async def test_who_never_lets_go_is_not_waited_for_for_ever(monkeypatch):
 def test_verdicts_say_what_was_missed(goal, got):
     assert all(each["met"] for each in soak.verdicts(PASSED))
     assert [each["goal"] for each in soak.verdicts(PASSED | {goal: got}) if not each["met"]] == [goal]
+
+
+def test_tracebacks_are_counted_and_kept_whole_and_restarts_too():
+    ranks = soak.Ranks()
+    ranks.note("decode", "rank_started rank=0 pid=1")
+    for _ in range(2):
+        ranks.note("decode", "Traceback (most recent call last):")
+        ranks.note("router", "request_finished outcome=finished")
+        ranks.note("decode", '  File "x.py", line 1, in f')
+        ranks.note("decode", "ValueError: no")
+        ranks.note("decode", "rank_started rank=0 pid=2")
+    text = 'in decode:\nTraceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no'
+    assert ranks.tracebacks == {text: 2}
+    assert (ranks.restarts, ranks.pids) == (2, {"decode/0": 2})

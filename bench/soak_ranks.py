@@ -1,0 +1,131 @@
+"""The ranks of bench.soak's cluster: what their logs, their metrics and the kernel say of them."""
+
+import asyncio
+import contextlib
+import re
+import statistics
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PAGE_SIZE = 16
+NUM_PAGES = 240  # some eight sequences beside each other
+SAMPLE_EVERY_S = 5.0
+LET_GO_S = 60.0  # the deadline, a lease and its fence are over long before
+
+
+class Ranks:
+    """The processes of a LocalCluster, as their log lines tell of them."""
+
+    def __init__(self) -> None:
+        self.pids: dict[str, int] = {}
+        self.metrics_ports: dict[str, int] = {}
+        self.tracebacks: Counter[str] = Counter()  # by their text
+        self.restarts = 0
+        self._open_tracebacks: dict[str, list[str]] = {}  # by service, up to the line that ends them
+
+    def note(self, name: str, line: str) -> None:
+        self._note_traceback(name, line)
+        if started := re.search(r"rank_started rank=(\d+) pid=(\d+)", line):
+            rank = f"{name}/{started[1]}"
+            self.restarts += rank in self.pids
+            self.pids[rank] = int(started[2])
+        if ready := re.search(r"rank_ready rank=(\S+) .*metrics_port=(\d+)", line):
+            self.metrics_ports[ready[1]] = int(ready[2])
+
+    def _note_traceback(self, name: str, line: str) -> None:
+        lines = self._open_tracebacks.get(name)
+        if "Traceback (most recent call last)" in line:
+            self._open_tracebacks.setdefault(name, [f"in {name}:"]).append(line)
+        elif lines is not None:
+            lines.append(line)
+            if not line.startswith((" ", "\t")):  # the error itself
+                self.tracebacks["\n".join(self._open_tracebacks.pop(name))] += 1
+
+    async def metrics(self, rank: str) -> dict[str, float]:
+        url = f"http://127.0.0.1:{self.metrics_ports[rank]}/metrics"
+        body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+        samples = [s for family in text_string_to_metric_families(body) for s in family.samples]
+        return {f"{s.name} {s.labels.get('state', '')}".rstrip(): s.value for s in samples}
+
+    async def held(self) -> float:
+        """Pages and requests that any rank holds."""
+        held = 0.0
+        for rank in self.metrics_ports:
+            metrics = await self.metrics(rank)
+            held += sum(metrics[f"isthmus_kv_pages {s}"] for s in ("locked", "private", "quarantined"))
+            held += metrics["isthmus_running_requests"] + metrics["isthmus_waiting_requests"]
+        return held
+
+    async def let_go(self) -> float:
+        """Seconds until no rank holds anything.
+
+        Raises:
+            TimeoutError: one still does after LET_GO_S.
+        """
+        began = time.monotonic()
+        while held := await self.held():
+            if time.monotonic() - began > LET_GO_S:
+                raise TimeoutError(f"ranks still hold {held:.0f} pages and requests after {LET_GO_S:.0f} s")
+            await asyncio.sleep(0.01)
+        return time.monotonic() - began
+
+    async def balanced(self) -> bool:
+        states = ("free", "cached", "locked", "private", "quarantined")
+        books = [await self.metrics(rank) for rank in self.metrics_ports]
+        return all(sum(m[f"isthmus_kv_pages {state}"] for state in states) == NUM_PAGES for m in books)
+
+    async def lent(self) -> tuple[float, float]:
+        """Pages and runs lent since the start, over all ranks."""
+        loads = [await self.metrics(rank) for rank in self.metrics_ports]
+        names = "isthmus_lent_pages_total", "isthmus_lent_page_runs_total"
+        pages, runs = (sum(load[name] for load in loads) for name in names)
+        return pages, runs
+
+    async def free_run_length(self) -> float:
+        """Free pages per run of neighbours, over all ranks."""
+        pages = await self.total("isthmus_kv_pages free")
+        return pages / max(1.0, await self.total("isthmus_free_page_runs"))
+
+    async def total(self, name: str) -> float:
+        return sum([(await self.metrics(rank))[name] for rank in self.metrics_ports])
+
+
+class Memory:
+    """Resident bytes of every process, sampled while the load lasts."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self._pids = pids
+        self.samples: dict[str, list[int]] = {name: [] for name in pids}
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            for name, pid in self._pids.items():
+                self.samples[name].append(resident_bytes(pid))
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+    def growth(self) -> dict[str, float]:
+        """Median of the last quarter over that of the second one: the first fills caches."""
+        return {name: _last_over_second_quarter(samples) for name, samples in self.samples.items()}
+
+
+def _last_over_second_quarter(samples: list[int]) -> float:
+    quarter = max(1, len(samples) // 4)
+    second = samples[quarter : 2 * quarter] or samples
+    return statistics.median(samples[-quarter:]) / statistics.median(second)
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096
