@@ -54,6 +54,8 @@ class RankSettings:
     num_threads: int  # of each rank
     transport: str
     itl_target_s: float | None = None  # of the decode rank
+    device: str = "cpu"
+    dtype: str | None = None  # None: the checkpoint's, float32
 
     def engine(
         self, num_pages: int, *, cache_enabled: bool, itl_target_s: float | None = None
@@ -62,8 +64,8 @@ class RankSettings:
             engine="torch",
             model_path=self.model_path,
             model_name=_MODEL_NAME,
-            device="cpu",
-            dtype=None,
+            device=self.device,
+            dtype=self.dtype,
             num_threads=self.num_threads,
             num_pages=num_pages,
             page_size=self.page_size,

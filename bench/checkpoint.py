@@ -1,4 +1,4 @@
-"""The checkpoint that benchmarks run: 8 query and 4 KV heads, float32, random weights."""
+"""The checkpoint that benchmarks run: float32, random weights."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,11 +11,13 @@ from services.cli.make_model import make_model
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`hidden` is a multiple of 16: there are 8 query heads and 4 KV heads."""
+    """`hidden` is a multiple of twice the `heads`."""
 
     layers: int = 8
     hidden: int = 512
     max_context_tokens: int = 8192
+    heads: int = 8
+    kv_heads: int = 4
 
 
 @contextmanager
@@ -27,8 +29,8 @@ def checkpoint(size: Size) -> Iterator[Path]:
             "llama",
             hidden_size=size.hidden,
             num_layers=size.layers,
-            num_heads=8,
-            num_kv_heads=4,
+            num_heads=size.heads,
+            num_kv_heads=size.kv_heads,
             max_context_tokens=size.max_context_tokens,
         )
         yield Path(directory)

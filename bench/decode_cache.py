@@ -9,7 +9,9 @@ take turns: off, on, on, off, ... each time with fresh requests of the same shap
 lengths on both sides.
 
 Lengths are scaled down so that a run stays below ten minutes on two cores: contexts of one to two thousand
-tokens on a model of 8 layers, hidden 512, float32; `--quick` is a smoke test on a tiny one.
+tokens on a model of 8 layers, hidden 512, float32; `--quick` is a smoke test on a tiny one. Where there is a
+GPU: `--device cuda --layers 32 --hidden 3072 --heads 24 --kv-heads 8` is a model of 3 billion parameters in
+bfloat16. All four ranks are on that one GPU, and only one side works at a time.
 Prefill computes every prompt (plan remote), as in the runs that this follows; but in `turns` the price that
 routers use decides who computes a tail (services/router/placement.py).
 """
@@ -20,7 +22,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench import cache_workload
@@ -29,10 +31,12 @@ from bench.cache_ranks import DecodeSide, RankSettings, open_side
 from bench.cache_summary import figures, ratios, verdicts, worst
 from bench.cache_workload import Workload
 from bench.checkpoint import Size, checkpoint
+from bench.device import CPU, device_named
 from bench.report import Row, table, write_json
 from services.kv.types import Plan
 
 SIDES = ("off", "on")
+LARGE = Size()
 QUICK = Size(layers=2, hidden=64, max_context_tokens=4096)
 
 
@@ -103,6 +107,12 @@ def report(workload: str, runs: dict[str, dict[str, list[Run]]]) -> tuple[Row, l
     return (worst(compared) if workload == "idle" else compared[0]), raw
 
 
+def model_size(arguments: argparse.Namespace) -> Size:
+    """As asked for; what is not is that of `--quick`, or the default."""
+    wanted = {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "kv_heads")}
+    return replace(QUICK if arguments.quick else LARGE, **{k: v for k, v in wanted.items() if v is not None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -118,6 +128,12 @@ def main() -> None:
     parser.add_argument("--itl-target-ms", type=float, help="of the decode ranks, as in isthmus-decode")
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
+    parser.add_argument("--dtype", help="default: float32 on the CPU, else bfloat16")
+    parser.add_argument("--layers", type=int, help=f"of the model; default {LARGE.layers}")
+    parser.add_argument("--hidden", type=int, help=f"default {LARGE.hidden}")
+    parser.add_argument("--heads", type=int, help=f"query heads; default {LARGE.heads}")
+    parser.add_argument("--kv-heads", type=int, help=f"default {LARGE.kv_heads}")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -126,7 +142,8 @@ def main() -> None:
     rounds = arguments.rounds or (1 if arguments.quick else 12 if arguments.workload == "idle" else 2)
     load = os.getloadavg()[0]
     pages = arguments.pages or pool_pages(chosen, page_size, arguments.seed)
-    with checkpoint(QUICK if arguments.quick else Size()) as directory:
+    size = model_size(arguments)
+    with checkpoint(size) as directory:
         settings = RankSettings(
             model_path=str(directory),
             decode_pages=pages,
@@ -137,6 +154,8 @@ def main() -> None:
             num_threads=arguments.num_threads,
             transport=arguments.transport,
             itl_target_s=arguments.itl_target_ms / 1e3 if arguments.itl_target_ms else None,
+            device=str(arguments.device),
+            dtype=arguments.dtype or ("bfloat16" if arguments.device.type == "cuda" else None),
         )
         runs = asyncio.run(measure(settings, chosen, rounds, arguments.seed, arguments.quick))
     compared, raw = report(arguments.workload, runs)
@@ -148,8 +167,11 @@ def main() -> None:
     print(table(raw))
     print(f"\n{table([compared])}\n\n{table(verdicts(arguments.workload, compared))}")
     if arguments.json is not None:
-        settings_row: Row = {k: v for k, v in vars(arguments).items() if k != "json"}
+        settings_row: Row = {k: v for k, v in vars(arguments).items() if k != "json"} | {
+            "device": str(arguments.device)
+        }
         settings_row |= {"decode_pages": pages, "rounds": rounds, "load_at_start": load}
+        settings_row |= {"device": settings.device, "dtype": settings.dtype} | asdict(size)
         write_json(arguments.json, "decode_cache", settings_row, raw, compared)
 
 

@@ -1,13 +1,14 @@
 """What a delta's way costs beside a raw NIXL write of as many bytes, between two processes.
 
-    python -m bench.transfer --json FILE
+    python -m bench.transfer --json FILE [--device cuda]
 
 Ours: page lists -> runs -> merged moves -> Transport.write -> poll until landed, as the sender does it
 (services/transfer/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
 memory, straight through nixl's own API. The two alternate within a run, over the same memory.
 A fresh pool gives contiguous runs; an aged one has seen turns come and go on both sides; scattered is
 the worst case, every page by itself.
-Between processes of one host UCX copies with process_vm_writev, one system call a descriptor.
+Between processes of one host UCX copies with process_vm_writev, one system call a descriptor. With
+`--device cuda` both pools lie in that GPU's memory.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 
+from bench.device import CPU, device_named
 from bench.report import Row, spread, table, write_json
 from services.kv.page_allocator import PageAllocator
 from services.kv.transfer_plan import runs_of
@@ -46,16 +49,24 @@ Action = Callable[[], object]
 
 
 class Pool:
-    """`size_bytes` of touched, page-aligned memory."""
+    """`size_bytes` of touched memory; on the CPU page-aligned."""
 
-    def __init__(self, size_bytes: int, fill: int) -> None:
-        self.array = np.frombuffer(map_memory(size_bytes), dtype=np.uint8)
-        self.array.fill(fill)
-        self.address = self.array.ctypes.data
+    def __init__(self, size_bytes: int, fill: int, device: torch.device) -> None:
+        if device.type == "cpu":
+            self.bytes = torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8)
+        else:
+            self.bytes = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.bytes.fill_(fill)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.address = self.bytes.data_ptr()
         self.size_bytes = size_bytes
+        self.kind, self.device_id = ("VRAM", device.index) if device.type == "cuda" else ("DRAM", 0)
 
-    def memory(self, page_bytes: int) -> PoolMemory:
-        return PoolMemory(self.address, self.size_bytes // page_bytes)
+    def memory(self, page_bytes: int, address: int | None = None) -> PoolMemory:
+        """Of this pool, or of one like it elsewhere that begins at `address`."""
+        start = self.address if address is None else address
+        return PoolMemory(start, self.size_bytes // page_bytes, self.kind, self.device_id)
 
 
 @dataclass(frozen=True)
@@ -66,9 +77,9 @@ class Remote:
     address: int
 
 
-def serve_passively(pool_bytes: int) -> None:
+def serve_passively(pool_bytes: int, device: torch.device) -> None:
     """The other process: register a pool, say where it is, wait for the end of stdin."""
-    pool = Pool(pool_bytes, fill=0)
+    pool = Pool(pool_bytes, 0, device)
     transport = open_transport("nixl")
     transport.register(pool.memory(4096), 4096)
     print(json.dumps({"metadata": transport.metadata().hex(), "address": pool.address}), flush=True)
@@ -77,8 +88,8 @@ def serve_passively(pool_bytes: int) -> None:
 
 
 @contextmanager
-def other_process(pool_bytes: int) -> Iterator[Remote]:
-    command = [sys.executable, "-m", "bench.transfer", "--passive", str(pool_bytes)]
+def other_process(pool_bytes: int, device: torch.device) -> Iterator[Remote]:
+    command = [sys.executable, "-m", "bench.transfer", f"--passive={pool_bytes}", f"--device={device}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -93,14 +104,17 @@ class RawNixl:
 
     def __init__(self, pool: Pool, remote: Remote, size_bytes: int) -> None:
         self._agent = open_agent("bench-raw")
-        self._agent.register_memory([(pool.address, pool.size_bytes, 0, "")], "DRAM")
+        self._agent.register_memory([(pool.address, pool.size_bytes, pool.device_id, "")], pool.kind)
         name = self._agent.add_remote_agent(remote.metadata)
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._source, self._target, self._size_bytes = pool.address, remote.address, size_bytes
+        self._kind, self._device_id = pool.kind, pool.device_id
 
     def write(self) -> None:
         source, target = (
-            self._agent.get_xfer_descs(np.array([[address, self._size_bytes, 0]], dtype=np.uint64), "DRAM")
+            self._agent.get_xfer_descs(
+                np.array([[address, self._size_bytes, self._device_id]], dtype=np.uint64), self._kind
+            )
             for address in (self._source, self._target)
         )
         handle = self._agent.initialize_xfer("WRITE", source, target, self._peer)
@@ -201,18 +215,17 @@ def measure(ours: Action, raw: Action, rounds: int) -> list[tuple[float, float]]
     return pairs
 
 
-def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int) -> list[Row]:
-    pool = Pool(pool_bytes, fill=1)
+def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch.device = CPU) -> list[Row]:
+    pool = Pool(pool_bytes, 1, device)
     rows: list[Row] = []
-    with other_process(pool_bytes) as remote:
+    with other_process(pool_bytes, device) as remote:
         raw = RawNixl(pool, remote, total_bytes)
         for _ in range(5):  # the first ones are slow: page tables, caches, the connection
             raw.write()
         for page_bytes in PAGE_BYTES:
             transport = NixlTransport("bench")
             transport.register(pool.memory(page_bytes), page_bytes)
-            peer_memory = PoolMemory(remote.address, pool_bytes // page_bytes)
-            peer = transport.add_peer(remote.metadata, peer_memory)
+            peer = transport.add_peer(remote.metadata, pool.memory(page_bytes, remote.address))
             for kind in KINDS:
                 rng = random.Random(f"{seed} {page_bytes}")
                 delta = delta_of(kind, total_bytes // page_bytes, pool_bytes // page_bytes, rng)
@@ -227,16 +240,16 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int) -> list[Row]:
 def run_soaked(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:
     """As `run`, for pools whose pages lie in runs of that mean length, beside fresh ones."""
     pool_bytes = 3 * total_bytes
-    pool = Pool(pool_bytes, fill=1)
+    pool = Pool(pool_bytes, 1, CPU)
     rows: list[Row] = []
-    with other_process(pool_bytes) as remote:
+    with other_process(pool_bytes, CPU) as remote:
         raw = RawNixl(pool, remote, total_bytes)
         for _ in range(5):
             raw.write()
         for page_bytes in PAGE_BYTES:
             transport = NixlTransport("bench")
             transport.register(pool.memory(page_bytes), page_bytes)
-            peer = transport.add_peer(remote.metadata, PoolMemory(remote.address, pool_bytes // page_bytes))
+            peer = transport.add_peer(remote.metadata, pool.memory(page_bytes, remote.address))
             num_pages, pool_pages, rng = (
                 total_bytes // page_bytes,
                 pool_bytes // page_bytes,
@@ -275,19 +288,22 @@ def main() -> None:
     parser.add_argument("--pool-mib", type=int, default=768, help="bytes of the pool in each process")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--passive", type=int, metavar="POOL_BYTES", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.getLogger("nixl").setLevel(logging.WARNING)
     if arguments.passive is not None:
-        serve_passively(arguments.passive)
+        serve_passively(arguments.passive, arguments.device)
         return
-    rows = run(arguments.total_mib * MIB, arguments.pool_mib * MIB, arguments.rounds, arguments.seed)
+    sizes = arguments.total_mib * MIB, arguments.pool_mib * MIB
+    rows = run(*sizes, arguments.rounds, arguments.seed, arguments.device)
     print(table(rows))
     if arguments.json is not None:
         settings = {
             "total_mib": arguments.total_mib,
             "pool_mib": arguments.pool_mib,
             "rounds": arguments.rounds,
+            "device": str(arguments.device),
         }
         write_json(arguments.json, "transfer", settings, rows)
 
