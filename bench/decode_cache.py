@@ -10,7 +10,7 @@ lengths on both sides.
 
 Lengths are scaled down so that a run stays below ten minutes on two cores: contexts of one to two thousand
 tokens on a model of 8 layers, hidden 512, float32; `--quick` is a smoke test on a tiny one. Where there is a
-GPU: `--device cuda --layers 32 --hidden 3072 --heads 24 --kv-heads 8` is a model of 3 billion parameters in
+GPU: `--device cuda --layers 32 --hidden 3072 --heads 24 --kv-heads 8` is a model of 2.6 billion parameters in
 bfloat16. All four ranks are on that one GPU, and only one side works at a time.
 Prefill computes every prompt (plan remote), as in the runs that this follows; but in `turns` the price that
 routers use decides who computes a tail (services/router/placement.py).

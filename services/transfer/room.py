@@ -56,18 +56,15 @@ class Request:
     ticket_deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Link:
-    """One Handshake stream; `send` is safe from any thread and does not raise.
-
-    Without a peer the transport does not reach decode, and `problem` says why.
-    """
+    """One Handshake stream; `send` is safe from any thread and does not raise."""
 
     decode: RankId
     memory: PoolMemory
     send: Send
-    peer: PeerName | None
-    problem: str = ""
+    agent_metadata: bytes
+    peer: PeerName | None = None  # None: the transport has not reached it, or a write to it has failed since
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +80,7 @@ class PrefillRoom:
     earlier_start: int = 0  # tokens; asked for when a ticket is sent back
     request: Request | None = None  # until its on_end is called
     pages: list[PageId] = field(default_factory=list)  # computed ones, from position 0 on
-    peer: PeerName | None = None
+    peer: PeerName | None = None  # that it writes to, from its ticket on
     delta: DeltaWrite | None = None
     began_s: float = 0.0
     outcome: Outcome | None = None

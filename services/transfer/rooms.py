@@ -68,13 +68,11 @@ class RoomTable:
     # -- what decode says -----------------------------------------------------------------------------
 
     def link_up(self, link_id: int, hello: Hello, send: Send) -> None:
-        peer, problem = None, ""
+        link = self._links[link_id] = Link(hello.rank, hello.memory, send, hello.agent_metadata)
         try:
-            peer = self._transport.add_peer(hello.agent_metadata, hello.memory)
-        except PeerFailed as error:
-            problem = str(error)
-            log.warning("kv_peer_unreachable decode=%s reason=%r", hello.rank, problem)
-        self._links[link_id] = Link(hello.rank, hello.memory, send, peer, problem)
+            self._reach(link)
+        except PeerFailed as error:  # its tickets are told
+            log.warning("kv_peer_unreachable decode=%s reason=%r", hello.rank, str(error))
 
     def link_lost(self, link_id: int) -> None:
         link = self._links.pop(link_id, None)
@@ -199,8 +197,7 @@ class RoomTable:
     def _first_ticket(self, room: PrefillRoom, link: Link, ticket: KvTicket) -> None:
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
-            if link.problem:
-                raise PeerFailed(link.problem)
+            self._reach(link)
             check_ticket(ticket, prompt_len, self._layout, link.memory, self._own_id.generation)
         except StartsWithinPage as late:
             room.link, room.earlier_start = link, late.start
@@ -209,7 +206,8 @@ class RoomTable:
         except IsthmusError as error:
             self._reject(link, room, str(error))
             return
-        room.link, room.ticket, room.write_until_s = link, ticket, ticket.write_until_s
+        room.link, room.peer = link, link.peer
+        room.ticket, room.write_until_s = ticket, ticket.write_until_s
         self._step(room, RoomEvent.TICKET)
 
     def _check_pages(self, room: PrefillRoom, prompt_len: int, start: int, end: int, num_pages: int) -> None:
@@ -225,6 +223,7 @@ class RoomTable:
         try:
             progressed = delta.poll() | self._post(room, delta)
         except IsthmusError as error:
+            self._doubt(room.peer)
             self._step(room, RoomEvent.FAILED, str(error))
             progressed = True
         self.bytes_moved_total += delta.bytes_moved - moved
@@ -272,8 +271,7 @@ class RoomTable:
                 pass  # `_post` writes in WRITING only; `_finish` ends the request, after the last write
 
     def _start_writes(self, room: PrefillRoom) -> None:
-        assert room.ticket is not None and room.link is not None
-        room.peer = room.link.peer
+        assert room.ticket is not None
         room.delta = DeltaWrite(room.ticket, self._layout.page_size, room.pages)
         room.began_s = self._clock()
 
@@ -287,6 +285,7 @@ class RoomTable:
         """The room is over: end its request, keep a tombstone."""
         request, peer, end = room.request, room.peer, room.end(self._clock())
         room.request, room.delta, room.peer, room.pages = None, None, None, []
+        room.ticket, room.link = None, None  # who speaks to a room that is over, says where from
         self._rooms.pop(room.id, None)
         self._tombstones[room.id] = room
         if len(self._tombstones) > _MAX_TOMBSTONES:
@@ -294,6 +293,18 @@ class RoomTable:
         self._drop_unused(peer)
         if request is not None:
             _tell(request, end)
+
+    def _reach(self, link: Link) -> None:
+        """Raises PeerFailed where the transport does not."""
+        if link.peer is None:
+            link.peer = self._transport.add_peer(link.agent_metadata, link.memory)
+
+    def _doubt(self, peer: PeerName | None) -> None:
+        """A write to it has failed: its connection may be broken for good, while its stream to us is not. So
+        it is reached anew for the next ticket, once no room uses the old one."""
+        for link in self._links.values():
+            if link.peer == peer:
+                link.peer = None
 
     def _drop_unused(self, peer: PeerName | None) -> None:
         """Forget a peer that no link and no room needs."""

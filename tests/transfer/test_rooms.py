@@ -519,6 +519,54 @@ def test_a_cancelled_request_ends_when_its_writes_have(rank, ticketed):
     rank.pages(0, 10)
 
 
+def write(rank, room):
+    """The room's pages are posted."""
+    rank.request(room=room)
+    rank.ticket(room=room)
+    rank.pages(0, 10, room=room)
+    rank.turn()
+    return rank.transport.writes[-1]
+
+
+def test_a_peer_is_reached_anew_after_a_write_to_it_has_failed(rank):
+    """Its connection may be broken for good though the handshake's is not."""
+    write(rank, A).failure = "connection reset"
+    rank.turn()
+    assert (rank.take_said(), rank.transport.peers) == (["accepted", "failed"], set())
+    write(rank, B).done = True
+    rank.turn()
+    assert rank.take_said() == ["accepted", "landed"]
+
+
+def test_a_peer_in_doubt_is_kept_for_those_that_write_to_it_still(rank):
+    failing, other = write(rank, A), write(rank, B)
+    failing.failure = "connection reset"
+    rank.turn()
+    assert rank.transport.peers == {str(DECODE)}
+    other.done = True
+    rank.turn()
+    assert rank.take_said() == ["accepted", "accepted", "failed", "landed"]
+    assert rank.transport.peers == set()
+
+
+def test_an_unreachable_peer_is_tried_again_at_the_next_ticket():
+    rank = Rank(refuses="no route")
+    rank.ticket()
+    rank.transport.refuses = ""
+    rank.ticket(room=B)
+    assert rank.take_said() == ["refused", "accepted"]
+
+
+def test_a_room_that_is_over_keeps_nothing_of_what_it_was_told(rank):
+    """Thousands are remembered, and a ticket names every page of a prompt."""
+    write(rank, A).done = True
+    rank.turn()
+    (over,) = rank.rooms._tombstones.values()
+    assert (over.ticket, over.link, over.pages, over.delta) == (None, None, [], None)
+    rank.rooms.abort(1, A)
+    assert rank.take_said() == ["accepted", "landed", "ack"]
+
+
 @pytest.mark.parametrize("when", ["ticketed", "before the ticket"])
 def test_why_a_request_failed_is_told_to_decode(rank, when):
     rank.request()
