@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import grpc
 
 from services import rpc
-from services.errors import DeadlineExceeded, InvalidRequest, IsthmusError, NoCapacity, PeerFailed
+from services.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    PeerFailed,
+    ProtocolError,
+)
 from services.kv.types import RankAddress, Rendezvous
 from services.request import GenerationRequest, PrefillResult
 from services.wire import convert_request
@@ -27,10 +34,16 @@ class _Kept:
         """Neither called through nor connected: its rank may be gone for good."""
         return self.num_calls == 0 and self.channel.get_state() is not grpc.ChannelConnectivity.READY
 
+    @property
+    def failing(self) -> bool:
+        """It could not connect, and fails every call until gRPC tries again, up to two seconds later."""
+        return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
 
 class PrefillChannels:
-    """One channel per prefill endpoint. With each new endpoint those are closed that have become idle, so
-    that ranks which came and went leave nothing behind."""
+    """One channel per prefill endpoint, anew where it could not connect: a rank is called only after the
+    handshake with it, so that it is there. With each new channel those are closed that have become idle,
+    so that ranks which came and went leave nothing behind."""
 
     def __init__(self, tls: rpc.TlsConfig | None) -> None:
         self._tls = tls
@@ -42,21 +55,21 @@ class PrefillChannels:
     @asynccontextmanager
     async def lend(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
         """A channel for one call."""
-        known = self._channels.get(endpoint)
-        kept = known or _Kept(rpc.open_channel(endpoint, self._tls))
+        kept, idle = self._channels.get(endpoint), {}
+        if kept is None or kept.failing:
+            idle = {name: other for name, other in self._channels.items() if other.idle}
+            kept = _Kept(rpc.open_channel(endpoint, self._tls))
+            left = {name: other for name, other in self._channels.items() if name not in idle}
+            self._channels = left | {endpoint: kept}
         kept.num_calls += 1
-        self._channels[endpoint] = kept
         try:
-            if known is None:
-                await self._close_idle()
+            for other in idle.values():
+                await other.channel.close()
             yield kept.channel
         finally:
             kept.num_calls -= 1
-
-    async def _close_idle(self) -> None:
-        idle = [endpoint for endpoint, kept in self._channels.items() if kept.idle]
-        for kept in [self._channels.pop(endpoint) for endpoint in idle]:
-            await kept.channel.close()
+            if kept.num_calls == 0 and self._channels.get(endpoint) is not kept:
+                await kept.channel.close()  # it was failing, and has been replaced
 
     async def close(self) -> None:
         for kept in self._channels.values():
@@ -89,7 +102,10 @@ class PrefillLeg:
         except grpc.aio.AioRpcError as error:
             rpc.heed_cancellation()
             raise self._renamed(rpc.error_from(error)) from error
-        return convert_request.prefill_result_from_proto(response)
+        try:
+            return convert_request.prefill_result_from_proto(response)
+        except ProtocolError as error:
+            raise self._renamed(error) from error
 
     def _renamed(self, error: IsthmusError) -> IsthmusError:
         if isinstance(error, _OF_THE_REQUEST):

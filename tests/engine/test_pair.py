@@ -2,17 +2,26 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pair import FAKE, Pair, settled
+from services import rpc
+from services.decode.prefill_leg import PrefillLeg
+from services.engine.fake import VOCAB_SIZE as FAKE_VOCABULARY
 from services.engine.fake import FakeRunner, continuation
 from services.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable
 from services.kv.types import Plan, RankAddress, RankId
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.server import PrefillService
 from services.request import FinishReason
 from services.transfer.local import LocalTransport
 from services.transfer.rooms import RoomTable
+from services.wire import convert_request
+from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 
 PAGE_BYTES = FAKE.page_size * 8
 
@@ -253,6 +262,35 @@ async def test_a_sender_that_dies_takes_its_rank_along(monkeypatch):
         await settled(pair.decode)
 
 
+async def test_a_first_token_that_cannot_be_is_a_failed_peer():
+    """Next to others in a batch it would cost them their step."""
+    async with Pair() as pair:
+        leg = PrefillLeg(pair.channels, pair.peer, None, "")
+
+        class Lying:
+            peer = pair.peer
+
+            async def __call__(self, request, rendezvous):
+                return replace(await leg(request, rendezvous), first_token_id=FAKE_VOCABULARY)
+
+        with pytest.raises(PeerFailed, match="outside the vocabulary"):
+            await anext(pair.decode.generate(pair.request(range(9)), Lying()))
+        await pair.assert_nothing_held()
+
+
+async def test_an_answer_that_makes_no_sense_is_a_failed_peer(monkeypatch):
+    to_proto = convert_request.prefill_result_to_proto
+    monkeypatch.setattr(
+        convert_request,
+        "prefill_result_to_proto",
+        lambda result: to_proto(replace(result, queue_s=float("nan"))),
+    )
+    async with Pair() as pair:
+        with pytest.raises(PeerFailed, match="queue_s"):
+            await pair.generate(range(9))
+        await pair.assert_nothing_held()
+
+
 async def test_ranks_that_came_and_went_leave_no_channel():
     """Pods get a new address with each life."""
     async with Pair() as gone, Pair() as here:
@@ -266,3 +304,27 @@ async def test_ranks_that_came_and_went_leave_no_channel():
                 assert len(channels) == 2  # a call holds it
         async with channels.lend("127.0.0.1:1"):
             assert len(channels) == 2  # here, and the new one
+
+
+async def test_a_rank_that_is_there_again_is_called_again_at_once():
+    """gRPC would go on failing calls until the backoff of the last attempt to connect is over."""
+
+    async def call(channels, endpoint):
+        async with channels.lend(endpoint) as channel:
+            await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(prefill_pb2.DrainPrefillRequest())
+
+    async with Pair() as here, Pair() as back:
+        endpoint = here.peer.endpoint
+        await call(here.channels, endpoint)
+        await here.server.stop()
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(here.channels, endpoint)
+        service = PrefillService(
+            back.prefill, back.peer.id, PrefillMetrics(CollectorRegistry(), back.prefill)
+        )
+        register = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
+        server = await rpc.open_server(endpoint, register, [])
+        await call(here.channels, endpoint)
+        assert len(here.channels) == 1
+        await server.stop()

@@ -165,6 +165,7 @@ class PagedDecodeEngine(PagedEngine):
                 patience_s=_ANSWER_PATIENCE_S,
             )
             _check_bytes(landed.bytes_moved, delta_bytes(delta.start, len(seq.ids), self.layout))
+            _check_token(prefill.first_token_id, self.vocab_size)
         except BaseException:
             delta.on(ReservationEvent.CANCELLED)
             raise
@@ -307,6 +308,12 @@ def _output(token: Token, admitted: Admitted | None) -> Output:
 def _check_bytes(moved: int, expected: int) -> None:
     if moved != expected:
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
+
+
+def _check_token(token_id: int, vocab_size: int) -> None:
+    """In a batch it would fail all the others too."""
+    if not 0 <= token_id < vocab_size:
+        raise PeerFailed(f"prefill chose token {token_id}, which is outside the vocabulary of {vocab_size}")
 
 
 def _check_earlier(start: int, prefix_len: int, page_size: int) -> None:

@@ -83,6 +83,10 @@ class PagedEngine:
     def max_context_tokens(self) -> int:
         return self._running_core.max_context_tokens
 
+    @property
+    def vocab_size(self) -> int:
+        return self._running_core.runner.vocab_size
+
     async def start(self) -> None:
         thread = EngineThread(self._build_core, self._deliver, self._fail_all, asyncio.get_running_loop())
         self._core = await thread.start()
