@@ -8,7 +8,7 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +93,13 @@ def _filled(rng: np.random.Generator, asked: list[Asked]) -> PrefixIndex:
     index = PrefixIndex()
     for number, blocks in enumerate(held):
         blocks.update(draw_hashes(rng, max(0, ENTRIES // NUM_RANKS - len(blocks))))
-        index.take_snapshot(life(number), blocks)
+        index.take_snapshot(life(number), _copied(blocks))
     return index
+
+
+def _copied(hashes: Iterable[int]) -> set[int]:
+    """Of ints of its own, as a mirror reads them: a look-up that hits must compare with one."""
+    return set(hashes_of(hashes))
 
 
 def _match_row(index: PrefixIndex, asked: Asked) -> Row:

@@ -151,8 +151,9 @@ class Placer:
         return place(request, decodes, prefills, bandwidth, weights, tie, **spare)
 
     def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
+        depths = self._index.match_all(asked.hashes)
         for key, rank in side.ranks.items():
-            yield key, rank, self._index.match(key, asked.hashes)
+            yield key, rank, depths.get(key, 0)
 
     def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         """Those that may win."""

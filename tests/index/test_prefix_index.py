@@ -30,6 +30,29 @@ def test_match_agrees_with_a_linear_scan(hashes: list[int], depths: list[int], o
     assert index.match_all(hashes) == {key: depth for key, depth in expected.items() if depth}
 
 
+@given(st.data())
+def test_many_ranks_that_hold_and_evict_are_matched_as_by_a_linear_scan(data: st.DataObject) -> None:
+    """More ranks than are searched one by one; long prompts; hashes that the filter cannot tell apart."""
+    length = data.draw(st.integers(1, 600))
+    lowest_bits = data.draw(st.sampled_from([2**64, 3, 50]))
+    hashes = [((i * 0x9E3779B97F4A7C15) % 2**48 << 16) + i % lowest_bits % 2**16 for i in range(length)]
+    index, held = PrefixIndex(), {}
+    depths = data.draw(st.lists(st.integers(0, length) | st.just(length), max_size=90))
+    for rank, depth in enumerate(depths):
+        others = {hash_ ^ 1 << 63 for hash_ in hashes[: data.draw(st.integers(0, 20))]}
+        index.apply_snapshot(life(rank), {*hashes[:depth], *others})
+        kept = data.draw(st.integers(0, depth) | st.just(depth))
+        assert index.apply_delta(life(rank), [], hashes[kept:depth])
+        grown = data.draw(st.integers(kept, length) | st.just(kept))
+        assert index.apply_delta(life(rank), hashes[kept:grown], [])
+        held[RankKey("w", rank)] = grown
+    for rank in data.draw(st.sets(st.sampled_from(range(len(depths))))) if depths else ():
+        index.remove_rank(RankKey("w", rank))
+        del held[RankKey("w", rank)]
+    assert index.match_all(hashes) == {key: depth for key, depth in held.items() if depth}
+    assert {key: index.match(key, hashes) for key in held} == held
+
+
 @given(st.lists(st.tuples(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))))
 def test_deltas_agree_with_a_plain_set(deltas: list[tuple[set[int], set[int]]]) -> None:
     index, held = PrefixIndex(), {1, 2, 3}
