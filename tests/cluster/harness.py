@@ -35,7 +35,10 @@ FAKE_RANK = RankConfig(
 
 
 class FakeCluster:
-    """`async with FakeCluster(etcd, model_dir, name) as cluster`. Ranks are `cluster.ranks["decode-0/1"]`."""
+    """`async with FakeCluster(etcd, model_dir, name) as cluster`. Ranks are `cluster.ranks["decode-0/1"]`.
+
+    `etcd`: an endpoint, or a tuple of them.
+    """
 
     def __init__(
         self,
@@ -50,11 +53,12 @@ class FakeCluster:
         tls: Mapping = MappingProxyType({}),  # the tls_... settings of every service, and of our client
         **rank,
     ):
-        self.base = replace(FAKE_RANK, etcd=(etcd,), cluster=name, **tls, **rank)
+        endpoints = (etcd,) if isinstance(etcd, str) else etcd
+        self.base = replace(FAKE_RANK, etcd=endpoints, cluster=name, **tls, **rank)
         self.router_config = RouterConfig(
             model=str(model_dir),
             model_name="fake",
-            etcd=(etcd,),
+            etcd=endpoints,
             cluster=name,
             index_block=self.base.index_block,
             plans=plans,

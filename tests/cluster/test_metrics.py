@@ -1,40 +1,13 @@
 """What routers and ranks show Prometheus of requests whose course is known."""
 
-import asyncio
-import urllib.request
-
 import grpc
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from cluster.harness import FakeCluster, ids_request
+from cluster.metrics_page import samples, value
 from services.router.stages import STAGES
 
 PROMPT = [(11 * i) % 500 for i in range(40)]
-
-
-async def samples(part, cluster):
-    """Values of a router's or a rank's page by (name, labels beside the process's own)."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{part.metrics_port}/metrics", headers={"Accept": "application/openmetrics-text"}
-    )
-    body = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=10).read().decode())
-    found = {}
-    for family in text_string_to_metric_families(body):
-        for sample in family.samples:
-            assert sample.labels.pop("cluster") == cluster.base.cluster
-            found[(sample.name, *sorted(sample.labels.items()))] = sample
-    return found
-
-
-def value(found, name, **labels):
-    matching = [
-        sample.value
-        for (sample_name, *pairs), sample in found.items()
-        if sample_name == name and labels.items() <= dict(pairs).items()
-    ]
-    assert matching, (name, labels)
-    return sum(matching)
 
 
 async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_dir, cluster_name):
