@@ -119,8 +119,9 @@ class Etcd:
     async def close(self) -> None:
         await self.connection.close()
 
-    async def get(self, key: bytes) -> KeyValue | None:
-        response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key))
+    async def get(self, key: bytes, revision: int = 0) -> KeyValue | None:
+        """As of `revision` (0: now). Raises EtcdCompacted."""
+        response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key, revision=revision))
         return _key_value(response.kvs[0]) if response.kvs else None
 
     async def current_revision(self) -> int:

@@ -2,7 +2,8 @@
 
 run --> schema checked --> lease --> registered --> publisher attached --drain--> registered as draining
                              ^                            |                             |
-                             +-lease lost: publisher detached, the engine notices nothing-+
+                             +-lease lost, or another life publishes: publisher detached,-+
+                               the engine notices nothing
 cancelled --> lease revoked: everything of the rank is gone from etcd
 
 What etcd does after it has once let us register never ends a rank: whatever it says, we try again.
@@ -104,11 +105,12 @@ class Membership:
                     raise
                 has_waited = True
                 logger.warning("membership.foreign rank=%s error=%s", self._registration.id, error)
-                await asyncio.sleep(_LEASES_TO_WAIT * self._ttl_s)
+                await asyncio.sleep(self._lease_lapses_within_s())
                 continue
             except IsthmusError as error:
                 if isinstance(error, ConfigError) and not has_registered:
                     raise
+                has_waited = False  # while etcd is away no lease lapses
                 logger.warning("membership.retry rank=%s error=%s", self._registration.id, error)
                 await backoff.sleep()
                 continue
@@ -116,10 +118,23 @@ class Membership:
             backoff.reset()
             self.publisher.attach(lease.id)
             self.registered.set()
-            await lease.lost.wait()
-            self.lease_losses += 1
+            await self._lost_or_disputed(lease)
             self.registered.clear()
             self.publisher.detach()
+
+    async def _lost_or_disputed(self, lease: Lease) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (lease.lost, self.publisher.disputed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self.lease_losses += lease.lost.is_set()
+
+    def _lease_lapses_within_s(self) -> float:
+        # etcd may give more than was asked for, and will have given as much to the other life.
+        granted_s = self._lease.ttl_s if self._lease else 0
+        return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
 
     async def _register(self, take_over: bool) -> Lease:
         if self._lease is None or self._lease.lost.is_set():

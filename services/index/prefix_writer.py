@@ -74,7 +74,7 @@ class PrefixWriter:
         self._log: _Log | None = None
         self._epoch = 0  # the last one used, by us or, before us, by an earlier life
         self._next_seq = 0
-        self._has_ruled = False  # a head of ours has been in etcd
+        self._has_ruled = False  # a head of ours has been in etcd since we were last told to overrule others'
 
     def __repr__(self) -> str:
         return f"PrefixWriter(rank={self._rank}, epoch={self._epoch}, next_seq={self._next_seq})"
@@ -95,6 +95,10 @@ class PrefixWriter:
     def start_over(self) -> None:
         """Nothing that was written counts: only a snapshot may follow."""
         self._log = None
+
+    def overrule(self) -> None:
+        """Whatever head is found next is an earlier life's."""
+        self._has_ruled = False
 
     async def append(self, added: Sequence[int], removed: Sequence[int], age_s: float, lease_id: int) -> None:
         """One delta. Only with a log."""

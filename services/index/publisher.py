@@ -3,7 +3,8 @@
     COLLECT --events--> DUE --one flush interval--> WRITE one delta, or a snapshot --ok--> COLLECT
        ^  no lease         ^                           |--etcd away: wait, longer each time--+
        +--- lease lost ----|---------------------------+--etcd full: wait long, write less---+
-                           +----- then a snapshot: nothing told before counts <--------------+
+       +--- another life --|---------------------------+                                     |
+            has the head   +----- then a snapshot: nothing told before counts <--------------+
 
 Events are collected into memory at any time and merged there, so the engine never waits for etcd, and
 however long etcd is away, what waits for it is never more than the pool can hold.
@@ -51,6 +52,8 @@ class Publisher:
         settings: PublisherSettings | None = None,
         ledger: HashLedger | None = None,
     ) -> None:
+        # Another life's head was found where ours was; the registration tells which of us is the later one.
+        self.disputed = asyncio.Event()
         self.trouble: str | None = None
         self.degraded: Degraded | None = Degraded.NO_LEASE
         self.deltas_written = 0
@@ -84,13 +87,16 @@ class Publisher:
         return self._writer.has_log and not self._ledger.has_news
 
     def attach(self, lease_id: int) -> None:
-        """Write under this lease from now on, beginning with a snapshot."""
+        """The registration is ours, so no other life may write: do so under this lease from now on, beginning
+        with a snapshot."""
         self._lease_id = lease_id
+        self.disputed.clear()
+        self._writer.overrule()
         self._start_over()
         self._wake.set()
 
     def detach(self) -> None:
-        """The lease is lost: only collect, until the next `attach`."""
+        """The lease is lost, or the rank: only collect, until the next `attach`."""
         self._lease_id = _NO_LEASE
         self.degraded = Degraded.NO_LEASE
 
@@ -105,11 +111,7 @@ class Publisher:
             self.record(event)
 
     async def publish(self) -> None:
-        """Write what is recorded, for ever.
-
-        Raises:
-            StaleGeneration: a later life of this rank has taken over; this one must not go on.
-        """
+        """Write what is recorded, for ever; while it is disputed that we may, wait for `attach`."""
         backoff = Backoff(self._etcd.rng, max_s=self._settings.max_backoff_s)
         while True:
             await self._due()
@@ -117,8 +119,10 @@ class Publisher:
             try:
                 await self.flush()
                 backoff.reset()
-            except StaleGeneration:
-                raise
+            except StaleGeneration as error:
+                self._note(error)
+                self.detach()
+                self.disputed.set()
             except EtcdNoSpace as error:
                 # Registrations are tried again far sooner, and so are first when there is room again.
                 self._note(error)

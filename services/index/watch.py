@@ -3,7 +3,7 @@
     LIST at revision R, page by page --> WATCH from R+1 --events--> WATCH
       ^                      |--stream breaks, or is silent--> WATCH from the last delivered revision + 1
       |                      |--compacted: that revision is gone--+
-      |                      |--etcd is younger than we (restored)-+
+      |                      |--etcd's past is another (restored)--+
       +------ the difference to what was delivered is emitted -----+
 
 All events of one revision are in one batch; fragments are joined before they are delivered. A listing
@@ -45,7 +45,7 @@ class WatchBatch:
 
     `listed`: a page of a listing, not from the watch; only after its last page, `complete`, is the prefix
     as etcd held it. `first`: of what is listed before the rest. `rewound`, on a first page: etcd has gone
-    back to an earlier revision, so that revisions seen before mean nothing any more.
+    back to a backup, so that revisions seen before mean nothing any more.
     """
 
     revision: int
@@ -82,7 +82,10 @@ class PrefixWatch:
         self._ranges = _ranges(prefix, first)
         self._idle_timeout_s = idle_timeout_s
         self._delivered: dict[bytes, int] = {}  # key -> mod_revision
+        self._newest: tuple[bytes, int] | None = None  # of those: the last one written, as far as we know
         self._must_list = True
+        self._rewound = False
+        self._interrupted = False  # a stream has been opened since the listing
 
     async def batches(self) -> AsyncGenerator[WatchBatch, None]:
         """Never ends. Raises ConfigError when etcd refuses us from the start."""
@@ -128,25 +131,33 @@ class PrefixWatch:
         gone = tuple(KeyChange(key, None, revision) for key in self._delivered.keys() - present)
         for change in gone:
             del self._delivered[change.key]
-        self._must_list = False
+        self._must_list = self._interrupted = False
         self.listings += 1
         yield WatchBatch(revision, gone, listed=True)
 
     def _begin_listing(self, revision: int) -> bool:
         """True: etcd has gone back."""
-        rewound = revision < self.revision
+        rewound = self._rewound or revision < self.revision
         if rewound:
             # No revision of the new history is one of the old, whatever its number.
             self._delivered = dict.fromkeys(self._delivered, _OLD_HISTORY)
-        self.revision = revision
+            self._newest = None
+        self.revision, self._rewound = revision, False
         return rewound
 
     def _news(self, kvs: list[KeyValue]) -> tuple[KeyChange, ...]:
         news = [kv for kv in kvs if self._delivered.get(kv.key) != kv.mod_revision]
         self._delivered.update((kv.key, kv.mod_revision) for kv in news)
+        for kv in news:
+            self._note_newest(kv.key, kv.mod_revision)
         return tuple(KeyChange(kv.key, kv.value, kv.mod_revision) for kv in news)
 
+    def _note_newest(self, key: bytes, mod_revision: int) -> None:
+        if self._newest is None or mod_revision > self._newest[1]:
+            self._newest = key, mod_revision
+
     async def _follow(self, backoff: Backoff) -> AsyncGenerator[WatchBatch, None]:
+        first_since_listing, self._interrupted = not self._interrupted, True
         stream = await self._etcd.connection.open_stream(_WATCH)
         try:
             await stream.write(self._create_request())
@@ -155,7 +166,8 @@ class PrefixWatch:
                 response = await self._read(stream)
                 self._check(response)
                 if response.created:
-                    await self._check_not_rewound(response.header.revision)
+                    if not first_since_listing or response.header.revision < self.revision:
+                        await self._check_not_rewound()
                     self.trouble = None
                     backoff.reset()
                     continue
@@ -203,10 +215,21 @@ class PrefixWatch:
             self._etcd.connection.distrust_token()
             raise Unavailable(f"etcd cancelled the watch: {response.cancel_reason or 'no reason given'}")
 
-    async def _check_not_rewound(self, revision: int) -> None:
+    async def _check_not_rewound(self) -> None:
+        """Raises EtcdCompacted when etcd was restored, and has not the past that we were told."""
         # A member that lags is behind us, too; only an agreed read tells it from a restored cluster.
-        if revision < self.revision and await self._etcd.current_revision() < self.revision:
-            raise EtcdCompacted(f"etcd is at revision {revision}, before our {self.revision}")
+        now = await self._etcd.current_revision()
+        if now < self.revision:
+            self._rewound = True
+            raise EtcdCompacted(f"etcd is at revision {now}, before our {self.revision}")
+        if self._newest is None:
+            return
+        # It may have overtaken us since. But then another key was written at the revision of our newest.
+        key, mod_revision = self._newest
+        found = await self._etcd.get(key, mod_revision)
+        if found is None or found.mod_revision != mod_revision:
+            self._rewound = True
+            raise EtcdCompacted(f"etcd wrote something else at revision {mod_revision} than we were told")
 
     def _deliver(self, events: list[etcd_pb2.Event]) -> WatchBatch:
         changes = tuple(_change(event) for event in events)
@@ -215,6 +238,7 @@ class PrefixWatch:
                 self._delivered.pop(change.key, None)
             else:
                 self._delivered[change.key] = change.mod_revision
+                self._note_newest(change.key, change.mod_revision)
         self.revision = max(self.revision, changes[-1].mod_revision)
         return WatchBatch(self.revision, changes)
 

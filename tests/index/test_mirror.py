@@ -256,7 +256,7 @@ async def test_a_torn_registration_and_head_of_its_own_are_written_over(
 
 
 async def test_a_new_life_takes_over_and_the_old_one_is_told(etcd: Etcd, keys: ClusterKeys) -> None:
-    old, new = (FakeRank(etcd, keys, registration(generation=number)) for number in (1, 2))
+    old, new = (FakeRank(etcd, keys, registration(generation=number), ttl_s=1) for number in (1, 2))
     async with mirroring(etcd, keys) as mirror, running(old.run()) as (old_task,):
         old.store(1, 2, 3)
         await until(lambda: old.is_mirrored_by(mirror))
