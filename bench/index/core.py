@@ -193,7 +193,7 @@ def _applied(what: str, blocks: int, took_s: float) -> Row:
 
 
 async def _take_in(before: list[KeyChange], changes: list[KeyChange]) -> float:
-    mirror = BlockMirror(_no_etcd(), KEYS, lambda age_s: None)
+    mirror = BlockMirror(_no_etcd(), KEYS, lambda rank, age_s: None)
 
     async def apply(several: list[KeyChange]) -> None:
         for change in several:

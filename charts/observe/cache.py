@@ -130,6 +130,13 @@ def cache() -> Dashboard:
                         ),
                     ),
                     graph(
+                        "How old what is known of each rank is",
+                        "s",
+                        "How far the routers' knowledge of each rank's cache is behind it, where it is farthest. "
+                        "One rank above the others: its CPU or network. Runbook: IsthmusIndexStale.",
+                        Query(f"max by ({_BY_RANK}) (isthmus_index_rank_staleness_seconds{{{RANK}}})", _NAME),
+                    ),
+                    graph(
                         "What ranks are known to hold",
                         "short",
                         "Index blocks by rank, as the routers know them.",

@@ -51,10 +51,10 @@ class _Reading:
 class BlockMirror:
     """Owned by one event loop. Hold `turn` while applying: a rank's records may be read again meanwhile.
 
-    `told` is called with the age, when written, of each delta and snapshot that was applied.
+    `told` is called with the rank and the age, when written, of each delta and snapshot that was applied.
     """
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, told: Callable[[float], None]) -> None:
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, told: Callable[[RankKey, float], None]) -> None:
         self.index = PrefixIndex()
         self.turn = asyncio.Lock()
         self.gaps = 0  # times that a record was missing
@@ -133,12 +133,12 @@ class BlockMirror:
             if self._readings.get(life.key) is not reading:
                 return  # forgotten meanwhile
             self.index.take_snapshot(life, blocks)
-            self._note_age(reading, step.snapshot_age_s)
+            self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(life, delta.added, delta.removed)
             self.added_blocks += len(delta.added)
             self.removed_blocks += len(delta.removed)
-            self._note_age(reading, delta.age_s)
+            self._note_age(life.key, reading, delta.age_s)
             await self.give_way(len(delta.added) + len(delta.removed))
 
     async def _gather(self, chunks: Sequence[Hashes]) -> set[int]:
@@ -151,9 +151,9 @@ class BlockMirror:
         self.added_blocks += len(blocks)
         return blocks
 
-    def _note_age(self, reading: _Reading, age_s: float) -> None:
+    def _note_age(self, rank: RankKey, reading: _Reading, age_s: float) -> None:
         reading.age_s = age_s
-        self._told(age_s)
+        self._told(rank, age_s)
 
     async def _read_again(self, rank: RankKey, reading: _Reading) -> None:
         """Beside the watch, which goes on. Should a record be lost, the next snapshot makes up for it."""

@@ -13,6 +13,7 @@ The ranks are listed first, so that they can be used while millions of blocks ar
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 Subscriber = Callable[[RankKey], None]
 _CHANGE_COST = 64  # of one change, in hashes
 _BEHIND_S = 10.0
+_OF_LATE_S = 10.0
 
 
 class RankState(Enum):
@@ -101,7 +103,8 @@ class Mirror:
         self._watch = PrefixWatch(etcd, keys.prefix, first=keys.registrations, idle_timeout_s=idle_timeout_s)
         self._probe = Probe(etcd, keys, router, interval_s=probe_interval_s)
         self._subscribers: list[Subscriber] = []
-        self._staleness = Staleness()
+        self._staleness = Staleness(_OF_LATE_S)
+        self._told_at: dict[RankKey, float] = {}  # when a record of the rank last took effect
 
     @property
     def revision(self) -> int:
@@ -133,6 +136,17 @@ class Mirror:
     def staleness_s(self) -> float:
         """How far the index is behind the ranks: the oldest age told of late, plus the way here."""
         return self._staleness.age_s(self._etcd.clock()) + self._probe.delay_s
+
+    def rank_staleness_s(self, rank: RankKey) -> float:
+        """How far what is known of a rank is behind it: the age of its last record, if that came of late, or
+        for how long its records have been missing, plus the way here."""
+        view, progress, now = self.ranks.get(rank), self.progress(rank), self._etcd.clock()
+        if view is None:
+            return 0.0
+        told_at = self._told_at.get(rank, -math.inf)
+        age_s = progress.age_s if now - told_at < _OF_LATE_S else 0.0
+        missing_s = self.unregistered_s(view) if progress.current else now - max(told_at, view.since_s)
+        return max(age_s, missing_s) + self._probe.delay_s
 
     def is_current(self, rank: RankKey) -> bool:
         """A snapshot of the rank has been read, and no delta is missing."""
@@ -219,7 +233,7 @@ class Mirror:
                 # What was deleted has been summed up by a snapshot, or its lease has lapsed.
                 await self.blocks.apply(key, change)
                 if isinstance(key, HeadKey) and change.value is None and key.rank not in self.ranks:
-                    self.blocks.forget(key.rank)
+                    self._forget(key.rank)
             case PinKey(name):
                 self._apply_pin(name, change)
             case RegistrationKey(rank):
@@ -231,7 +245,8 @@ class Mirror:
             case None:
                 self.torn_values += change.value is not None
 
-    def _told(self, age_s: float) -> None:
+    def _told(self, rank: RankKey, age_s: float) -> None:
+        self._told_at[rank] = self._etcd.clock()
         if self.ready.is_set():  # what a listing shows may be hours old
             self._staleness.told(age_s, self._etcd.clock())
             self._observe_staleness(age_s + self._probe.delay_s)
@@ -269,6 +284,7 @@ class Mirror:
 
     def _forget(self, rank: RankKey) -> None:
         self.blocks.forget(rank)
+        self._told_at.pop(rank, None)
         if self.ranks.pop(rank, None) is not None:
             self._tell(rank)
 

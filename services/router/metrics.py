@@ -193,6 +193,11 @@ class RankCollector(Collector):
         blocks = GaugeMetricFamily(
             "isthmus_index_rank_blocks", "Index blocks that the rank is known to hold.", labels=_RANK
         )
+        staleness = GaugeMetricFamily(
+            "isthmus_index_rank_staleness_seconds",
+            "How far what the router knows of the rank's cache is behind it.",
+            labels=_RANK,
+        )
         trust = GaugeMetricFamily(
             "isthmus_rank_trust",
             "Of the tokens of late that the index said the rank had cached, the share that it had.",
@@ -204,9 +209,11 @@ class RankCollector(Collector):
                 labels = (role.value, rank.worker, str(rank.rank))
                 up.add_metric(labels, self._cluster.is_up(view))
                 blocks.add_metric(labels, self._mirror.index.num_blocks(rank))
+                staleness.add_metric(labels, self._mirror.rank_staleness_s(rank))
                 trust.add_metric(labels, self._cluster.trust(rank))
         for role, rank in self._cluster.missed():
             up.add_metric((role.value, rank.worker, str(rank.rank)), 0)
         yield up
         yield blocks
+        yield staleness
         yield trust

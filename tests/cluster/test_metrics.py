@@ -46,6 +46,7 @@ async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_di
         assert value(router, "isthmus_delivered_hit_tokens_total", **rank) == held
         assert value(router, "isthmus_available_hit_tokens_total", **rank) >= held
         assert value(router, "isthmus_rank_up", **rank) == 1
+        assert 0 < value(router, "isthmus_index_rank_staleness_seconds", **rank) < 60
     assert value(decode, "isthmus_decode_prefix_tokens_total", rank="0") == total("decode_prefix_len")
     assert value(decode, "isthmus_decode_generated_tokens_total") == total("completion_tokens")
     assert value(decode, "isthmus_decode_received_bytes_total") == total("kv_bytes_moved")

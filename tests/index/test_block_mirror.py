@@ -25,7 +25,7 @@ LIFE = Generation(1)
 
 
 def mirror_of_nothing() -> BlockMirror:
-    return BlockMirror(FakeEtcd(), KEYS, lambda age_s: None)  # type: ignore[arg-type]
+    return BlockMirror(FakeEtcd(), KEYS, lambda rank, age_s: None)  # type: ignore[arg-type]
 
 
 def snapshot(chunk: int, *blocks: int) -> KeyChange:

@@ -18,7 +18,7 @@ from services.index.keys import ClusterKeys, LogKey, pin_name
 from services.index.mirror import Mirror, RankState
 from services.index.pins import Pin, encode_pin
 from services.index.prefix_codec import decode_record
-from services.index.registry import Schema, check_schema
+from services.index.registry import Schema, check_schema, register
 from services.kv.types import Generation, RankId, RankKey
 
 
@@ -38,7 +38,8 @@ async def test_mirrors_hold_what_ranks_hold(etcd: Etcd, keys: ClusterKeys) -> No
             for mirror in (early, late):
                 await until(lambda m=mirror: all(rank.is_mirrored_by(m) for rank in ranks))
                 assert set(mirror.ranks) == {rank.id.key for rank in ranks}
-                assert mirror.torn_values == mirror.blocks.resyncs == 0 and mirror.degraded is None
+                assert mirror.torn_values == mirror.blocks.resyncs == 0
+                await until(lambda m=mirror: m.degraded is None)
         assert all(rank.membership.publisher.snapshots_written > 2 for rank in ranks)
         assert all(rank.membership.publisher.deltas_written > 4 for rank in ranks)
         _, kvs = await etcd.snapshot(keys.prefix + b"prefix/")
@@ -391,6 +392,34 @@ async def test_staleness_counts_the_way_through_etcd(own_server: EmbeddedEtcd) -
         await own_server.kill()
         before = mirror.staleness_s
         await until(lambda: mirror.staleness_s > before + 0.2)
+
+
+async def test_each_rank_has_a_staleness_of_its_own(
+    etcd: Etcd, keys: ClusterKeys, etcd_endpoint: str
+) -> None:
+    """The age of what was told of late; else for how long nothing can be told."""
+    later_s = 0.0
+    lost, quiet, silent = (registration(worker) for worker in ("d0", "d1", "d2"))
+    async with client(etcd_endpoint) as reader, mirroring(reader, keys) as mirror:
+        reader.clock = lambda: etcd.clock() + later_s
+        assert mirror.rank_staleness_s(lost.id.key) == 0.0
+        ranks = [FakeRank(etcd, keys, its) for its in (lost, quiet)]
+        lease_id, _ = await etcd.grant_lease(60)
+        async with running(*(rank.run() for rank in ranks)):
+            for rank in ranks:
+                rank.store(1)
+            await register(etcd, keys, silent, lease_id)
+            await until(lambda: all(rank.is_mirrored_by(mirror) for rank in ranks))
+            await until(lambda: silent.id.key in mirror.ranks)
+            assert all(mirror.rank_staleness_s(its.id.key) < 60 for its in (lost, quiet, silent))
+            await etcd.delete(keys.registration(lost.id.key))
+            await until(lambda: not mirror.ranks[lost.id.key].registered)
+            later_s = 3600.0
+            await until(lambda: mirror.rank_staleness_s(quiet.id.key) < 60)  # once the probe is through
+            assert mirror.rank_staleness_s(lost.id.key) >= 3600
+            assert mirror.rank_staleness_s(silent.id.key) >= 3600
+            mirror.mark_dead(lost.id.key)
+            assert mirror.rank_staleness_s(lost.id.key) == 0.0
 
 
 async def test_pins_are_mirrored_and_bounded(etcd: Etcd, keys: ClusterKeys) -> None:
