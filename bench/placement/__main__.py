@@ -6,7 +6,8 @@ Virtual time, real decisions: the router's own placer, balance and index, and th
 allocator of every rank, around a model of what prefill, transfer and decode take (ranks.Timing, in the JSON).
 A page is one block of the trace. "ours" knows no conversation ids, for the trace has none; "sticky" is given
 ones worked out from the trace. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
-The workload "shared" is one long prefix in all prompts.
+The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
+every three seconds, so that ten requests come at once.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from bench.placement.settings import (
     settings,
 )
 from bench.placement.simulation import POLICIES, Simulation
-from bench.placement.workload import TraceRequest, read_trace, shared_prefix
+from bench.placement.workload import TraceRequest, read_trace, shared_prefix, spread
 from bench.report import Row, table, write_json
 
 
@@ -69,7 +70,8 @@ def _requests(trace: Path, setting: Setting) -> Sequence[TraceRequest]:
     if setting.workload == "shared":
         duration_s = min(setting.duration_s or SHARED_DURATION_S, SHARED_DURATION_S)
         return shared_prefix(SHARED_REQUESTS_PER_S, duration_s)
-    return read_trace(trace, setting.duration_s, setting.copies)
+    requests = read_trace(trace, setting.duration_s, setting.copies)
+    return spread(requests) if setting.workload == "spread" else requests
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, CacheEvents, KvLayout, Plan, RankAddress, RankId, RankKey, Role
 from services.request import Admitted
 from services.router.balance import Balance
+from services.router.burst import GATHER_S
 from services.router.placement import (
     Decision,
     DecodeCandidate,
@@ -39,6 +40,8 @@ class Fleet:
 class Ours:
     """Placer, Balance and PrefixIndex as the router has them, fed by the ranks' reports and cache events."""
 
+    gather_s = GATHER_S
+
     def __init__(self, fleet: Fleet, events: Events, seed: int, pins: "dict[str, RankKey]") -> None:
         timing = fleet.timing
         self.index = PrefixIndex()
@@ -59,16 +62,21 @@ class Ours:
         self._pins = pins
         self._use_pins = False
         self._random = Random(seed)
-        self._placed: dict[int, tuple[list[BlockHash], Decision]] = {}
+        self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
+
+    def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
+        asked = [self._asked(request) for request in together]
+        return [together[index] for index in self._placer.cheapest_first(asked, self._random.random())]
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
-        hashes = sequence_hashes(request.blocks, 1, _SEED)
-        asked = Asked(
-            hashes, request.prompt_tokens, self._plans, self._pins.get(request.session), lambda _: ""
-        )
+        asked = self._asked(request)
         decision = self._placer.place(asked, self._random.random())
-        self._placed[request.number] = hashes, decision
+        self._placed[request.number] = asked.hashes, decision
         return _ranks_of(decision)
+
+    def _asked(self, request: TraceRequest) -> Asked:
+        hashes, pinned = sequence_hashes(request.blocks, 1, _SEED), self._pins.get(request.session)
+        return Asked(hashes, request.prompt_tokens, self._plans, pinned, lambda _: "")
 
     def sent(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]
@@ -95,17 +103,26 @@ class Ours:
 class Oracle:
     """The same price of every cache and queue as it is at this moment, what is on its way there included."""
 
+    gather_s = GATHER_S
+
     def __init__(self, fleet: Fleet, seed: int, on_its_way: "dict[Rank, int]") -> None:
         self._fleet = fleet
         self._random = Random(seed)
         self._on_its_way = on_its_way
 
+    def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
+        prices_s = {request.number: self._decide(request).chosen.total_s for request in together}
+        return sorted(together, key=lambda request: prices_s[request.number])
+
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        return _ranks_of(self._decide(request))
+
+    def _decide(self, request: TraceRequest) -> Decision:
         fleet, timing = self._fleet, self._fleet.timing
         asked = PlacementRequest(
             request.prompt_tokens, timing.kv_bytes_per_token, timing.chunk_tokens, None, fleet.plans
         )
-        decision = place(
+        return place(
             asked,
             [self._decode_candidate(rank, request) for rank in fleet.decodes],
             [self._prefill_candidate(rank, request) for rank in fleet.prefills],
@@ -113,7 +130,6 @@ class Oracle:
             fleet.weights,
             self._random.random(),
         )
-        return _ranks_of(decision)
 
     def _decode_candidate(self, rank: DecodeRank, request: TraceRequest) -> DecodeCandidate:
         books = rank.cache.books()

@@ -66,4 +66,6 @@ def _variations(base: Setting) -> Iterator[Setting]:
     yield replace(base, staleness_s=0.0)
     yield replace(base, staleness_s=2.0)
     yield replace(base, routers=2)
+    yield replace(base, workload="spread")
+    yield replace(base, workload="spread", routers=2)
     yield replace(base, workload="shared")

@@ -18,7 +18,7 @@ from bench.placement.policies import (
 )
 from bench.placement.ranks import DecodeRank, Job, PrefillRank, Rank
 from bench.placement.settings import Setting
-from bench.placement.workload import TraceRequest
+from bench.placement.workload import TraceRequest, together
 from bench.report import Row
 from services.kv.types import CacheEvents, Generation, Plan, RankId, RankKey
 
@@ -51,8 +51,10 @@ class Simulation:
 
     def run(self) -> Row:
         began = time.process_time()
-        for request in self._requests:
-            self._events.at(request.arrival_s, self._arrive, request)
+        for index, policy in enumerate(self._policies):
+            own = self._requests[index :: len(self._policies)]
+            for group in together(own, policy.gather_s):
+                self._events.at(group[0].arrival_s + policy.gather_s, self._place, policy, group)
         self._events.run()
         for rank in (*self._decodes, *self._prefills):
             rank.cache.check()
@@ -82,8 +84,11 @@ class Simulation:
             for _ in range(setting.routers)
         ]
 
-    def _arrive(self, request: TraceRequest) -> None:
-        policy = self._policies[request.number % len(self._policies)]
+    def _place(self, policy: Policy, group: Sequence[TraceRequest]) -> None:
+        for request in policy.in_order(group) if len(group) > 1 else group:
+            self._send(policy, request)
+
+    def _send(self, policy: Policy, request: TraceRequest) -> None:
         decode, prefill = policy.choose(request)
 
         def first_token(job: Job) -> None:

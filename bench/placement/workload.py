@@ -3,10 +3,13 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from services.router.burst import MOST
+
+TICK_S = 3.0  # between two arrival times of the trace
 BLOCK_TOKENS = 512  # of the trace; one page of the simulated pools, and one index block
 
 
@@ -40,6 +43,15 @@ def read_trace(path: Path, duration_s: float | None = None, copies: int = 1) -> 
     return list(_numbered(entry for entry in entries if duration_s is None or entry[0] < duration_s))
 
 
+def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The trace's clock ticks every three seconds: about ten requests come at once, and then none. The same
+    with each at a random moment up to the next tick."""
+    random = Random(3_000)
+    arrivals = [request.arrival_s + random.uniform(0.0, TICK_S) for request in requests]
+    order = sorted(range(len(requests)), key=arrivals.__getitem__)
+    return [replace(requests[i], number=n, arrival_s=arrivals[i]) for n, i in enumerate(order)]
+
+
 def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest]:
     """One prefix of 6,144 tokens in all prompts, then 512 to 4,096 of their own; arrivals at random."""
     random, now, next_block = Random(19746), 0.0, 12
@@ -50,6 +62,18 @@ def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest
         next_block += num_own
         entries.append((now, blocks, len(blocks) * BLOCK_TOKENS, random.randint(32, 256)))
     return list(_numbered(entries))
+
+
+def together(requests: Sequence[TraceRequest], gather_s: float) -> Iterator[list[TraceRequest]]:
+    """Those that come within `gather_s` of the first, but no more at a time than Burst takes."""
+    group: list[TraceRequest] = []
+    for request in requests:
+        if group and (request.arrival_s > group[0].arrival_s + gather_s or len(group) == MOST):
+            yield group
+            group = []
+        group.append(request)
+    if group:
+        yield group
 
 
 def pooled_lru_hits(requests: Sequence[TraceRequest], num_blocks: int) -> float:

@@ -20,6 +20,7 @@ from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.request import Admitted
 from services.router.balance import Balance, RankNow
+from services.router.burst import Burst
 from services.router.decode_client import DecodeClient
 from services.router.placement import Decision
 from services.router.placer import Asked, Placer, PlacerSettings
@@ -101,6 +102,7 @@ class Cluster:
         self._pins = pins
         self._balance = balance
         self._placer = Placer(settings.placer, mirror.index, balance, mirror.progress)
+        self._burst: Burst[Asked] = Burst(lambda together: self._placer.cheapest_first(together, tie()))
         self._tls = tls
         self._tie = tie
         self._clients: dict[RankKey, DecodeClient] = {}
@@ -178,6 +180,11 @@ class Cluster:
         if len(ids) < _LONG_PROMPT:
             return self._hash(ids, tenant)
         return await asyncio.to_thread(self._hash, ids, tenant)
+
+    async def turn(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> None:
+        """Returns when the prompt may be placed: of those that come together the cheapest first. The caller
+        awaits nothing before it has placed it and said that it was `sent`. Raises as `place`."""
+        await self._burst.turn(self._asked(prompt, conversation_id, excluded))
 
     def place(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> Placed:
         """Choose the ranks and the plan for a prompt.

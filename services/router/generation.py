@@ -1,9 +1,9 @@
 """One client request on the router, from prompt to last response.
 
-    checked -> encoded -> placed -> started on a decode rank -> outputs -> text -> client
-                            ^                                      |
-                            +------- a rank failed: place again, --+
-                                     with the output so far
+    checked -> encoded -> its turn -> placed -> started on a decode rank -> outputs -> text -> client
+                             ^                                      |
+                             +------- a rank failed: place again, --+
+                                      with the output so far
 
 A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new
 rank gets every token generated so far.
@@ -241,6 +241,7 @@ class _Run:
             try:
                 if self._progress.stream is None:
                     prompt = await self._hashed()
+                    await self._turn(prompt)
                     if self._progress.aborted:  # while it was with no rank
                         return Output(finished=FinishReason.ABORTED)
                     self._place(prompt)
@@ -266,6 +267,9 @@ class _Run:
         prompt = await self._cluster.hash(ids, self._checked.tenant)
         self._progress.route_s += self._clock() - began
         return prompt
+
+    async def _turn(self, prompt: HashedPrompt) -> None:
+        await self._cluster.turn(prompt, self._checked.memory_key, frozenset(self._progress.excluded))
 
     def _place(self, prompt: HashedPrompt) -> None:
         """Choose ranks and send the request there. Raises Unavailable when there are none."""

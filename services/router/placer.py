@@ -12,6 +12,7 @@ interest if it holds more of the prompt than all before it: whoever holds no mor
 cheaper. One look-up a rank finds them; the first few are taken in any case, and the pinned one.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,23 @@ class Placer:
         except IsthmusError:
             # Those looked at are excluded: look at all of them, and say what is wrong with each.
             return self._place(asked, tie, self._all)
+
+    def cheapest_first(self, together: Sequence[Asked], tie: float) -> list[int]:
+        """The order, as indices, in which requests are best placed that came together.
+
+        What takes long then waits for what does not, and not the other way round; and a prompt that is cached
+        finds its rank free, for one that is nowhere comes later and can go anywhere.
+        """
+        if len(together) < 2:
+            return list(range(len(together)))
+        prices_s = [self._price_s(asked, tie) for asked in together]
+        return sorted(range(len(together)), key=prices_s.__getitem__)
+
+    def _price_s(self, asked: Asked, tie: float) -> float:
+        try:
+            return self.place(asked, tie).chosen.total_s
+        except IsthmusError:
+            return math.inf  # placing it will say why
 
     def explain(self, asked: Asked, tie: float) -> Decision:
         """As `place`, with every rank looked at and enough of them compared. Raises as placement.place."""

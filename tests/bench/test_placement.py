@@ -1,6 +1,7 @@
 """The simulator of bench.placement, on workloads of seconds."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,7 +9,16 @@ import pytest
 from bench.placement.goals import goals
 from bench.placement.settings import Setting
 from bench.placement.simulation import POLICIES, Simulation
-from bench.placement.workload import pooled_lru_hits, read_trace, shared_prefix
+from bench.placement.workload import (
+    TICK_S,
+    TraceRequest,
+    pooled_lru_hits,
+    read_trace,
+    shared_prefix,
+    spread,
+    together,
+)
+from services.router.burst import MOST
 
 
 @pytest.fixture
@@ -73,6 +83,36 @@ def test_copies_share_the_first_block_only(trace):
     blocks = {block for request in twice for block in request.blocks}
     assert len(blocks) == 2 * len({block for request in once for block in request.blocks}) - 1
     assert [request.arrival_s for request in twice] == sorted(request.arrival_s for request in twice)
+
+
+def arriving(*times_s: float) -> list[TraceRequest]:
+    return [TraceRequest(n, time_s, (n,), 512, 2, f"s{n}") for n, time_s in enumerate(times_s)]
+
+
+def test_what_comes_within_the_gathering_comes_together():
+    requests = arriving(1.0, 1.001, 1.002, 1.003, 2.0)
+    groups = [[request.number for request in group] for group in together(requests, 0.002)]
+    assert groups == [[0, 1, 2], [3], [4]]
+    assert [len(group) for group in together(arriving(*[1.0] * (MOST + 1)), 0.0)] == [MOST, 1]
+
+
+def test_of_requests_that_come_together_the_cheapest_is_sent_first():
+    """Three short ones behind a long one on the only rank: they would wait for it."""
+    long, *short = arriving(1.0, 1.0, 1.0, 1.0)
+    long = replace(long, blocks=tuple(range(10, 40)), prompt_tokens=30 * 512)
+    simulation = Simulation(Setting(0, 1), "ours", [long, *short])
+    simulation.run()
+    assert [job.request.number for job in simulation.jobs] == [1, 2, 3, 0]
+    first_tokens = {job.request.number: job.first_token_s for job in simulation.jobs}
+    assert max(first_tokens[n] for n in (1, 2, 3)) < 1.3 < first_tokens[0]
+
+
+def test_a_spread_trace_has_the_same_requests(trace):
+    requests = read_trace(trace)
+    moved = spread(requests)
+    arrivals = {request.blocks: request.arrival_s for request in requests}
+    assert [request.number for request in moved] == list(range(len(requests)))
+    assert all(0 <= request.arrival_s - arrivals[request.blocks] <= TICK_S for request in moved)
 
 
 def test_an_endless_pool_hits_what_was_ever_seen():
