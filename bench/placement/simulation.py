@@ -53,8 +53,8 @@ class Simulation:
         began = time.process_time()
         for index, policy in enumerate(self._policies):
             own = self._requests[index :: len(self._policies)]
-            for group in together(own, policy.gather_s):
-                self._events.at(group[0].arrival_s + policy.gather_s, self._place, policy, group)
+            for place_s, group in together(own, policy.gather_s):
+                self._events.at(place_s, self._place, policy, group)
         self._events.run()
         for rank in (*self._decodes, *self._prefills):
             rank.cache.check()

@@ -1,6 +1,7 @@
 """What is replayed: requests of index blocks, from a trace or made up."""
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,16 +65,21 @@ def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest
     return list(_numbered(entries))
 
 
-def together(requests: Sequence[TraceRequest], gather_s: float) -> Iterator[list[TraceRequest]]:
-    """Those that come within `gather_s` of the first, but no more at a time than Burst takes."""
+def together(requests: Sequence[TraceRequest], gather_s: float) -> Iterator[tuple[float, list[TraceRequest]]]:
+    """Who is placed when, as services/router/burst.py has it; who comes alone, at once."""
     group: list[TraceRequest] = []
+    last_s = -math.inf
     for request in requests:
         if group and (request.arrival_s > group[0].arrival_s + gather_s or len(group) == MOST):
-            yield group
+            yield group[0].arrival_s + gather_s, group
             group = []
-        group.append(request)
+        is_alone, last_s = request.arrival_s - last_s > gather_s, request.arrival_s
+        if is_alone:
+            yield request.arrival_s, [request]
+        else:
+            group.append(request)
     if group:
-        yield group
+        yield group[0].arrival_s + gather_s, group
 
 
 def pooled_lru_hits(requests: Sequence[TraceRequest], num_blocks: int) -> float:

@@ -1,19 +1,22 @@
 """Requests that come at the same moment are placed one after the other, in the best order.
 
-    turn --> waits --GATHER_S after the first, or when there are MOST--> ordered --> through, one by one
-               |--cancelled: left out
+    turn --nobody came in the last GATHER_S--> through
+      |--> waits --GATHER_S after the first, or when there are MOST--> ordered --> through, one by one
+             |--cancelled: left out
 
 Whoever is placed sooner stands before the others in a rank's queue. By arrival a long prompt would often
-stand before short ones that came within the same milliseconds. Nobody is overtaken by one that came later.
+stand before short ones that came within the same milliseconds. Nobody is overtaken by one that came later,
+and who comes alone does not wait.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-GATHER_S = 0.002  # every request waits so long at most; a burst takes a router longer than that to read
+GATHER_S = 0.002  # a burst takes a router longer than that to read
 MOST = 32  # each is priced once more to be ordered, and nothing else is done meanwhile
 
 
@@ -23,6 +26,7 @@ class Burst(Generic[_T]):
     def __init__(self, order: Callable[[Sequence[_T]], Sequence[int]], gather_s: float = GATHER_S) -> None:
         self._order = order
         self._gather_s = gather_s
+        self._last_came_s = -math.inf
         self._waiting: list[tuple[_T, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -32,6 +36,10 @@ class Burst(Generic[_T]):
     async def turn(self, request: _T) -> None:
         """Returns when it may be placed. The next one's turn comes when the caller awaits again."""
         loop = asyncio.get_running_loop()
+        is_alone = loop.time() - self._last_came_s > self._gather_s
+        self._last_came_s = loop.time()
+        if is_alone and not self._waiting:
+            return
         turn = loop.create_future()
         self._waiting.append((request, turn))
         if len(self._waiting) == MOST:

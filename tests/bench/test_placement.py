@@ -90,21 +90,22 @@ def arriving(*times_s: float) -> list[TraceRequest]:
 
 
 def test_what_comes_within_the_gathering_comes_together():
-    requests = arriving(1.0, 1.001, 1.002, 1.003, 2.0)
-    groups = [[request.number for request in group] for group in together(requests, 0.002)]
-    assert groups == [[0, 1, 2], [3], [4]]
-    assert [len(group) for group in together(arriving(*[1.0] * (MOST + 1)), 0.0)] == [MOST, 1]
+    requests = arriving(1.0, 1.001, 1.002, 1.0035, 2.0)
+    placed = [(at_s, [request.number for request in group]) for at_s, group in together(requests, 0.002)]
+    assert placed == [(1.0, [0]), (1.003, [1, 2]), (1.0055, [3]), (2.0, [4])]
+    groups = [len(group) for _, group in together(arriving(*[1.0] * (MOST + 2)), 0.002)]
+    assert groups == [1, MOST, 1]
 
 
 def test_of_requests_that_come_together_the_cheapest_is_sent_first():
-    """Three short ones behind a long one on the only rank: they would wait for it."""
-    long, *short = arriving(1.0, 1.0, 1.0, 1.0)
+    """Two short ones behind a long one on the only rank: they would wait for it."""
+    first, long, *short = arriving(1.0, 1.0, 1.0, 1.0)
     long = replace(long, blocks=tuple(range(10, 40)), prompt_tokens=30 * 512)
-    simulation = Simulation(Setting(0, 1), "ours", [long, *short])
+    simulation = Simulation(Setting(0, 1), "ours", [first, long, *short])
     simulation.run()
-    assert [job.request.number for job in simulation.jobs] == [1, 2, 3, 0]
+    assert [job.request.number for job in simulation.jobs] == [0, 2, 3, 1]
     first_tokens = {job.request.number: job.first_token_s for job in simulation.jobs}
-    assert max(first_tokens[n] for n in (1, 2, 3)) < 1.3 < first_tokens[0]
+    assert max(first_tokens[n] for n in (0, 2, 3)) < 1.3 < first_tokens[1]
 
 
 def test_a_spread_trace_has_the_same_requests(trace):
