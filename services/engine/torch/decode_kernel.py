@@ -135,15 +135,21 @@ def _attend(
                     weight = scores[slot, g]
                     for d in range(head_dim):
                         weighted[g, d] += weight * _as_float(values[slot, d])
-        for j in range(partials.starts[i], partials.starts[i + 1]):
-            for g in range(group):
+        for g in range(group):
+            peak = greatest[g]
+            for j in range(partials.starts[i], partials.starts[i + 1]):
                 row = (partials.blocks[j] * group + g) * num_kv_heads + kv_head
-                peak = max(greatest[g], partials.log_sums[row])
-                shrunk, weight = np.exp(greatest[g] - peak), np.exp(partials.log_sums[row] - peak)
-                greatest[g] = peak
-                total[g] = total[g] * shrunk + weight
+                peak = max(peak, partials.log_sums[row])
+            shrunk = np.exp(greatest[g] - peak)
+            total[g] *= shrunk
+            for d in range(head_dim):
+                weighted[g, d] *= shrunk
+            for j in range(partials.starts[i], partials.starts[i + 1]):
+                row = (partials.blocks[j] * group + g) * num_kv_heads + kv_head
+                weight = np.exp(partials.log_sums[row] - peak)
+                total[g] += weight
                 for d in range(head_dim):
-                    weighted[g, d] = weighted[g, d] * shrunk + weight * partials.outputs[row, d]
+                    weighted[g, d] += weight * partials.outputs[row, d]
         for g in range(group):
             share = 1.0 / total[g] if total[g] > 0.0 else 0.0
             for d in range(head_dim):
