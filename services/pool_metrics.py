@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.errors import PeerFailed
+from services.errors import DeadlineExceeded, PeerFailed
 from services.kv.types import RankLoad
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -38,6 +38,9 @@ class RequestMetrics:
             yield
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
+            raise
+        except TimeoutError:  # of the request's own deadline
+            outcome = DeadlineExceeded.__name__
             raise
         except BaseException as error:
             outcome = type(error).__name__

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -133,6 +134,30 @@ def test_those_that_receive_outlive_a_step_that_fails():
     rank.core.landed(receiving, Sampled(first))
     rank.run([receiving])
     assert rank.tokens[receiving] == continuation(PROMPT, 5)
+
+
+async def test_a_runner_that_does_not_recover_ends_the_rank(pair):
+    """One that computes a step in between goes on."""
+    runner, compute = pair.decode._core.runner, FakeRunner.run
+
+    async def ask():
+        await pair.generate(PROMPT, 2, Plan.LOCAL)
+
+    def broken(chunks):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    for failures in (4, 4):
+        runner.run = broken
+        for _ in range(failures):
+            with pytest.raises(Unavailable, match="the engine failed"):
+                await ask()
+        runner.run = partial(compute, runner)
+        await ask()
+    runner.run = broken
+    for _ in range(5):
+        with pytest.raises(Unavailable):
+            await ask()
+    await asyncio.wait_for(pair.decode.crashed(), 20)
 
 
 async def test_books_that_are_broken_end_the_rank(pair, monkeypatch):

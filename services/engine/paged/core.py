@@ -55,6 +55,7 @@ class EngineCore:
         self._events: list[tuple[Sequence, Event]] = []
         self._step_s = 0.0
         self._step_times = StepTimes()
+        self.failed_steps = 0  # in a row
         self.retractions = 0
 
     @property
@@ -155,7 +156,9 @@ class EngineCore:
         try:
             sampled = self.runner.run([chunk for _, chunk in batch])
         except Exception as error:
+            self.failed_steps += 1
             raise RunnerFailed(type(error).__name__) from error
+        self.failed_steps = 0
         self._measure(batch, num_decoding, self._clock() - began)
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)

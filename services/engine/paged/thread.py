@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A runner that fails so often in a row does not recover (a CUDA context that has faulted never does): only a
+# new life of the rank can help, and would not come while this one says that it is well.
+_MAX_FAILED_STEPS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -187,6 +191,8 @@ class EngineThread:
         except RunnerFailed as error:
             # A failed forward pass leaves the KV of its batch undefined; the rank itself can go on.
             log.exception("engine_step_failed")
+            if core.failed_steps >= _MAX_FAILED_STEPS:
+                raise
             failure = Failed(Unavailable(f"the engine failed: {error}"))
             self._busy = True  # those that wait may have room now
             self._failures += [(seq, failure) for seq in core.fail_active()]
