@@ -129,7 +129,10 @@ class PrefillLinks:
             received_s = self._clock()
             self._note_life(address.endpoint, peer.rank)
             if peer.rank != address.id:
-                raise StaleGeneration(f"not the life of {address.id} that was meant answers, but {peer.rank}")
+                who = "another life of it" if peer.rank.key == address.id.key else str(peer.rank)
+                raise StaleGeneration(
+                    f"prefill rank {address.id} is gone: {who} answers at {address.endpoint}"
+                )
             check_hello(self._own, peer)
         except BaseException as error:
             await stream.close()
@@ -283,8 +286,8 @@ class PrefillLink:
             elif status.state == _State.STATE_RENEGOTIATE:
                 watch.on_renegotiated(Renegotiated(status.start))
             else:
-                name = _State.State.Name(status.state).removeprefix("STATE_").lower()
-                watch.on_last_word(f"{self.address.id}: the transfer was {name}: {status.reason}")
+                ended = "was refused" if status.state == _State.STATE_REFUSED else "failed"
+                watch.on_last_word(f"{self.address.id}: the transfer {ended}: {status.reason}")
 
     def _last_word(self, room: int) -> RoomWatch | None:
         """The watch of the room's ticket, which this stream has nothing more to tell."""

@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from cluster.harness import FakeCluster, ids_request
+from cluster.pair_of_ranks import Ranks
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import continuation
 from services.engine.paged.growth import OutputEstimate
@@ -22,36 +23,9 @@ from services.router.prompt import PromptEncoder
 from services.transfer.local import _LandedWrite
 
 LONG_S = 30.0  # a deadline for conditions, never waited out
-DEADLINE_S = 0.5
+DEADLINE_S = 0.3
 PROMPT = [(i * 7) % 500 for i in range(400)]  # 13 chunks of 10 ms
 MAX_TOKENS = 400
-
-
-class Ranks:
-    """What a router and the engines of one rank each know, as far as an abort touches it."""
-
-    def __init__(self, cluster):
-        self.router = cluster.routers[0].generator
-        self.decode = cluster.ranks["decode-0/0"].engine
-        self.prefill = cluster.ranks["prefill-0/0"].engine
-
-    @property
-    def rooms(self):
-        return self.prefill.sender._table
-
-    def left(self):
-        """What is still held, by name; empty when everything is back."""
-        links = self.decode._links
-        held = {
-            "the router's requests": self.router.num_running,
-            "decode's requests": len(self.decode._mailboxes),
-            "prefill's requests": len(self.prefill._mailboxes),
-            "awaited writers": len(self.decode._background),
-            "rooms": self.rooms.open_rooms,
-            "watches": sum(len(link._watches) for link in [*links._links.values(), *links._retired]),
-            "lost watches": len(links._orphans) + len(links._seekers),
-        }
-        return {name: number for name, number in held.items() if number}
 
 
 @dataclass
