@@ -41,9 +41,9 @@ class _Kept:
 
 
 class PrefillChannels:
-    """One channel per prefill endpoint, anew where it could not connect: a rank is called only after the
-    handshake with it, so that it is there. With each new channel those are closed that have become idle,
-    so that ranks which came and went leave nothing behind."""
+    """One channel per prefill endpoint, made anew where it could not connect: whoever calls has reason to
+    think that the rank is there again. With each new channel those are closed that have become idle, so
+    that ranks which came and went leave nothing behind."""
 
     def __init__(self, tls: rpc.TlsConfig | None) -> None:
         self._tls = tls

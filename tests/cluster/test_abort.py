@@ -1,8 +1,8 @@
 """An abort, at whatever stage and by whom, reaches both ranks and frees everything, quarantine included.
 
 The lease has minutes to go in all of these: what comes back has come back because the writer said so, or
-because nobody was to write. How long that takes is measured by bench.soak (2 s are allowed, tens of
-milliseconds are needed); the deadlines here only end a test that has failed.
+because nobody was to write. How long that takes is measured by bench.soak (2 s are allowed, up to 0.2 s
+are needed); the deadlines here only end a test that has failed.
 """
 
 import asyncio
