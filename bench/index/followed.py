@@ -11,7 +11,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -34,11 +34,10 @@ class TimedIndex(PrefixIndex):
         super().__init__()
         self.ages_s: list[float] = []
 
-    def apply_delta(self, rank: RankId, added: Iterable[int], removed: Iterable[int]) -> bool:
-        blocks = tuple(added)
-        applied = super().apply_delta(rank, blocks, removed)
-        if blocks and applied:
-            self.ages_s.append(time.monotonic() - stamped_s(min(blocks)))
+    def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
+        applied = super().apply_delta(rank, added, removed)
+        if added and applied:
+            self.ages_s.append(time.monotonic() - stamped_s(min(added)))
         return applied
 
 

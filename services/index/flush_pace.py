@@ -1,13 +1,16 @@
-"""How often one rank may write its index: the cluster's budget, shared by all ranks. Pure."""
+"""When one rank may write its index: the cluster's budget, shared by all ranks. Pure."""
+
+import math
 
 _MAX_SLOW_S = 1.0
 
 
 class FlushPace:
-    """Adapts the interval between two writes, and nothing else.
+    """Adapts the interval between two writes, and nothing else. Times are seconds on one monotonic clock.
 
     Never below `flush_s`; never below the rank's share of `writes_per_s`, which is what all ranks of the
-    cluster may write together; and, where etcd is slow, at most half of the time is spent writing.
+    cluster may write together; and, where etcd is slow, at most half of the time is spent writing. A rank
+    that has not written for so long waits only `flush_s`, for what else may happen.
     """
 
     def __init__(self, flush_s: float, writes_per_s: float) -> None:
@@ -16,6 +19,7 @@ class FlushPace:
         self._flush_s = flush_s
         self._writes_per_s = writes_per_s
         self._took_s = 0.0
+        self._next_at = -math.inf
 
     def __repr__(self) -> str:
         return f"FlushPace(interval_s={self.interval_s:.3f}, num_ranks={self.num_ranks})"
@@ -24,6 +28,16 @@ class FlushPace:
     def interval_s(self) -> float:
         return max(self._flush_s, self.num_ranks / self._writes_per_s, min(self._took_s, _MAX_SLOW_S))
 
-    def wrote(self, took_s: float) -> None:
-        """A write took so long."""
+    def wait_s(self, now: float, age_s: float) -> float:
+        """Until the next write, where the oldest untold event happened `age_s` ago."""
+        return max(0.0, self._next_at - now, self._flush_s - age_s)
+
+    def scatter(self, now: float, chance: float) -> None:
+        """Write next anywhere in the interval, by `chance` in [0, 1): all ranks may be about to."""
+        self._next_at = max(self._next_at, now + chance * self.interval_s)
+
+    def wrote(self, now: float, took_s: float) -> None:
+        """A write took so long and has ended."""
         self._took_s = took_s
+        # From its end, so that where writes queue there are fewer of them.
+        self._next_at = now + self.interval_s

@@ -1,6 +1,6 @@
 """Tells etcd what one rank's radix tree holds.
 
-    COLLECT --events--> DUE --one flush interval--> WRITE one delta, or a snapshot --ok--> COLLECT
+    COLLECT --events--> DUE --its turn in the flush interval--> WRITE one delta, or a snapshot --ok--> COLLECT
        ^  no lease         ^                           |--etcd away: wait, longer each time--+
        +--- lease lost ----|---------------------------+--etcd full: wait long, write less---+
        +--- another life --|---------------------------+                                     |
@@ -12,6 +12,7 @@ however long etcd is away, what waits for it is never more than the pool can hol
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -67,6 +68,7 @@ class Publisher:
         self._writer = PrefixWriter(etcd, keys, rank, self._settings.log)
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
+        self._began_at = 0.0  # to write
 
     def __repr__(self) -> str:
         return f"Publisher({self._writer!r}, {self._ledger!r}, {self.pace!r})"
@@ -91,6 +93,7 @@ class Publisher:
         with a snapshot."""
         self._lease_id = lease_id
         self.disputed.clear()
+        self.pace.scatter(self._etcd.clock(), self._etcd.rng.random())
         self._writer.overrule()
         self._start_over()
         self._wake.set()
@@ -115,7 +118,7 @@ class Publisher:
         backoff = Backoff(self._etcd.rng, max_s=self._settings.max_backoff_s)
         while True:
             await self._due()
-            await self._pause()
+            await asyncio.sleep(self.pace.wait_s(self._etcd.clock(), self.lag_s))
             try:
                 await self.flush()
                 backoff.reset()
@@ -139,7 +142,7 @@ class Publisher:
         lease_id = self._lease_id
         if lease_id == _NO_LEASE or self.idle:
             return
-        started = self._etcd.clock()
+        self._began_at = self._etcd.clock()
         try:
             await self._write(lease_id)
         except LeaseNotFound:
@@ -151,7 +154,7 @@ class Publisher:
             self._start_over()
             raise
         self.trouble = self.degraded = None
-        self.pace.wrote(self._etcd.clock() - started)
+        self._wrote()
 
     def _note(self, error: IsthmusError) -> None:
         self.failures += 1
@@ -168,7 +171,14 @@ class Publisher:
             await self._wake.wait()
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self.pace.interval_s)
+        """Between two writes of one snapshot."""
+        self._wrote()
+        await asyncio.sleep(self.pace.wait_s(self._etcd.clock(), math.inf))
+        self._began_at = self._etcd.clock()
+
+    def _wrote(self) -> None:
+        now = self._etcd.clock()
+        self.pace.wrote(now, now - self._began_at)
 
     async def _write(self, lease_id: int) -> None:
         age_s = self.lag_s
