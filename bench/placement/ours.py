@@ -24,6 +24,7 @@ from services.router.placement import (
     place,
 )
 from services.router.placer import Asked, Placer, PlacerSettings
+from services.router.shares import Share
 
 _SEED = scope_seed(MODEL)
 
@@ -42,7 +43,7 @@ class Ours:
 
     gather_s = GATHER_S
 
-    def __init__(self, fleet: Fleet, events: Events, seed: int, pins: "dict[str, RankKey]") -> None:
+    def __init__(self, fleet: Fleet, events: Events, share: Share, pins: "dict[str, RankKey]") -> None:
         timing = fleet.timing
         self.index = PrefixIndex()
         self._balance = Balance(
@@ -55,13 +56,14 @@ class Ours:
             [_registration(rank, Role.DECODE, timing) for rank in fleet.decodes],
             [_registration(rank, Role.PREFILL, timing) for rank in fleet.prefills],
         )
+        self._placer.set_share(share)
         for rank in (*fleet.decodes, *fleet.prefills):
             self.index.apply_snapshot(rank.id, ())
             self._balance.report(rank.id.key, rank.load())
         self._plans = fleet.plans
         self._pins = pins
         self._use_pins = False
-        self._random = Random(seed)
+        self._random = Random(share.index)
         self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
 
     def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:

@@ -21,6 +21,7 @@ from bench.placement.settings import Setting
 from bench.placement.workload import TraceRequest, together
 from bench.report import Row
 from services.kv.types import CacheEvents, Generation, Plan, RankId, RankKey
+from services.router.shares import Share
 
 OURS = ("ours", "ours-remote", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
@@ -72,7 +73,8 @@ class Simulation:
             return [Oracle(fleet, i, self._on_its_way) for i in range(setting.routers)]
         if name in OURS:
             pins: dict[str, RankKey] = {}
-            self._ours = [Ours(fleet, self._events, i, pins) for i in range(setting.routers)]
+            shares = [Share(i, setting.routers) for i in range(setting.routers)]
+            self._ours = [Ours(fleet, self._events, share, pins) for share in shares]
             return list(self._ours)
         return [
             Separate(

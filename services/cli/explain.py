@@ -21,6 +21,7 @@ _ORDER = (
 _REASONS = {
     "pinned": "the conversation is pinned there, and its price is within the slack of the lowest",
     "longest_prefix": "it alone holds most of the prompt, and its price is within the slack of the lowest",
+    "share": "of several routers this one prefers that rank, and its price is within the slack of the lowest",
     "cheapest": "its price is the lowest",
     "tie": "several are equally cheap and have as few requests, and chance chose among them",
 }

@@ -148,6 +148,10 @@ class Mirror:
         missing_s = self.unregistered_s(view) if progress.current else now - max(told_at, view.since_s)
         return max(age_s, missing_s) + self._probe.delay_s
 
+    def place_among_routers(self) -> tuple[int, int]:
+        """See Probe."""
+        return self._probe.place_among_routers()
+
     def is_current(self, rank: RankKey) -> bool:
         """A snapshot of the rank has been read, and no delta is missing."""
         return self.progress(rank).current
@@ -239,7 +243,7 @@ class Mirror:
             case RegistrationKey(rank):
                 self._apply_registration(rank, change.value)
             case ProbeKey(router):
-                self._probe.seen(router, change.value or b"")
+                self._probe.seen(router, change.value)
             case SchemaKey():
                 pass  # each process compares it when it starts
             case None:

@@ -1,4 +1,4 @@
-"""How long etcd takes from a router's own put until its own watch shows it."""
+"""How long etcd takes from a router's own put until its own watch shows it, and which routers there are."""
 
 import asyncio
 import logging
@@ -10,6 +10,8 @@ from services.index.keys import ClusterKeys
 from services.index.lease import BucketLease
 
 logger = logging.getLogger(__name__)
+
+_GONE_S = 5.0  # a router that stops leaves its probe behind until its lease has lapsed
 
 
 class Probe:
@@ -25,6 +27,7 @@ class Probe:
         self._number = 0
         self._put_at: float | None = None  # of the one that has not been seen yet
         self._last_delay_s = 0.0
+        self._seen_s: dict[str, float] = {}  # by router
 
     @property
     def delay_s(self) -> float:
@@ -32,8 +35,20 @@ class Probe:
         under_way_s = 0.0 if self._put_at is None else self._etcd.clock() - self._put_at
         return max(self._last_delay_s, under_way_s)
 
-    def seen(self, router: str, value: bytes) -> None:
-        """The watch has shown a probe; another router's, or an older one's, is nothing to us."""
+    def place_among_routers(self) -> tuple[int, int]:
+        """Our place, from 0, among the routers by name, and how many they are: those whose probes were seen
+        as late as ours, or nearly. While etcd is away they stay as they were."""
+        since_s = self._seen_s.get(self._router, 0.0) - _GONE_S
+        others = [name for name, seen_s in self._seen_s.items() if seen_s > since_s and name != self._router]
+        return sum(name < self._router for name in others), len(others) + 1
+
+    def seen(self, router: str, value: bytes | None) -> None:
+        """The watch has shown a probe; None: it is gone."""
+        if value is None:
+            self._seen_s.pop(router, None)
+            return
+        self._seen_s[router] = self._etcd.clock()
+        # An older one of ours says nothing of the present delay.
         if router == self._router and self._put_at is not None and value == self._value():
             self._last_delay_s = self._etcd.clock() - self._put_at
             self._put_at = None

@@ -25,6 +25,7 @@ from services.router.decode_client import DecodeClient
 from services.router.placement import Decision
 from services.router.placer import Asked, Placer, PlacerSettings
 from services.router.prefill_watch import PrefillWatch
+from services.router.shares import Share
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +247,7 @@ class Cluster:
 
     def _asked(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> Asked:
         self._refresh()
+        self._placer.set_share(Share(*self._mirror.place_among_routers()))
         num_tokens = len(prompt.ids)
         return Asked(
             prompt.hashes,

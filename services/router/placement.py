@@ -56,6 +56,7 @@ class DecodeCandidate:
     queued: int = 0  # requests whose prompts wait to be computed there
     matched_tokens: int = 0  # what the index says, before trust and predictions
     waiting_tokens: int = 0  # of requests that wait for pages before this one
+    own: bool = True  # of this router's share; see shares.py
 
     @property
     def has_room(self) -> bool:
@@ -76,6 +77,7 @@ class PrefillCandidate:
     excluded: str = ""
     queued: int = 0
     matched_tokens: int = 0
+    own: bool = True
 
 
 Candidate = DecodeCandidate | PrefillCandidate
@@ -105,11 +107,16 @@ class Weights:
     itl_weight: float = 0.05
     # Of the seconds to recompute what is evicted: not all of it will be asked for again.
     evict_weight: float = 0.5
-    # How much worse than the best price the home rank may be: moving a conversation leaves a copy behind.
-    home_slack_ratio: float = 0.2
-    home_slack_s: float = 0.05
+    # How much worse than the best price the home rank may be, for moving a conversation leaves a copy behind;
+    # or a rank of this router's share, for others may have sent to the rest what is not known yet.
+    slack_ratio: float = 0.2
+    slack_s: float = 0.05
     # The calls between the two ranks, whatever the size.
     remote_overhead_s: float = 0.005
+
+    def is_near(self, total_s: float, best_s: float) -> bool:
+        """Whether a price is within the slack of the best one."""
+        return total_s <= best_s * (1 + self.slack_ratio) + self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +135,9 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`reason`: pinned or longest_prefix (the home rank, within its slack), cheapest, or tie (one of several
-    equally cheap ones, the least crowded first). The rest is kept to explain it."""
+    """`reason`: pinned or longest_prefix (the home rank, within the slack), share (a computing rank of this
+    router's share, likewise), cheapest, or tie (one of several equally cheap ones, the least crowded first).
+    The rest is kept to explain it."""
 
     chosen: Priced
     excluded: tuple[Candidate, ...]
@@ -168,7 +176,8 @@ def place(
 
     The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
     chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
-    price is within the slack of the best one. With more `spare_ranks` more is compared, to be shown.
+    price is within the slack of the best one; then the cheapest one of this router's share does. With more
+    `spare_ranks` more is compared, to be shown.
 
     Raises:
         Unavailable: no rank can serve; the message says why.
@@ -204,6 +213,10 @@ class _Option(NamedTuple):
     @property
     def plan(self) -> Plan:
         return Plan.LOCAL if self.prefill is None else Plan.REMOTE
+
+    @property
+    def own(self) -> bool:
+        return (self.prefill or self.decode).own
 
 
 class _Sender(NamedTuple):
@@ -363,7 +376,7 @@ def _options(
     if Plan.LOCAL in pricing.request.plans:
         local_s = [pricing.local_s(receiver) for receiver in receivers]
         crowds = [decode.running for decode in decodes]
-        chosen = _shortlist(local_s, [0.0] * len(local_s), crowds, tie, spare_ranks)
+        chosen = _best_few(local_s, [0.0] * len(local_s), decodes, crowds, tie, spare_ranks)
         wanted = _joined([receivers[i] for i in chosen], at_home)
         options += [_Option(pricing.local_s(receiver), receiver.decode, None) for receiver in wanted]
     if Plan.REMOTE in pricing.request.plans and prefills:
@@ -380,9 +393,10 @@ def _remote_options(
     tie: float,
     spare_ranks: int,
 ) -> list[_Option]:
-    chosen = _shortlist(
+    chosen = _best_few(
         [sender.fixed_s for sender in senders],
         [sender.compute_s for sender in senders],
+        [sender.prefill for sender in senders],
         [sender.prefill.queued for sender in senders],
         _another(tie, 7919),
         spare_ranks,
@@ -408,6 +422,24 @@ def _joined(shortlist: list[_Receiver], at_home: Iterable[_Receiver]) -> list[_R
     return shortlist + [
         receiver for receiver in at_home if all(receiver.decode is not other.decode for other in shortlist)
     ]
+
+
+def _best_few(
+    fixed_s: Sequence[float],
+    overlapped_s: Sequence[float],
+    ranks: Sequence[Candidate],
+    crowds: Sequence[int],
+    tie: float,
+    spare_ranks: int,
+) -> list[int]:
+    """The shortlist of all, and that of this router's share where it has not all."""
+    chosen = _shortlist(fixed_s, overlapped_s, crowds, tie, spare_ranks)
+    own = [index for index, rank in enumerate(ranks) if rank.own]
+    if not own or len(own) == len(ranks):
+        return chosen
+    fixed, overlapped = ([side[index] for index in own] for side in (fixed_s, overlapped_s))
+    of_own = [own[index] for index in _shortlist(fixed, overlapped, [crowds[index] for index in own], tie, 1)]
+    return chosen + [index for index in of_own if index not in chosen]
 
 
 def _shortlist(
@@ -448,9 +480,15 @@ def _choose(
     at_home = [option for option in options if option.decode is home]
     if at_home:
         home_s = min(option.total_s for option in at_home)
-        if home_s <= best_s * (1 + weights.home_slack_ratio) + weights.home_slack_s:
+        if weights.is_near(home_s, best_s):
             return _pick(at_home, home_s, tie)[0], home_reason
-    option, num_equal = _pick(options, best_s, tie)
+    own = [option for option in options if option.own]
+    if own and weights.is_near(min(option.total_s for option in own), best_s):
+        options = own
+    lowest_s = min(option.total_s for option in options)
+    option, num_equal = _pick(options, lowest_s, tie)
+    if lowest_s > best_s:
+        return option, "share"
     return option, "tie" if num_equal > 1 else "cheapest"
 
 

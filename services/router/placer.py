@@ -9,13 +9,14 @@ It has no I/O, no clock and no chance of its own (see Balance), so that bench.pl
 
 Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
 interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
-cheaper. One look-up a rank finds them; the first few are taken in any case, and the pinned one.
+cheaper. One look-up a rank finds them; the first few are taken in any case, the first few of this router's
+share, and the pinned one.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from services.errors import IsthmusError
@@ -36,10 +37,12 @@ from services.router.placement import (
     Weights,
     place,
 )
+from services.router.shares import Share
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come
 _FEW = 16  # ranks of a role that are all priced
 _LEAST_LOADED = 6  # of many, priced in any case
+_OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
 _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
 _USUAL_TOKENS = 4_096  # for which a rank should have room
 _EXPLAINED = 64  # a side; more are not shown
@@ -68,10 +71,11 @@ _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The ranks of one role; `order` only where there are many."""
+    """The ranks of one role; `order` only where there are many. `own` are this router's share."""
 
     ranks: dict[RankKey, Registration] = field(default_factory=dict)
     order: LoadOrder | None = None
+    own: frozenset[RankKey] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +104,23 @@ class Placer:
         self._progress = progress
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
+        self._share = Share()
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
         balance.changed = self._changed
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
-        """Those that there are now."""
+        """Those that there are now, of each role in the order of their keys."""
         self._decodes, self._prefills = self._side(decodes), self._side(prefills)
         layouts = Counter(rank.layout for rank in decodes).most_common(1)
         self._layout = layouts[0][0] if layouts else None
+
+    def set_share(self, share: Share) -> None:
+        """This router's, of the ranks that all routers place on."""
+        if share != self._share:
+            self._share = share
+            self._decodes, self._prefills = (
+                replace(side, own=share.own(side.ranks)) for side in (self._decodes, self._prefills)
+            )
 
     # -- placing ----------------------------------------------------------------------------------
 
@@ -191,6 +204,9 @@ class Placer:
         yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
         least_loaded = (key for key in order if not asked.exclusion(side.ranks[key]))
         yield from islice(least_loaded, _LEAST_LOADED)
+        if self._share.of > 1:
+            own = (key for key in islice(order, _OWN_REACH) if key in side.own)
+            yield from islice((key for key in own if not asked.exclusion(side.ranks[key])), _LEAST_LOADED)
         longest, ranks = 0, iter(order)
         while longest < len(hashes):
             deeper = self._index.first_holder(ranks, hashes[longest])
@@ -218,6 +234,7 @@ class Placer:
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
             waiting_tokens=now.load.waiting_tokens,
+            own=key in self._decodes.own,
         )
 
     def _prefill_candidate(
@@ -238,6 +255,7 @@ class Placer:
             excluded=exclusion,
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
+            own=key in self._prefills.own,
         )
 
     def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
@@ -323,9 +341,11 @@ class Placer:
 
     def _side(self, ranks: Sequence[Registration]) -> _Side:
         by_key = {rank.id.key: rank for rank in ranks}
+        own = self._share.own(by_key)
         if len(ranks) <= _FEW:
-            return _Side(by_key)
-        return _Side(by_key, LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items()))
+            return _Side(by_key, None, own)
+        order = LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items())
+        return _Side(by_key, order, own)
 
     def _changed(self, key: RankKey) -> None:
         for side in (self._decodes, self._prefills):

@@ -46,6 +46,12 @@ async def test_mirrors_hold_what_ranks_hold(etcd: Etcd, keys: ClusterKeys) -> No
         assert len(kvs) < 2 * (1 + 4 + 1000 // 40 + 1)  # old epochs and logs are gone
 
 
+async def test_routers_know_of_each_other(etcd: Etcd, keys: ClusterKeys) -> None:
+    async with mirroring(etcd, keys, "a") as first, mirroring(etcd, keys, "b") as second:
+        await until(lambda: first.place_among_routers() == (0, 2))
+        await until(lambda: second.place_among_routers() == (1, 2))
+
+
 async def test_a_registration_is_mirrored_whole_and_deregistered_at_the_end(
     etcd: Etcd, keys: ClusterKeys
 ) -> None:

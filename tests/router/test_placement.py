@@ -19,7 +19,7 @@ from services.router.placement import (
 
 BANDWIDTH = 1e9
 WEIGHTS = Weights()
-NO_SLACK = replace(WEIGHTS, home_slack_ratio=0.0, home_slack_s=0.0)
+NO_SLACK = replace(WEIGHTS, slack_ratio=0.0, slack_s=0.0)
 REMOTE, LOCAL = frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})
 
 
@@ -108,16 +108,22 @@ def book_home(asked, decodes) -> RankId | None:
     return longest[-1].id
 
 
-def expected_price(prices, home, weights) -> float:
+def expected_price(prices, home, own, weights) -> float:
+    """The home's, else this router's share's, else the best; `own` are the ids of that share."""
     best = min(prices.values())
-    if home is None:
-        return best
-    at_home = min(price for (decode_id, _), price in prices.items() if decode_id == home)
-    limit = best * (1 + weights.home_slack_ratio) + weights.home_slack_s
-    if at_home - best < 1e-9:
-        return best
-    assume(abs(at_home - limit) > 1e-9)  # else the last bit of a sum decides
-    return at_home if at_home <= limit else best
+    limit = best * (1 + weights.slack_ratio) + weights.slack_s
+    at_home = [price for (decode_id, _), price in prices.items() if decode_id == home]
+    in_share = [
+        price for (decode_id, prefill_id), price in prices.items() if (prefill_id or decode_id) in own
+    ]
+    for preferred in (at_home, in_share):
+        if not preferred:
+            continue
+        price = min(preferred)
+        assume(abs(price - limit) > 1e-9)  # else the last bit of a sum decides
+        if price - best < 1e-9 or price <= limit:
+            return price
+    return best
 
 
 tokens = st.sampled_from([0, 0, 64, 640, 2_000, 4_000]) | st.integers(0, 10_000)
@@ -133,14 +139,21 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
         *(tokens, tokens, EXCLUDED, queues),
     )
     drawn = draw(st.lists(states, min_size=1, max_size=25))
-    return [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
+    ranks = [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
+    return shared_out(draw, ranks)
 
 
 @st.composite
 def prefill_ranks(draw) -> list[PrefillCandidate]:
     states = st.tuples(tokens, tokens, rates, tokens, tokens, EXCLUDED, queues)
     drawn = draw(st.lists(states, max_size=25))
-    return [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
+    ranks = [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
+    return shared_out(draw, ranks)
+
+
+def shared_out(draw, ranks) -> list:
+    share, routers = draw(st.sampled_from([(0, 1), (0, 2), (1, 3), (7, 8)]))
+    return [replace(rank, own=index % routers == share) for index, rank in enumerate(ranks)]
 
 
 @st.composite
@@ -172,7 +185,8 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
     decision = choose(asked, decodes, prefills, weights=weights, tie=tie)
 
     chosen, home = decision.chosen, book_home(asked, able[0])
-    assert chosen.total_s == pytest.approx(expected_price(prices, home, weights))
+    own = {rank.id for rank in (*decodes, *prefills) if rank.own}
+    assert chosen.total_s == pytest.approx(expected_price(prices, home, own, weights))
     for priced in decision.ranked:
         price = prices[priced.decode.id, priced.prefill and priced.prefill.id]
         assert priced.total_s == pytest.approx(price)
@@ -184,6 +198,7 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
     assert set(decision.excluded) == {c for c in (*decodes, *prefills) if c.excluded}
     at_home = {"pinned": asked.pinned, "longest_prefix": home and home.key}
     assert chosen.decode.id.key == at_home.get(decision.reason, chosen.decode.id.key)
+    assert decision.reason != "share" or (chosen.prefill or chosen.decode).own
 
 
 # -- the terms ------------------------------------------------------------------------------------
@@ -321,7 +336,7 @@ def test_a_pin_is_void_while_others_wait_for_pages_there():
     roomy = decode(1, free_tokens=10_000)
     for waiting, reason in ((128, "pinned"), (129, "cheapest")):
         home = decode(0, waiting_tokens=waiting, **crowded)
-        weights = replace(WEIGHTS, home_slack_s=1_000.0)
+        weights = replace(WEIGHTS, slack_s=1_000.0)
         decision = choose(asked, [home, roomy], [prefill(0)], weights=weights)
         assert decision.reason == reason
 
@@ -360,6 +375,24 @@ def test_a_rank_that_is_worse_gets_no_share_of_the_tie():
     ranks = [decode(0, pending_tokens=1), *(decode(i) for i in range(1, 4))]
     chosen = {choose(request(), ranks, [prefill(0)], tie=i / 50).chosen.decode.id.rank for i in range(50)}
     assert chosen == {1, 2, 3}
+
+
+def test_of_near_equals_one_of_this_routers_share_is_taken():
+    foreign, own = decode(0, own=False), decode(1, pending_tokens=300)
+    decision = choose(request(), [foreign, own])
+    assert (decision.chosen.decode.id.rank, decision.reason) == (1, "share")
+    decision = choose(request(), [foreign, replace(own, pending_tokens=3_000)])
+    assert (decision.chosen.decode.id.rank, decision.reason) == (0, "cheapest")
+    # What computes the prompt is what others may have sent to.
+    senders = [prefill(0, own=False), prefill(1, pending_tokens=300)]
+    decision = choose(request(plans=REMOTE), [decode(0, own=False), decode(1, running=1)], senders)
+    chosen = decision.chosen
+    assert (chosen.prefill.id.rank, chosen.decode.id.rank, decision.reason) == (1, 0, "share")
+
+
+def test_the_home_goes_before_this_routers_share():
+    home, own = decode(0, own=False, hit_tokens=3_000, pending_tokens=2_900), decode(1)
+    assert choose(request(), [home, own]).reason == "longest_prefix"
 
 
 def test_of_equally_cheap_ranks_the_least_crowded_is_taken():

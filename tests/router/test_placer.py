@@ -26,13 +26,14 @@ from services.request import Admitted
 from services.router.balance import Balance
 from services.router.placement import Weights
 from services.router.placer import Asked, Placer, PlacerSettings
+from services.router.shares import Share
 
 BLOCK = 64
 HASHES = [BlockHash(number) for number in range(1, 41)]
 LAYOUT = KvLayout(page_size=BLOCK, page_bytes=1 << 20, model_fingerprint=1)
 ROOMY = PageBooks(total=10_000, free=5_000, cached=5_000, locked=0, private=0, quarantined=0)
 BOTH = frozenset(Plan)
-NO_SLACK = Weights(home_slack_ratio=0.0, home_slack_s=0.0)
+NO_SLACK = Weights(slack_ratio=0.0, slack_s=0.0)
 
 
 def registration(role: Role, index: int) -> Registration:
@@ -140,6 +141,21 @@ def test_of_requests_that_come_together_the_cheapest_is_placed_first():
     home = router.placer.place(cached, 0.5)
     router.placer.sent("cached", cached.hashes, cached.prompt_tokens, home)
     assert home.chosen.decode.id.rank == 0
+
+
+@pytest.mark.parametrize(("decodes", "prefills"), [(8, 4), (60, 40)])
+def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(decodes, prefills):
+    for plan, side in ((Plan.LOCAL, "decode"), (Plan.REMOTE, "prefill")):
+        chosen: list[RankKey] = []
+        for index in range(2):
+            router = Router(decodes, prefills, Weights())
+            router.placer.set_share(Share(index, 2))
+            for number in range(2):
+                asked = router.asked(1, hashes=(), plans=frozenset({plan}))
+                decision = router.placer.place(asked, 0.5)
+                router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+                chosen.append(getattr(decision.chosen, side).id.key)
+        assert len(set(chosen)) == 4, plan
 
 
 def test_excluded_ranks_among_many_are_passed_over():
