@@ -8,7 +8,7 @@ from services.index.lease import BucketLease, Lease
 
 
 async def test_a_lease_lives_on_and_its_keys_go_with_it(etcd: Etcd, keys: ClusterKeys) -> None:
-    lease = await Lease.grant(etcd, 1)
+    lease = await Lease.grant(etcd, 3)  # a busy machine may be late for a third of that
     key = keys.prefix + b"a"
     await etcd.put(key, b"", lease.id)
     first_deadline = lease._deadline
@@ -26,10 +26,10 @@ async def test_a_lease_revoked_behind_our_back_is_lost(etcd: Etcd) -> None:
 
 
 async def test_when_etcd_is_away_the_deadline_is_the_loss(own_server: EmbeddedEtcd) -> None:
-    async with client(own_server.endpoint, timeout_s=0.2) as etcd:
+    async with client(own_server.endpoint, timeout_s=2.0) as etcd:
         lease = await Lease.grant(etcd, 1)
         await own_server.kill()
-        await asyncio.wait_for(lease.lost.wait(), 5)
+        await asyncio.wait_for(lease.lost.wait(), 30)
         assert etcd.clock() >= lease._deadline
 
 
