@@ -41,12 +41,20 @@ class KeyValue:
 class TxnResult:
     """`succeeded`: every comparison held. `revision`: of the store after the transaction.
 
-    `inner`: whether the comparisons of each nested transaction held, in order.
+    `swaps`: of each `put_if_unchanged_op`, in order.
     """
 
     succeeded: bool
     revision: int
-    inner: tuple[bool, ...] = ()
+    swaps: tuple["Swap", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """`mod_revision`: of the key after the transaction, whoever wrote it."""
+
+    succeeded: bool
+    mod_revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,10 @@ def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
 
 def put_if_unchanged_op(key: bytes, value: bytes, mod_revision: int, lease_id: int) -> etcd_pb2.RequestOp:
     """A nested transaction: a compare_and_swap of its own among others."""
-    swap = etcd_pb2.TxnRequest(compare=[unchanged(key, mod_revision)], success=[put_op(key, value, lease_id)])
+    found = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=key, keys_only=True))
+    swap = etcd_pb2.TxnRequest(
+        compare=[unchanged(key, mod_revision)], success=[put_op(key, value, lease_id)], failure=[found]
+    )
     return etcd_pb2.RequestOp(request_txn=swap)
 
 
@@ -202,8 +213,11 @@ class Etcd:
         """At most 128 operations and 1.5 MiB. `idempotent`: doing it twice is the same as once."""
         request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
         response = await self.connection.unary(_TXN, request, idempotent=idempotent)
-        inner = tuple(op.response_txn.succeeded for op in response.responses if op.HasField("response_txn"))
-        return TxnResult(response.succeeded, response.header.revision, inner)
+        revision = response.header.revision
+        swaps = tuple(
+            _swap(op.response_txn, revision) for op in response.responses if op.HasField("response_txn")
+        )
+        return TxnResult(response.succeeded, revision, swaps)
 
     async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
         """Put unless the key exists. False: it exists."""
@@ -238,6 +252,13 @@ def _next_page_keys(page: Page, page_keys: int) -> int:
     size_bytes = sum(len(kv.value) for kv in page.kvs)
     fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
     return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
+
+
+def _swap(response: etcd_pb2.TxnResponse, revision: int) -> Swap:
+    if response.succeeded:
+        return Swap(True, revision)
+    found = response.responses[0].response_range.kvs
+    return Swap(False, found[0].mod_revision if found else 0)
 
 
 def _key_value(pb: etcd_pb2.KeyValue) -> KeyValue:

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.errors import IsthmusError
 from services.index.backoff import Backoff
@@ -24,6 +25,8 @@ from services.wire import convert
 from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
 
 _MAX_PUTS = 100  # etcd's limit is 128 operations
 
@@ -107,6 +110,8 @@ class PinWriter:
         self._lease = BucketLease(etcd, life_s=self._settings.life_s, bucket_s=self._settings.bucket_s)
         self._queue: OrderedDict[str, _Queued] = OrderedDict()
         self._remembered: OrderedDict[str, _Written] = OrderedDict()
+        # Revisions of pins that we lost to and may never see: of very many the mirror keeps the newest only.
+        self._unseen: OrderedDict[str, int] = OrderedDict()
         self._wake = asyncio.Event()
 
     def pin(self, conversation: str, decode: RankId, prefill: RankId | None = None) -> None:
@@ -116,7 +121,7 @@ class PinWriter:
             self._queue.pop(name, None)  # back to what etcd has
             return
         known = self._known(name)
-        self._queue[name] = _Queued(pin, known.revision if known else 0)
+        self._queue[name] = _Queued(pin, max(known.revision if known else 0, self._unseen.get(name, 0)))
         self._queue.move_to_end(name)
         if len(self._queue) > self._settings.max_queued:
             self._queue.popitem(last=False)
@@ -189,14 +194,13 @@ class PinWriter:
         except LeaseNotFound:
             self._lease.forget()
             raise
-        for (name, queued), was_written in zip(batch.items(), result.inner, strict=True):
+        for (name, queued), swap in zip(batch.items(), result.swaps, strict=True):
             if self._queue.get(name) == queued:
                 del self._queue[name]
-            if was_written:
+            if swap.succeeded:
                 self._note_written(name, queued.pin, result.revision)
             else:
-                self.lost += 1
-                self._remembered.pop(name, None)
+                self._note_lost(name, swap.mod_revision)
 
     def _revision(self, name: str, queued: _Queued) -> int:
         """Of the pin that is to be moved. Our own last one may not have come back when it was queued."""
@@ -205,7 +209,17 @@ class PinWriter:
 
     def _note_written(self, name: str, pin: Pin, revision: int) -> None:
         self.written += 1
-        self._remembered[name] = _Written(pin, revision, self._etcd.clock())
-        self._remembered.move_to_end(name)
-        if len(self._remembered) > self._settings.max_remembered:
-            self._remembered.popitem(last=False)
+        self._unseen.pop(name, None)
+        self._remember(self._remembered, name, _Written(pin, revision, self._etcd.clock()))
+
+    def _note_lost(self, name: str, revision: int) -> None:
+        """Another router was first, at this revision; 0: its pin has lapsed since."""
+        self.lost += 1
+        self._remembered.pop(name, None)
+        self._remember(self._unseen, name, revision)
+
+    def _remember(self, pins: OrderedDict[str, _Value], name: str, value: _Value) -> None:
+        pins[name] = value
+        pins.move_to_end(name)
+        if len(pins) > self._settings.max_remembered:
+            pins.popitem(last=False)

@@ -108,6 +108,25 @@ async def test_a_conversation_that_another_router_moved_is_moved_back(etcd: Etcd
     assert ours.recent("c") == Pin(D0) and len(ours._queue) == 1
 
 
+async def test_a_pin_that_the_mirror_no_longer_keeps_can_be_moved(etcd: Etcd, keys: ClusterKeys) -> None:
+    """The first attempt finds it there; the next turn of the conversation moves it."""
+    ours, other = (PinWriter(etcd, keys, unknown, SETTINGS) for _ in range(2))
+
+    async def write(writer: PinWriter, decode: RankId) -> tuple[int, int, Pin | None]:
+        writer.pin("c", decode)
+        while writer._queue:
+            await writer._write_some()
+        found = await etcd.get(keys.pin(pin_name("c")))
+        return writer.written, writer.lost, decode_pin(found.value) if found else None
+
+    assert await write(other, D1) == (1, 0, Pin(D1))
+    assert await write(ours, D0) == (0, 1, Pin(D1))
+    assert await write(ours, D0) == (1, 1, Pin(D0))
+    await etcd.delete_prefix(keys.prefix)
+    assert await write(ours, D1) == (1, 2, None)
+    assert await write(ours, D1) == (2, 2, Pin(D1))
+
+
 async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
     writer = PinWriter(etcd, keys, unknown, SETTINGS)
     async with running(writer.run()):
