@@ -49,11 +49,14 @@ def test_the_kubelet_waits_longer_than_the_service_does(component, grace_s):
     assert needed + 5 <= pod["terminationGracePeriodSeconds"] <= needed + 20
 
 
-def test_a_grace_given_to_all_services_counts_where_they_have_none():
-    values = merged(LEAST, {"flags": {"grace-s": 300}, "decode": {"flags": {"grace-s": None}}})
-    objects = render(values)
-    assert objects.config("decode").grace_s == 300
-    assert objects.pods()["decode"]["terminationGracePeriodSeconds"] >= 310
+@pytest.mark.parametrize("component", OURS)
+def test_a_grace_given_to_all_services_counts_for_each_that_has_none_of_its_own(component):
+    other = "decode" if component == "router" else "router"
+    values = {"flags": {"grace-s": 300}, other: {"flags": {"grace-s": 7}}}
+    objects = render(merged(LEAST, values))
+    assert objects.config(component).grace_s == 300
+    assert objects.pods()[component]["terminationGracePeriodSeconds"] >= 310
+    assert objects.config(other).grace_s == 7
 
 
 @pytest.mark.parametrize("name", NAMES)
