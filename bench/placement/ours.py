@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from bench.placement.events import Events
+from bench.placement.pins import Pins
 from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.index.prefix_index import PrefixIndex
@@ -43,7 +44,7 @@ class Ours:
 
     gather_s = GATHER_S
 
-    def __init__(self, fleet: Fleet, events: Events, share: Share, pins: "dict[str, RankKey]") -> None:
+    def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins) -> None:
         timing = fleet.timing
         self.index = PrefixIndex()
         self._balance = Balance(
@@ -62,7 +63,7 @@ class Ours:
             self._balance.report(rank.id.key, rank.load())
         self._plans = fleet.plans
         self._pins = pins
-        self._use_pins = False
+        self._router = share.index
         self._random = Random(share.index)
         self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
 
@@ -77,14 +78,14 @@ class Ours:
         return _ranks_of(decision)
 
     def _asked(self, request: TraceRequest) -> Asked:
-        hashes, pinned = sequence_hashes(request.blocks, 1, _SEED), self._pins.get(request.session)
+        hashes = sequence_hashes(request.blocks, 1, _SEED)
+        pinned = self._pins.of(request.session, self._router)
         return Asked(hashes, request.prompt_tokens, self._plans, pinned, lambda _: "")
 
     def sent(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]
         self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
-        if self._use_pins:
-            self._pins[job.request.session] = decision.chosen.decode.id.key
+        self._pins.pin(job.request.session, decision.chosen.decode.id.key, self._router)
 
     def first_token(self, job: Job) -> None:
         hashes, decision = self._placed.pop(job.request.number)

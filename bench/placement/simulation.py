@@ -6,6 +6,7 @@ from statistics import fmean
 
 from bench.placement.events import Events
 from bench.placement.ours import Fleet, Oracle, Ours
+from bench.placement.pins import Pins
 from bench.placement.policies import (
     CacheAware,
     LeastLoaded,
@@ -20,7 +21,7 @@ from bench.placement.ranks import DecodeRank, Job, PrefillRank, Rank
 from bench.placement.settings import Setting
 from bench.placement.workload import TraceRequest, together
 from bench.report import Row
-from services.kv.types import CacheEvents, Generation, Plan, RankId, RankKey
+from services.kv.types import CacheEvents, Generation, Plan, RankId
 from services.router.shares import Share
 
 OURS = ("ours", "ours-remote", "oracle")
@@ -72,7 +73,7 @@ class Simulation:
         if name == "oracle":
             return [Oracle(fleet, i, self._on_its_way) for i in range(setting.routers)]
         if name in OURS:
-            pins: dict[str, RankKey] = {}
+            pins = Pins(self._events, setting.staleness_s)
             shares = [Share(i, setting.routers) for i in range(setting.routers)]
             self._ours = [Ours(fleet, self._events, share, pins) for share in shares]
             return list(self._ours)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
@@ -107,16 +108,17 @@ class Weights:
     itl_weight: float = 0.05
     # Of the seconds to recompute what is evicted: not all of it will be asked for again.
     evict_weight: float = 0.5
-    # How much worse than the best price the home rank may be, for moving a conversation leaves a copy behind;
-    # or a rank of this router's share, for others may have sent to the rest what is not known yet.
+    # How much worse than the best price a preferred rank may be: a part of that price, and some. Of this
+    # router's share, for others may have sent to the rest what is not known yet. The home, for moving leaves
+    # a copy behind: there it is that part of the time to compute the copy, if that is less.
     slack_ratio: float = 0.2
     slack_s: float = 0.05
     # The calls between the two ranks, whatever the size.
     remote_overhead_s: float = 0.005
 
-    def is_near(self, total_s: float, best_s: float) -> bool:
-        """Whether a price is within the slack of the best one."""
-        return total_s <= best_s * (1 + self.slack_ratio) + self.slack_s
+    def is_near(self, total_s: float, best_s: float, held_s: float = inf) -> bool:
+        """Whether a price is within the slack of the best one; `held_s`: to compute what the rank holds."""
+        return total_s <= best_s + self.slack_ratio * min(best_s, held_s) + self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,9 +480,9 @@ def _choose(
 ) -> tuple[_Option, str]:
     best_s = min(option.total_s for option in options)
     at_home = [option for option in options if option.decode is home]
-    if at_home:
+    if home is not None and at_home:
         home_s = min(option.total_s for option in at_home)
-        if weights.is_near(home_s, best_s):
+        if weights.is_near(home_s, best_s, home.hit_tokens / home.prefill_tokens_per_s):
             return _pick(at_home, home_s, tie)[0], home_reason
     own = [option for option in options if option.own]
     if own and weights.is_near(min(option.total_s for option in own), best_s):

@@ -6,7 +6,9 @@ from random import Random
 
 import pytest
 
+from bench.placement.events import Events
 from bench.placement.goals import goals
+from bench.placement.pins import Pins
 from bench.placement.settings import Setting
 from bench.placement.simulation import POLICIES, Simulation
 from bench.placement.workload import (
@@ -18,6 +20,7 @@ from bench.placement.workload import (
     spread,
     together,
 )
+from services.kv.types import RankKey
 from services.router.burst import MOST
 
 
@@ -114,6 +117,28 @@ def test_a_spread_trace_has_the_same_requests(trace):
     arrivals = {request.blocks: request.arrival_s for request in requests}
     assert [request.number for request in moved] == list(range(len(requests)))
     assert all(0 <= request.arrival_s - arrivals[request.blocks] <= TICK_S for request in moved)
+
+
+def test_pins_live_as_long_as_in_etcd_and_reach_others_late():
+    events, home, other = Events(), RankKey("d", 0), RankKey("d", 1)
+    pins = Pins(events, staleness_s=0.25)
+    pins.pin("a", home, 0)
+    assert (pins.of("a", 0), pins.of("a", 1), pins.of("b", 0)) == (home, None, None)
+    events.now = 0.3
+    assert pins.of("a", 1) == home
+    events.now = 1.0
+    pins.pin("a", other, 1)
+    assert (pins.of("a", 0), pins.of("a", 1)) == (home, other)
+    events.now = 1_000.0
+    assert pins.of("a", 0) == other
+    pins.pin("a", other, 0)  # half of its life is over
+    events.now = 2_000.0
+    assert pins.of("a", 1) == other
+    pins.pin("a", other, 1)
+    events.now = 3_799.0
+    assert pins.of("a", 0) == other
+    events.now = 3_800.0
+    assert pins.of("a", 0) is None
 
 
 def test_an_endless_pool_hits_what_was_ever_seen():
