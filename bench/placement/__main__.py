@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
-from bench.placement.goals import goals
+from bench.placement.goals import PooledHits, goals
 from bench.placement.ranks import Timing
 from bench.placement.settings import (
     LAYOUTS,
@@ -27,7 +28,7 @@ from bench.placement.settings import (
     settings,
 )
 from bench.placement.simulation import POLICIES, Simulation
-from bench.placement.workload import TraceRequest, read_trace, shared_prefix, spread
+from bench.placement.workload import TraceRequest, pooled_lru_hits, read_trace, shared_prefix, spread
 from bench.report import Row, table, write_json
 
 
@@ -45,7 +46,7 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     print(table(rows))
-    met = goals(arguments.trace, rows)
+    met = goals(rows, _pooled_hits(arguments.trace, chosen))
     if met:
         print(table(met))
     if arguments.json is not None:
@@ -64,6 +65,20 @@ def _run(trace: Path, setting: Setting, policy: str) -> Row:
         **row,
         "times_real": simulated_s / (time.perf_counter() - began),
     }
+
+
+def _pooled_hits(trace: Path, chosen: Sequence[Setting]) -> PooledHits:
+    by_columns = {tuple(setting.columns().values()): setting for setting in chosen}
+
+    def pooled_hits(row: Row, num_ranks: int) -> float:
+        setting = by_columns[tuple(row[name] for name in chosen[0].columns())]
+        return _hits(trace, setting.copies, setting.duration_s, num_ranks * setting.blocks)
+
+    @cache
+    def _hits(trace: Path, copies: int, duration_s: float | None, num_blocks: int) -> float:
+        return pooled_lru_hits(read_trace(trace, duration_s, copies), num_blocks)
+
+    return pooled_hits
 
 
 def _requests(trace: Path, setting: Setting) -> Sequence[TraceRequest]:

@@ -1,83 +1,119 @@
 """The goals of the project for these figures, and whether they are met."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from bench.placement.workload import pooled_lru_hits, read_trace
 from bench.report import Row
 
-_BLOCKS = 2_500
-_OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
+_BLOCKS = 2_500  # a rank, where hits and mean TTFT are judged
+_SETTING = ("workload", "layout", "blocks", "tokens/s", "stale_s", "routers")
+
+# Of a setting and a number of ranks: the share of blocks that one LRU as large as these ranks' would hit.
+PooledHits = Callable[[Row, int], float]
 
 
-def goals(trace: Path, rows: Sequence[Row]) -> list[Row]:
-    """Of those rows that are there."""
-    table = {_key(row): row for row in rows}
-    pooled = {ranks: pooled_lru_hits(read_trace(trace), ranks * _BLOCKS) for ranks in (2, 4, 6, 8)}
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    goal: str
+    value: float
+    limit: float
+    ceiling: bool = False  # the limit is one
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit if self.ceiling else self.value >= self.limit
+
+
+def goals(rows: Sequence[Row], pooled_hits: PooledHits) -> list[Row]:
+    """Of those rows that are there, one of a policy and setting each."""
+    settings: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        settings.setdefault("/".join(str(row[name]) for name in _SETTING), {})[str(row["policy"])] = row
     return [
-        {"goal": name, "at": at, "is": value, "wanted": f"{'<=' if most else '>='} {limit:.3f}", "met": met}
-        for name, at, value, limit, most in _measured(table, pooled)
-        for met in [value <= limit if most else value >= limit]
+        {
+            "goal": measured.goal,
+            "at": at,
+            "is": measured.value,
+            "wanted": f"{'<=' if measured.ceiling else '>='} {measured.limit:.3f}",
+            "met": measured.met,
+        }
+        for at, by_policy in settings.items()
+        for measured in _measured(by_policy, pooled_hits)
     ]
 
 
-_Measured = tuple[
-    str, str, float, float, bool
-]  # goal, setting, value, limit, and whether the limit is a ceiling
-
-
-def _measured(table: "dict[tuple[object, ...], Row]", pooled: dict[int, float]) -> Iterator[_Measured]:
-    settings = dict.fromkeys(key[:-1] for key in table)
-    for setting in settings:
-        by_policy = {str(key[-1]): row for key, row in table.items() if key[:-1] == setting}
-        at = "/".join(map(str, setting))
-        workload, layout, blocks = setting[:3]
-        if workload == "trace" and blocks == _BLOCKS:
-            yield from _hits(by_policy, at, str(layout), pooled)
-        yield from _times(by_policy, at)
-
-
-def _hits(by_policy: dict[str, Row], at: str, layout: str, pooled: dict[int, float]) -> Iterator[_Measured]:
-    ours, remote, oracle = (by_policy.get(name) for name in ("ours", "ours-remote", "oracle"))
-    if layout == "8 aggregated" and ours and "/2500/" in at:
-        yield "hits, aggregated", at, _of(ours, "decode_hit"), 0.266, False
-    # All prompts pass a decode rank, but prefill ranks only without plan local.
-    if ours and remote and layout in ("4+4", "2+6"):
-        prefill, decode = (int(side) for side in layout.split("+"))
-        yield "prefill hits / pooled LRU", at, _of(remote, "prefill_hit") / pooled[prefill], 0.92, False
-        yield "decode hits / pooled LRU", at, _of(ours, "decode_hit") / pooled[decode], 0.92, False
-    if ours and layout == "2+6":
-        yield "compute saved, above prefill's caches", at, 1 - _of(ours, "computed_ratio"), pooled[2], False
-    if ours and oracle:
-        saved = (1 - _of(ours, "computed_ratio")) / (1 - _of(oracle, "computed_ratio"))
-        yield "tokens saved / oracle's", at, saved, 0.97, False
-
-
-def _times(by_policy: dict[str, Row], at: str) -> Iterator[_Measured]:
-    ours, cache_aware = by_policy.get("ours"), by_policy.get("cache-aware")
+def _measured(by_policy: dict[str, Row], pooled_hits: PooledHits) -> Iterator[_Measured]:
+    ours = by_policy.get("ours")
     if ours is None:
         return
-    if cache_aware and "8 aggregated/2500" in at and at.startswith("trace"):
-        limit = 0.45 if "/5000/" in at else 0.55
-        yield (
-            "TTFT mean / cache-aware's",
-            at,
-            _of(ours, "ttft_mean_s") / _of(cache_aware, "ttft_mean_s"),
-            limit,
-            True,
-        )
+    if ours["workload"] == "trace" and ours["blocks"] == _BLOCKS:
+        yield from _of_pooled(by_policy, pooled_hits)
+        yield from _of_the_oracle(by_policy)
+        yield from _aggregated(by_policy)
+    yield from _times(by_policy)
+
+
+def _of_pooled(by_policy: dict[str, Row], pooled_hits: PooledHits) -> Iterator[_Measured]:
+    """Hits of each role beside those of one cache as large as all of the role's."""
+    ours = by_policy["ours"]
+    prefill, decode = _ranks(ours)
+    pooled = pooled_hits(ours, decode)
+    yield _Measured("decode hits / pooled LRU", _number(ours, "decode_hit") / pooled, 0.92)
+    if not prefill:
+        return
+    pooled = pooled_hits(ours, prefill)
+    yield _Measured("prefill hits / pooled LRU", _number(ours, "prefill_hit") / pooled, 0.92)
+    # Under plan local only what no decode rank holds much of comes to prefill ranks.
+    if remote := by_policy.get("ours-remote"):
+        value = _number(remote, "prefill_hit") / pooled
+        yield _Measured("prefill hits / pooled LRU, remote only", value, 0.92)
+    if (prefill, decode) == (2, 6):
+        saved = 1 - _number(ours, "computed_ratio")
+        yield _Measured("compute saved, above prefill's caches", saved, pooled)
+
+
+def _of_the_oracle(by_policy: dict[str, Row]) -> Iterator[_Measured]:
+    ours, oracle = by_policy["ours"], by_policy.get("oracle")
+    if oracle is None:
+        return
+    for role in ("decode", "prefill"):
+        if (hits := _number(oracle, f"{role}_hit")) > 0:
+            yield _Measured(f"{role} hits / oracle's", _number(ours, f"{role}_hit") / hits, 0.97)
+    saved = (1 - _number(ours, "computed_ratio")) / (1 - _number(oracle, "computed_ratio"))
+    yield _Measured("tokens saved / oracle's", saved, 0.97)
+
+
+def _aggregated(by_policy: dict[str, Row]) -> Iterator[_Measured]:
+    ours, cache_aware = by_policy["ours"], by_policy.get("cache-aware")
+    if _ranks(ours) != (0, 8):
+        return
+    yield _Measured("hits, aggregated", _number(ours, "decode_hit"), 0.266)
+    if cache_aware is not None:
+        limit = 0.45 if ours["tokens/s"] == 5_000 else 0.55
+        value = _number(ours, "ttft_mean_s") / _number(cache_aware, "ttft_mean_s")
+        yield _Measured("TTFT mean / cache-aware's", value, limit, ceiling=True)
+
+
+def _times(by_policy: dict[str, Row]) -> Iterator[_Measured]:
+    others = [row for name, row in by_policy.items() if name not in ("ours", "oracle")]
     for figure in ("ttft_p50_s", "ttft_p99_s"):
-        others = [_of(row, figure) for name, row in by_policy.items() if name in _OTHERS]
         if others:
-            yield f"{figure[:-2]} / best of the others", at, _of(ours, figure) / min(others), 1.01, True
+            best = min(others, key=lambda row: _number(row, figure))
+            value = _number(by_policy["ours"], figure) / _number(best, figure)
+            name = (
+                f"{figure.removesuffix('_s').replace('ttft', 'TTFT').replace('_', ' ')} / {best['policy']}'s"
+            )
+            yield _Measured(f"{name}, the lowest", value, 1.01, ceiling=True)
 
 
-def _of(row: Row, name: str) -> float:
+def _ranks(row: Row) -> tuple[int, int]:
+    """Of a layout: prefill ranks, and decode ranks or such that do both."""
+    layout = str(row["layout"])
+    prefill, _, decode = layout.removesuffix(" aggregated").rpartition("+")
+    return int(prefill or 0), int(decode)
+
+
+def _number(row: Row, name: str) -> float:
     value = row[name]
     assert isinstance(value, float | int)
     return float(value)
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    names = ("workload", "layout", "blocks", "tokens/s", "stale_s", "routers", "policy")
-    return tuple(row[name] for name in names)
