@@ -35,7 +35,9 @@ from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
 from services.request import Admitted, GenerationRequest, Output
 from services.router.balance import Balance
-from services.router.placement import DecodeCandidate, PlacementRequest, PrefillCandidate, Weights, place
+from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement import place
+from services.router.price import Weights
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
 _MODEL_NAME = "bench"

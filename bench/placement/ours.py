@@ -16,15 +16,10 @@ from services.kv.types import BlockHash, CacheEvents, KvLayout, Plan, RankAddres
 from services.request import Admitted
 from services.router.balance import Balance
 from services.router.burst import GATHER_S
-from services.router.placement import (
-    Decision,
-    DecodeCandidate,
-    PlacementRequest,
-    PrefillCandidate,
-    Weights,
-    place,
-)
+from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement import Decision, place
 from services.router.placer import Asked, Placer, PlacerSettings
+from services.router.price import Weights
 from services.router.shares import Share
 
 _SEED = scope_seed(MODEL)

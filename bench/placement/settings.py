@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from bench.placement.ranks import Timing
-from services.router.placement import Weights
+from services.router.price import Weights
 
 
 @dataclass(frozen=True, slots=True)

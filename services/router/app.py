@@ -31,8 +31,8 @@ from services.router.config import RouterConfig
 from services.router.generation import Generator
 from services.router.metrics import RankCollector, RouterMetrics
 from services.router.openai import openai_app
-from services.router.placement import Weights
 from services.router.placer import PlacerSettings
+from services.router.price import Weights
 from services.router.server import GenerationService
 from services.router.suspects import SuspectChecks
 from services.router.tokenizer import Tokenizer

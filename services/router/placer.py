@@ -27,16 +27,10 @@ from services.kv.ticket import same_kv
 from services.kv.types import BlockHash, KvLayout, Plan, RankKey, Role
 from services.request import Admitted
 from services.router.balance import Balance
+from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.load_order import Load, LoadOrder
-from services.router.placement import (
-    Candidate,
-    Decision,
-    DecodeCandidate,
-    PlacementRequest,
-    PrefillCandidate,
-    Weights,
-    place,
-)
+from services.router.placement import Decision, place
+from services.router.price import Weights
 from services.router.shares import Share
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come

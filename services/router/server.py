@@ -8,9 +8,10 @@ import grpc
 from services import rpc, telemetry
 from services.errors import InvalidRequest
 from services.kv.types import Role
+from services.router.candidates import Candidate, DecodeCandidate
 from services.router.cluster import Cluster, Placed, RankStatus
 from services.router.generation import Generator
-from services.router.placement import Candidate, DecodeCandidate, Priced
+from services.router.price import Priced
 from services.router.tokenizer import Tokenizer
 from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc

@@ -12,7 +12,9 @@ from services.request import Admitted
 from services.router import predictions as predictions_module
 from services.router import speeds as speeds_module
 from services.router.balance import Balance
-from services.router.placement import DecodeCandidate, PlacementRequest, PrefillCandidate, Weights, place
+from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement import place
+from services.router.price import Weights
 
 D0, D1 = RankKey("decode", 0), RankKey("decode", 1)
 P0, P1 = RankKey("prefill", 0), RankKey("prefill", 1)

@@ -12,8 +12,8 @@ from services.index.registry import Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, Role
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
-from services.router.placement import Weights
 from services.router.placer import Placer, PlacerSettings
+from services.router.price import Weights
 
 LAYOUT = KvLayout(page_size=16, page_bytes=1024, model_fingerprint=1)
 

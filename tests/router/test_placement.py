@@ -8,14 +8,9 @@ from hypothesis import strategies as st
 
 from services.errors import Unavailable
 from services.kv.types import Generation, Plan, RankId, RankKey
-from services.router.placement import (
-    Decision,
-    DecodeCandidate,
-    PlacementRequest,
-    PrefillCandidate,
-    Weights,
-    place,
-)
+from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement import Decision, place
+from services.router.price import Weights
 
 BANDWIDTH = 1e9
 WEIGHTS = Weights()

@@ -24,8 +24,8 @@ from services.kv.types import (
 )
 from services.request import Admitted
 from services.router.balance import Balance
-from services.router.placement import Weights
 from services.router.placer import Asked, Placer, PlacerSettings
+from services.router.price import Weights
 from services.router.shares import Share
 
 BLOCK = 64
