@@ -8,7 +8,9 @@ best of these, not always of all.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
+from typing import NamedTuple
 
 from services.errors import Unavailable
 from services.kv.types import Plan
@@ -77,9 +79,9 @@ def place(
     if request.plans == {Plan.REMOTE} and not open_prefills:
         raise _nowhere("prefill", prefills)
     pricing = PriceList(request, weights, bandwidth, open_decodes, open_prefills)
-    home, home_reason = _home(request, open_decodes)
-    options = _options(pricing, open_decodes, open_prefills, home, tie, spare_ranks)
-    chosen, reason = _choose(options, home, home_reason, weights, tie)
+    home = _home(request, open_decodes)
+    options = _options(pricing, open_decodes, open_prefills, home and home.decode, tie, spare_ranks)
+    chosen, reason = _choose(options, home, weights, tie)
     excluded: list[Candidate] = [decode for decode in decodes if decode.excluded]
     excluded += [prefill for prefill in prefills if prefill.excluded]
     return Decision(
@@ -158,17 +160,16 @@ def _joined(shortlist: list[Receiver], at_home: Iterable[Receiver]) -> list[Rece
 
 def _choose(
     options: Sequence[Option],
-    home: DecodeCandidate | None,
-    home_reason: str,
+    home: "_Home | None",
     weights: Weights,
     tie: float,
 ) -> tuple[Option, str]:
     best_s = min(option.total_s for option in options)
-    at_home = [option for option in options if option.decode is home]
+    at_home = [option for option in options if home is not None and option.decode is home.decode]
     if home is not None and at_home:
         home_s = min(option.total_s for option in at_home)
-        if weights.is_near(home_s, best_s, home.hit_tokens / home.prefill_tokens_per_s):
-            return _pick(at_home, home_s, tie)[0], home_reason
+        if weights.is_near(home_s, best_s, home.held_s):
+            return _pick(at_home, home_s, tie)[0], home.reason
     own = [option for option in options if option.own]
     if own and weights.is_near(min(option.total_s for option in own), best_s):
         options = own
@@ -188,20 +189,30 @@ def _crowd(option: Option) -> int:
     return option.decode.running + (option.prefill.queued if option.prefill is not None else 0)
 
 
-def _home(
-    request: PlacementRequest, decodes: Sequence[DecodeCandidate]
-) -> tuple[DecodeCandidate | None, str]:
+class _Home(NamedTuple):
+    decode: DecodeCandidate
+    reason: str
+    held_s: float  # to compute what it holds, where the pin alone makes it the home
+
+
+def _home(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> _Home | None:
     pinned = request.pinned
     if pinned is not None:
         for decode in decodes:
             if decode.id.key == pinned:
-                return (decode, "pinned") if decode.has_room else (None, "")
+                return _pinned(request, decode) if decode.has_room else None
     longest = max(decode.hit_tokens for decode in decodes)
     holders = [decode for decode in decodes if decode.hit_tokens == longest]
     # Less than half is a system prompt that many share: that alone makes nobody's home.
     if 2 * longest >= request.prompt_tokens and len(holders) == 1:
-        return holders[0], "longest_prefix"
-    return None, ""
+        return _Home(holders[0], "longest_prefix", inf)
+    return None
+
+
+def _pinned(request: PlacementRequest, decode: DecodeCandidate) -> _Home:
+    holds_most = 2 * decode.hit_tokens >= request.prompt_tokens
+    held_s = inf if holds_most else decode.hit_tokens / decode.prefill_tokens_per_s
+    return _Home(decode, "pinned", held_s)
 
 
 def _typical_bandwidth(bandwidth: Bandwidth, sender: Sender, receivers: Sequence[Receiver]) -> float:

@@ -37,7 +37,7 @@ class Weights:
     evict_weight: float = 0.5
     # How much worse than the best price a preferred rank may be: a part of that price, and some. Of this
     # router's share, for others may have sent to the rest what is not known yet. The home, for moving leaves
-    # a copy behind: there it is that part of the time to compute the copy, if that is less.
+    # a copy behind; where that is less than half of the prompt, a part of the time to compute the copy.
     slack_ratio: float = 0.2
     slack_s: float = 0.05
     # The calls between the two ranks, whatever the size.

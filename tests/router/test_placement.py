@@ -103,10 +103,11 @@ def book_home(asked, decodes) -> DecodeCandidate | None:
     return longest[-1]
 
 
-def expected_price(prices, home, own, weights) -> float:
+def expected_price(prices, asked, home, own, weights) -> float:
     """The home's, else this router's share's, else the best; `own` are the ids of that share."""
     best = min(prices.values())
-    held_s = home.hit_tokens / home.prefill_tokens_per_s if home else 0.0
+    short = home is not None and 2 * home.hit_tokens < asked.prompt_tokens
+    held_s = home.hit_tokens / home.prefill_tokens_per_s if short else best
     at_home = [price for (decode_id, _), price in prices.items() if home and decode_id == home.id]
     in_share = [
         price for (decode_id, prefill_id), price in prices.items() if (prefill_id or decode_id) in own
@@ -182,7 +183,7 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
 
     chosen, home = decision.chosen, book_home(asked, able[0])
     own = {rank.id for rank in (*decodes, *prefills) if rank.own}
-    assert chosen.total_s == pytest.approx(expected_price(prices, home, own, weights))
+    assert chosen.total_s == pytest.approx(expected_price(prices, asked, home, own, weights))
     for priced in decision.ranked:
         price = prices[priced.decode.id, priced.prefill and priced.prefill.id]
         assert priced.total_s == pytest.approx(price)
@@ -309,6 +310,13 @@ def test_a_pin_counts_by_what_it_would_leave_behind():
         pinned = decode(0, hit_tokens=hit_tokens, pending_tokens=400 + hit_tokens)
         decision = choose(request(pinned=pinned.id.key), [pinned, decode(1)])
         assert decision.reason == reason, hit_tokens
+
+
+def test_a_home_that_holds_half_of_the_prompt_is_worth_a_part_of_the_wait_too():
+    home, other = decode(0, hit_tokens=2_000, pending_tokens=24_000), decode(1, pending_tokens=20_000)
+    assert choose(request(), [home, other]).reason == "longest_prefix"
+    assert choose(request(pinned=home.id.key), [home, other]).reason == "pinned"
+    assert choose(request(4_001, pinned=home.id.key), [home, other]).reason == "cheapest"
 
 
 def test_a_pin_without_its_prefix_loses_to_a_long_one():
