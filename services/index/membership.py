@@ -54,6 +54,7 @@ class Membership:
         self._registration = registration
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
+        self._registering = asyncio.Lock()
 
     async def run(self, events: AsyncIterator[CacheEvents]) -> None:
         """Until cancelled; then the rank deregisters. An outage of etcd is waited out, however long.
@@ -137,10 +138,13 @@ class Membership:
         return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
 
     async def _register(self, take_over: bool) -> Lease:
-        if self._lease is None or self._lease.lost.is_set():
-            self._lease = await Lease.grant(self._etcd, self._ttl_s)
-        await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)
-        return self._lease
+        async with (
+            self._registering
+        ):  # draining while a lease is lost, two would be taken and one kept for ever
+            if self._lease is None or self._lease.lost.is_set():
+                self._lease = await Lease.grant(self._etcd, self._ttl_s)
+            await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)
+            return self._lease
 
     async def _share_the_budget(self) -> None:
         """Tell the publisher now and then how many ranks there are to share the write budget with.

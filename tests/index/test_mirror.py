@@ -141,6 +141,32 @@ async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: Clu
         assert mirror.match_all([1, 2]) == {} and not mirror.is_current(key)
 
 
+async def test_a_rank_that_drains_as_its_lease_is_lost_takes_one_new_lease(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = FakeRank(etcd, keys, registration())
+    granted: list[int] = []
+    grant = etcd.grant_lease
+
+    async def note(ttl_s: int) -> tuple[int, int]:
+        lease_id, granted_s = await grant(ttl_s)
+        granted.append(lease_id)
+        return lease_id, granted_s
+
+    async with running(rank.run()):
+        await until(rank.membership.registered.is_set)
+        lease = rank.membership._lease
+        assert lease is not None
+        monkeypatch.setattr(etcd, "grant_lease", note)
+        lease.lost.set()
+        assert await rank.membership.drain()
+        await until(lambda: rank.membership.registered.is_set() and rank.membership.publisher.idle)
+        await lease.abandon()
+        assert len(granted) == 1
+        found = await etcd.get(keys.registration(rank.id.key))
+        assert found is not None and found.lease_id == granted[0]
+
+
 async def test_a_rank_that_drains_is_killed_and_started_again(etcd: Etcd, keys: ClusterKeys) -> None:
     old, new = (FakeRank(etcd, keys, registration(generation=number)) for number in (1, 2))
     async with mirroring(etcd, keys) as mirror, running(old.run()) as (task,):
