@@ -5,7 +5,6 @@ python -m bench.index.followed --etcd HOST:PORT --cluster NAME [--until-ready]
 
 import argparse
 import asyncio
-import gc
 import json
 import random
 import resource
@@ -17,6 +16,7 @@ from contextlib import suppress
 import numpy as np
 
 from bench.index.simulated_ledger import stamped_s
+from services.index import garbage
 from services.index.etcd import Etcd
 from services.index.etcd_settings import EtcdSettings
 from services.index.keys import ClusterKeys
@@ -52,8 +52,7 @@ async def run(arguments: argparse.Namespace) -> None:
         mirror.index = mirror.blocks.index = timed
         stalls_s: list[float] = [0.0]
         tasks = [asyncio.create_task(mirror.run()), asyncio.create_task(_note_stalls(stalls_s))]
-        await mirror.ready.wait()
-        gc.freeze()  # as the router does
+        await garbage.freeze(mirror)
         ready = {
             "ready_s": time.monotonic() - started,
             "blocks": timed.total_blocks,

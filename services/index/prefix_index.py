@@ -62,7 +62,7 @@ class PrefixIndex:
         """The same of a set, which is the index's from now on.
 
         Of a life that is known only the difference is applied: its set stays the same object, so that one
-        frozen for the garbage collector (see router/app.py) stays so.
+        frozen for the garbage collector (see garbage.py) stays so.
         """
         key, known = rank.key, self._blocks.get(rank.key)
         if known is None or self._generations[key] != rank.generation:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import random
 import socket
@@ -18,6 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import rpc, telemetry
 from services.errors import ConfigError, IsthmusError, root_cause
+from services.index import garbage
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
@@ -81,7 +81,7 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         mirror = Mirror(etcd, keys, name, observe_staleness=StalenessMetrics(registry).observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
         registry.register(MirrorCollector(mirror, pins))
-        for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config), _freeze(mirror)):
+        for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config), garbage.freeze(mirror)):
             await stack.enter_async_context(_background(work, failed))
         cluster = Cluster(
             _cluster_settings(config),
@@ -141,13 +141,6 @@ async def _check_schema(etcd: Etcd, keys: ClusterKeys, config: RouterConfig) -> 
         except IsthmusError as error:
             log.warning("schema_unchecked error=%s", error)
             await asyncio.sleep(_SCHEMA_RETRY_S)
-
-
-async def _freeze(mirror: Mirror) -> None:
-    """Keep the garbage collector off the index: looking through millions of hashes takes it 50 to 200 ms, in
-    which no request is served."""
-    await mirror.ready.wait()
-    gc.freeze()
 
 
 async def _wait_for_index(mirror: Mirror, failed: asyncio.Event) -> None:
