@@ -187,6 +187,7 @@ async def test_everything_comes_back(etcd_endpoint, model_dir, cluster_name, mon
             read = asyncio.create_task(consume(call))
             # On a slow machine the deadline may come first: then it has ended an earlier stage.
             await until(lambda: held.reached() or read.done(), "the request has come so far")
+            assert abort is the_deadline_passes or not read.done(), await call.code()
             await abort(cluster, call, read)
             await asyncio.wait([read])
             if held.reached() and (check := held.while_held()) is not None:
