@@ -78,3 +78,23 @@ def test_the_rate_that_is_told_is_what_a_newcomer_would_get():
     assert times.effective_tokens_per_s(0, 512) == pytest.approx(1000.0, rel=0.05)
     assert times.effective_tokens_per_s(10, 100) == pytest.approx(100 / 0.130, rel=0.05)
     assert StepTimes().effective_tokens_per_s(3, 100) == 0.0
+
+
+@pytest.mark.parametrize(("num_decoding", "prompt_tokens"), [(0, 32), (4, 0), (4, 32)])
+def test_a_step_in_which_the_process_was_stopped_says_little(num_decoding, prompt_tokens):
+    times = StepTimes()
+    for _ in range(3):
+        times.note(4, 0, 0.02)
+        times.note(0, 32, 0.05)
+    times.note(num_decoding, prompt_tokens, 33.0)
+    assert times.prompt_tokens_per_s > 32 / 0.05 / 3
+    assert times.decode_s(4) < 0.02 * 3
+
+
+def test_who_has_become_slower_is_believed():
+    times = StepTimes()
+    for took_s in [0.05] * 20 + [1.0] * 300:
+        times.note(0, 32, took_s)
+        times.note(4, 0, took_s)
+    assert times.prompt_tokens_per_s == pytest.approx(32, rel=0.1)
+    assert times.decode_s(4) == pytest.approx(1.0, rel=0.1)

@@ -13,6 +13,9 @@ _MIN_SPREAD = 0.05  # of the batch sizes seen (variance); below it they tell no 
 _UNMEASURED_BATCH = 4  # tried without having measured anything
 _MIN_CHUNK = 16  # prompt tokens that a step computes, whatever the target: or a prompt would never be done
 _MIN_PROMPT_SAMPLE = 16  # fewer tokens tell more of the step than of the rate
+# A step counts for so many times what was expected at most: in one that took far longer the process was
+# stopped. Else routers would never send this rank anything again by which it could measure anew.
+_MOST = 3.0
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class StepTimes:
 
     def note(self, num_decoding: int, prompt_tokens: int, took_s: float) -> None:
         """A step was made."""
+        if (expected_s := self._expected_s(num_decoding, prompt_tokens)) > 0:
+            took_s = min(took_s, _MOST * expected_s)
         if prompt_tokens == 0:
             self._sums.add(num_decoding, took_s)
         elif prompt_tokens >= _MIN_PROMPT_SAMPLE:
@@ -48,6 +53,13 @@ class StepTimes:
             prompt_s = max(took_s - self.decode_s(num_decoding), 0.1 * took_s)
             self._prompt_tokens = _FADING * self._prompt_tokens + prompt_tokens
             self._prompt_s = _FADING * self._prompt_s + prompt_s
+
+    def _expected_s(self, num_decoding: int, prompt_tokens: int) -> float:
+        """0 where one of its parts was never measured."""
+        rate, decode_s = self.prompt_tokens_per_s, self.decode_s(num_decoding)
+        if (num_decoding and decode_s == 0) or (prompt_tokens and rate == 0):
+            return 0.0
+        return decode_s + (prompt_tokens / rate if prompt_tokens else 0.0)
 
     @property
     def prompt_tokens_per_s(self) -> float:
