@@ -50,7 +50,7 @@ async def _ask_router(config: IndexConfig) -> str:
 
 async def _read_etcd(config: IndexConfig) -> str:
     async with Etcd(config.etcd_settings(), rng=random.Random()) as etcd:
-        mirror = Mirror(etcd, ClusterKeys(config.cluster), "cli-index")
+        mirror = Mirror(etcd, ClusterKeys(config.cluster), None)
         task = asyncio.create_task(mirror.run())
         try:
             async with asyncio.timeout(_LISTING_TIMEOUT_S):

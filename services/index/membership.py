@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
 _COUNT_INTERVAL_S = 30.0
-_LEASES_TO_WAIT = 1.5  # for a key whose owner may have ended
+_LEASES_TO_WAIT = (
+    3.0  # for a key whose owner may have ended: a new leader of etcd lets every lease begin anew
+)
 
 
 class Membership:
@@ -92,7 +94,8 @@ class Membership:
 
     async def _stay_registered(self) -> None:
         backoff = Backoff(self._etcd.rng)
-        checked = has_registered = has_waited = False
+        checked = has_registered = False
+        foreign_since_s: float | None = None
         while True:
             try:
                 if not checked:
@@ -102,20 +105,24 @@ class Membership:
             except StaleGeneration as error:
                 # Of an etcd restored from a backup this may be a life that ended long ago. Its key then goes
                 # with its lease, and a rank does not end because of etcd.
-                if has_waited or not has_registered:
+                now_s = self._etcd.clock()
+                if foreign_since_s is None:
+                    foreign_since_s = now_s
+                    logger.warning("membership.foreign rank=%s error=%s", self._registration.id, error)
+                if not has_registered or now_s - foreign_since_s > self._lease_lapses_within_s():
                     raise
-                has_waited = True
-                logger.warning("membership.foreign rank=%s error=%s", self._registration.id, error)
-                await asyncio.sleep(self._lease_lapses_within_s())
+                await asyncio.sleep(self._ttl_s / 3)
                 continue
             except IsthmusError as error:
                 if isinstance(error, ConfigError) and not has_registered:
                     raise
-                has_waited = False  # while etcd is away no lease lapses
+                foreign_since_s = None  # while etcd is away no lease lapses
                 logger.warning("membership.retry rank=%s error=%s", self._registration.id, error)
                 await backoff.sleep()
                 continue
-            has_registered, has_waited = True, False
+            if not has_registered:
+                await self._count_ranks()  # all may be starting: what they write first is scattered by that
+            has_registered, foreign_since_s = True, None
             backoff.reset()
             self.publisher.attach(lease.id)
             self.registered.set()
@@ -154,11 +161,14 @@ class Membership:
         backoff = Backoff(self._etcd.rng, first_s=1.0, max_s=_COUNT_INTERVAL_S)
         while True:
             await self.registered.wait()
-            try:
-                self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
-            except IsthmusError as error:
-                logger.debug("membership.uncounted rank=%s error=%s", self._registration.id, error)
+            await self._count_ranks()
             await backoff.sleep()
+
+    async def _count_ranks(self) -> None:
+        try:
+            self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
+        except IsthmusError as error:
+            logger.debug("membership.uncounted rank=%s error=%s", self._registration.id, error)
 
     async def _deregister(self) -> None:
         if self._lease is None:

@@ -75,15 +75,17 @@ class RankView:
 class Mirror:
     """Owned by one event loop; `ranks`, `pins` and `index` are for reading.
 
-    `ranks_known` is set when the registrations have been read, `ready` when all has; both stay set.
+    `ranks_known` is set when the registrations have been read, `ready` when all has; both stay set. Without a
+    `router` it is only looked at: nothing is written, and the time that etcd takes is not known.
     """
 
     def __init__(
         self,
         etcd: Etcd,
         keys: ClusterKeys,
-        router: str,
+        router: str | None,
         *,
+        fleet: str = "",
         max_pins: int = 100_000,
         idle_timeout_s: float = 10.0,
         probe_interval_s: float = 1.0,
@@ -101,7 +103,8 @@ class Mirror:
         self._max_pins = max_pins
         self._observe_staleness = observe_staleness
         self._watch = PrefixWatch(etcd, keys.prefix, first=keys.registrations, idle_timeout_s=idle_timeout_s)
-        self._probe = Probe(etcd, keys, router, interval_s=probe_interval_s)
+        self._probe = Probe(etcd, keys, router or "", fleet=fleet, interval_s=probe_interval_s)
+        self._is_router = router is not None
         self._subscribers: list[Subscriber] = []
         self._staleness = Staleness(_OF_LATE_S)
         self._told_at: dict[RankKey, float] = {}  # when a record of the rank last took effect
@@ -204,7 +207,8 @@ class Mirror:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow())
-                group.create_task(self._probe.run())
+                if self._is_router:
+                    group.create_task(self._probe.run())
         finally:
             self.blocks.close()
 

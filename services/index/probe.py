@@ -1,4 +1,7 @@
-"""How long etcd takes from a router's own put until its own watch shows it, and which routers there are."""
+"""How long etcd takes from a router's own put until its own watch shows it, and which routers there are.
+
+A probe's value is a number and, after a blank, the fleet that the router places on: the model it serves.
+"""
 
 import asyncio
 import logging
@@ -17,10 +20,13 @@ _GONE_S = 5.0  # a router that stops leaves its probe behind until its lease has
 class Probe:
     """Puts a number under the router's probe key from time to time. `trouble`: why it could not."""
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, router: str, *, interval_s: float = 1.0) -> None:
+    def __init__(
+        self, etcd: Etcd, keys: ClusterKeys, router: str, *, fleet: str = "", interval_s: float = 1.0
+    ) -> None:
         self.trouble: IsthmusError | None = None
         self._etcd = etcd
         self._router = router
+        self._fleet = fleet
         self._key = keys.probe(router)
         self._interval_s = interval_s
         self._lease = BucketLease(etcd, life_s=60.0, bucket_s=60.0)
@@ -36,15 +42,17 @@ class Probe:
         return max(self._last_delay_s, under_way_s)
 
     def place_among_routers(self) -> tuple[int, int]:
-        """Our place, from 0, among the routers by name, and how many they are: those whose probes were seen
-        as late as ours, or nearly. While etcd is away they stay as they were."""
+        """Our place, from 0, among the fleet's routers by name, and how many they are.
+
+        Those count whose probes were seen as late as ours, or nearly. While etcd is away they stay as they were.
+        """
         since_s = self._seen_s.get(self._router, 0.0) - _GONE_S
         others = [name for name, seen_s in self._seen_s.items() if seen_s > since_s and name != self._router]
         return sum(name < self._router for name in others), len(others) + 1
 
     def seen(self, router: str, value: bytes | None) -> None:
         """The watch has shown a probe; None: it is gone."""
-        if value is None:
+        if value is None or value.partition(b" ")[2] != self._fleet.encode():
             self._seen_s.pop(router, None)
             return
         self._seen_s[router] = self._etcd.clock()
@@ -75,4 +83,4 @@ class Probe:
             raise
 
     def _value(self) -> bytes:
-        return str(self._number).encode()
+        return f"{self._number} {self._fleet}".encode()

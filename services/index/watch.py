@@ -82,7 +82,7 @@ class PrefixWatch:
         self._ranges = _ranges(prefix, first)
         self._idle_timeout_s = idle_timeout_s
         self._delivered: dict[bytes, int] = {}  # key -> mod_revision
-        self._newest: tuple[bytes, int] | None = None  # of those: the last one written, as far as we know
+        self._newest: tuple[bytes, int] | None = None  # the last one written that the watch showed
         self._must_list = True
         self._rewound = False
         self._interrupted = False  # a stream has been opened since the listing
@@ -132,6 +132,7 @@ class PrefixWatch:
         for change in gone:
             del self._delivered[change.key]
         self._must_list = self._interrupted = False
+        self._newest = None  # compaction can take it before anything else is written; then it shows nothing
         self.listings += 1
         yield WatchBatch(revision, gone, listed=True)
 
@@ -148,13 +149,7 @@ class PrefixWatch:
     def _news(self, kvs: list[KeyValue]) -> tuple[KeyChange, ...]:
         news = [kv for kv in kvs if self._delivered.get(kv.key) != kv.mod_revision]
         self._delivered.update((kv.key, kv.mod_revision) for kv in news)
-        for kv in news:
-            self._note_newest(kv.key, kv.mod_revision)
         return tuple(KeyChange(kv.key, kv.value, kv.mod_revision) for kv in news)
-
-    def _note_newest(self, key: bytes, mod_revision: int) -> None:
-        if self._newest is None or mod_revision > self._newest[1]:
-            self._newest = key, mod_revision
 
     async def _follow(self, backoff: Backoff) -> AsyncGenerator[WatchBatch, None]:
         first_since_listing, self._interrupted = not self._interrupted, True
@@ -226,7 +221,11 @@ class PrefixWatch:
             return
         # It may have overtaken us since. But then another key was written at the revision of our newest.
         key, mod_revision = self._newest
-        found = await self._etcd.get(key, mod_revision)
+        try:
+            found = await self._etcd.get(key, mod_revision)
+        except EtcdCompacted:
+            self._rewound = True  # as far as can be known
+            raise
         if found is None or found.mod_revision != mod_revision:
             self._rewound = True
             raise EtcdCompacted(f"etcd wrote something else at revision {mod_revision} than we were told")
@@ -238,7 +237,7 @@ class PrefixWatch:
                 self._delivered.pop(change.key, None)
             else:
                 self._delivered[change.key] = change.mod_revision
-                self._note_newest(change.key, change.mod_revision)
+                self._newest = change.key, change.mod_revision
         self.revision = max(self.revision, changes[-1].mod_revision)
         return WatchBatch(self.revision, changes)
 

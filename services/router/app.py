@@ -78,7 +78,8 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         etcd = await stack.enter_async_context(
             Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
         )
-        mirror = Mirror(etcd, keys, name, observe_staleness=StalenessMetrics(registry).observe)
+        observe = StalenessMetrics(registry).observe
+        mirror = Mirror(etcd, keys, name, fleet=config.served_name, observe_staleness=observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
         registry.register(MirrorCollector(mirror, pins))
         for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config), garbage.freeze(mirror)):

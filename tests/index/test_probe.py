@@ -38,6 +38,15 @@ def test_routers_are_in_the_order_of_their_names(probe: Probe) -> None:
     assert probe.place_among_routers() == (2, 4)
 
 
+def test_routers_that_place_on_another_fleet_are_not_counted(etcd: FakeEtcd) -> None:
+    probe = Probe(etcd, ClusterKeys("prod"), "m", fleet="llama 3")  # type: ignore[arg-type]
+    for router, value in (("a", b"7 qwen"), ("b", b"1"), ("c", b"1 llama 3"), ("m", b"1 llama 3")):
+        probe.seen(router, value)
+    assert probe.place_among_routers() == (1, 2)
+    probe.seen("c", b"2 qwen")
+    assert probe.place_among_routers() == (0, 1)
+
+
 def test_a_router_whose_probes_end_is_gone_though_its_key_is_there_yet(probe: Probe, etcd: FakeEtcd) -> None:
     probe.seen("a", b"1")
     for number in range(5):

@@ -214,6 +214,34 @@ async def test_a_quiet_watch_is_no_trouble(
         assert follower.watch.listings == 1
 
 
+async def test_what_compaction_took_from_a_quiet_etcd_is_listed_once(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the newest key was written nothing can be read any more: that may be another past, or not."""
+    opened = []
+    write = EtcdStream.write
+
+    async def spy(self: EtcdStream, request: object) -> None:
+        if request.WhichOneof("request_union") != "progress_request":  # type: ignore[attr-defined]
+            opened.append(request)
+            await write(self, request)
+
+    monkeypatch.setattr(EtcdStream, "write", spy)
+    async with following(etcd, keys.prefix, idle_timeout_s=0.1) as follower:
+        await etcd.put(keys.prefix + b"a", b"1")
+        await until(lambda: follower.state == {b"a": b"1"})
+        await etcd.put(b"elsewhere", b"")
+        await etcd.put(b"elsewhere", b"")
+        await etcd.compact(await etcd.current_revision())
+        await until(lambda: follower.watch.listings == 2)
+        assert any(batch.rewound for batch in follower.batches)
+        before = len(opened)
+        await until(lambda: len(opened) >= before + 4)
+        assert follower.watch.listings == 2 and follower.watch.trouble is None
+        await etcd.put(keys.prefix + b"a", b"2")
+        await until(lambda: follower.state == {b"a": b"2"})
+
+
 async def test_closing_the_stream_leaves_nothing_behind(etcd: Etcd, keys: ClusterKeys) -> None:
     before = asyncio.all_tasks()
     async with following(etcd, keys.prefix):
