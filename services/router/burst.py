@@ -28,7 +28,7 @@ class Burst(Generic[_T]):
         self._gather_s = gather_s
         self._last_came_s = -math.inf
         self._waiting: list[tuple[_T, asyncio.Future[None]]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def __repr__(self) -> str:
         return f"<Burst waiting={len(self._waiting)}>"
@@ -43,15 +43,18 @@ class Burst(Generic[_T]):
         turn = loop.create_future()
         self._waiting.append((request, turn))
         if len(self._waiting) == MOST:
-            self._let_through()
+            self._set_timer(loop.call_soon(self._let_through))
         elif self._timer is None:
-            self._timer = loop.call_later(self._gather_s, self._let_through)
+            self._set_timer(loop.call_later(self._gather_s, self._let_through))
         await turn
 
-    def _let_through(self) -> None:
+    def _set_timer(self, timer: asyncio.Handle | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = timer
+
+    def _let_through(self) -> None:
+        self._set_timer(None)
         waiting, self._waiting = [each for each in self._waiting if not each[1].done()], []
         try:
             order = self._order([request for request, _ in waiting])

@@ -170,12 +170,12 @@ def _choose(
         home_s = min(option.total_s for option in at_home)
         if weights.is_near(home_s, best_s, home.held_s):
             return _pick(at_home, home_s, tie)[0], home.reason
-    own = [option for option in options if option.own]
+    own, others = ([option for option in options if option.own is is_own] for is_own in (True, False))
     if own and weights.is_near(min(option.total_s for option in own), best_s):
         options = own
     lowest_s = min(option.total_s for option in options)
     option, num_equal = _pick(options, lowest_s, tie)
-    if lowest_s > best_s:
+    if options is own and any(other.total_s <= lowest_s for other in others):
         return option, "share"
     return option, "tie" if num_equal > 1 else "cheapest"
 

@@ -139,7 +139,7 @@ class Placer:
 
     def _price_s(self, asked: Asked, tie: float) -> float:
         try:
-            return self.place(asked, tie).chosen.total_s
+            return self._place(asked, tie, self._few).chosen.total_s
         except IsthmusError:
             return math.inf  # placing it will say why
 

@@ -60,9 +60,15 @@ async def test_no_more_than_so_many_are_ordered_at_a_time(delays):
         asked.append(len(together))
         return ascending(together)
 
-    first, *prices = range(MOST + 3, 0, -1)
-    expected = [first, *sorted(prices[:MOST]), *sorted(prices[MOST:])]
-    assert await placed_of(Burst(order), [first, *prices]) == expected
+    burst, placed = Burst(order), []
+    await burst.turn(0)
+    tasks = [
+        asyncio.create_task(place(burst, price, placed)) for price in range(MOST)
+    ]  # the last one is the dearest
+    await asyncio.sleep(0)
+    assert len(asked) == 0
+    await asyncio.gather(*tasks, place(burst, MOST + 2, placed), place(burst, MOST + 1, placed))
+    assert placed == [*range(MOST), MOST + 1, MOST + 2]
     assert asked == [MOST, 2]
 
 
