@@ -44,7 +44,7 @@ class Probe:
     def place_among_routers(self) -> tuple[int, int]:
         """Our place, from 0, among the fleet's routers by name, and how many they are.
 
-        Those count whose probes were seen as late as ours, or nearly. While etcd is away they stay as they were.
+        Counted are those whose probes were seen as late as ours, or nearly; while etcd is away they stay.
         """
         since_s = self._seen_s.get(self._router, 0.0) - _GONE_S
         others = [name for name, seen_s in self._seen_s.items() if seen_s > since_s and name != self._router]

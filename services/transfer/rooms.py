@@ -13,7 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from services.errors import IsthmusError, PeerFailed, ProtocolError
+from services.errors import Aborted, IsthmusError, PeerFailed, ProtocolError
 from services.kv.handshake import RoomEffect, RoomEvent, RoomState, step_room
 from services.kv.ticket import StartsWithinPage, check_ticket
 from services.kv.transfer_plan import pages_covering
@@ -47,6 +47,7 @@ class RoomTable:
         self._clock = clock
         self._max_pages = max(1, max_post_bytes // layout.page_bytes)
         self._links: dict[int, Link] = {}
+        self._doubted: set[PeerName] = set()  # a write to it has failed, and other rooms still write
         self._rooms: dict[Room, PrefillRoom] = {}
         self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
         self.bytes_moved_total = 0
@@ -223,7 +224,8 @@ class RoomTable:
         try:
             progressed = delta.poll() | self._post(room, delta)
         except IsthmusError as error:
-            self._doubt(room.peer)
+            if isinstance(error, PeerFailed):
+                self._doubt(room.peer)
             self._step(room, RoomEvent.FAILED, str(error))
             progressed = True
         self.bytes_moved_total += delta.bytes_moved - moved
@@ -239,7 +241,7 @@ class RoomTable:
             return False
         assert room.peer is not None
         if self._clock() >= room.write_until_s:
-            raise PeerFailed("the write lease is over")
+            raise Aborted("the write lease is over")
         delta.post(self._transport, room.peer, self._max_pages)
         return True
 
@@ -297,11 +299,16 @@ class RoomTable:
     def _reach(self, link: Link) -> None:
         """Raises PeerFailed where the transport does not."""
         if link.peer is None:
-            link.peer = self._transport.add_peer(link.agent_metadata, link.memory)
+            peer = self._transport.add_peer(link.agent_metadata, link.memory)
+            if peer in self._doubted:
+                raise PeerFailed("a write to this rank has failed, and others have not ended yet")
+            link.peer = peer
 
     def _doubt(self, peer: PeerName | None) -> None:
         """A write to it has failed: its connection may be broken for good, while its stream to us is not. So
-        it is reached anew for the next ticket, once no room uses the old one."""
+        it is reached anew once no room uses the old one, and until then takes no more tickets."""
+        assert peer is not None
+        self._doubted.add(peer)
         for link in self._links.values():
             if link.peer == peer:
                 link.peer = None
@@ -312,6 +319,7 @@ class RoomTable:
             return
         if any(room.peer == peer for room in self._rooms.values()):
             return
+        self._doubted.discard(peer)
         try:
             self._transport.remove_peer(peer)
         except PeerFailed as error:
