@@ -99,14 +99,18 @@ def _adjust(logits: Floats, chunk: Chunk) -> Floats:
         output_ids, counts = np.unique(np.asarray(chunk.history[-chunk.num_output_ids :]), return_counts=True)
         logits[output_ids] -= params.frequency_penalty * counts + params.presence_penalty
     if _must_go_on(chunk):
-        ending = [*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)]
-        logits[[token_id for token_id in ending if token_id < len(logits)]] = -np.inf
+        ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
+        ending = {token_id for token_id in ending if token_id < len(logits)}
+        if len(ending) < len(logits):  # else one of them must be chosen
+            logits[list(ending)] = -np.inf
     return logits
 
 
 def _choose(logits: Floats, chunk: Chunk) -> int:
     """Draw from what temperature, top_k, top_p and min_p leave; ids in ascending order."""
     params = chunk.sampling
+    if not np.isfinite(logits.max()):  # the model has overflowed: no distribution to draw from
+        return int(logits.argmax())
     weights = np.exp((logits - logits.max()) / params.temperature)  # the highest has weight 1
     kept = np.arange(len(weights)) if not params.top_k else np.sort(_highest_ids(logits, params.top_k))
     if params.top_p < 1:

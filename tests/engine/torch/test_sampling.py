@@ -140,6 +140,19 @@ def test_min_tokens_holds_off_eos_and_stop_ids_until_they_are_there():
     assert choose(row, dataclasses.replace(params, ignore_eos=True), [1, 1], 1, (1,)).token_id == 1
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_where_every_token_would_end_it_one_is_chosen_all_the_same(temperature):
+    params = SamplingParams(temperature=temperature, top_k=1, min_tokens=2, stop_token_ids=(0, 1, 2, 1))
+    assert choose([1.0, 3.0, 2.0], params).token_id == 1
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_overflowed_fail_nobody_else(broken):
+    hot = SamplingParams(temperature=1, top_p=0.9, seed=1)
+    rows = torch.tensor([[1.0, broken, 0.0], [0.0, 1.0, 90.0]])
+    assert [sampled.token_id for sampled in sample(rows, [chunk(hot)] * 2)] == [1, 2]
+
+
 def test_the_uniform_number_is_pinned():
     # A replayed request must go on with the same tokens on a newer release too.
     assert uniform(0, 0) == pytest.approx(0.8833108082136426, abs=1e-16)
