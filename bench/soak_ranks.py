@@ -112,7 +112,8 @@ class Memory:
     async def _watch(self) -> None:
         while True:
             for name, pid in self._pids.items():
-                self.samples[name].append(resident_bytes(pid))
+                with contextlib.suppress(OSError):  # it has ended, which counts as an error elsewhere
+                    self.samples[name].append(resident_bytes(pid))
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     def growth(self) -> dict[str, float]:
@@ -121,6 +122,8 @@ class Memory:
 
 
 def _last_over_second_quarter(samples: list[int]) -> float:
+    if not samples:
+        return 1.0
     quarter = max(1, len(samples) // 4)
     second = samples[quarter : 2 * quarter] or samples
     return statistics.median(samples[-quarter:]) / statistics.median(second)

@@ -135,7 +135,7 @@ def _attend(
                     weight = scores[slot, g]
                     for d in range(head_dim):
                         weighted[g, d] += weight * _as_float(values[slot, d])
-        for g in range(group):
+        for g in range(group if partials.starts[i] < partials.starts[i + 1] else 0):
             peak = greatest[g]
             for j in range(partials.starts[i], partials.starts[i + 1]):
                 row = (partials.blocks[j] * group + g) * num_kv_heads + kv_head

@@ -23,6 +23,8 @@ from services.engine.torch.decode_kernel import Ids, PageReads
 # torch's kernel, and for each page as much as this many readers of their own.
 _CALL_BYTES = 512 << 10
 _READERS_OF_A_RUN = 2.5
+# A run yields a row for each reader and head of a page: of smaller pages these would outweigh what is read.
+_MIN_PAGE_SIZE_OF_A_RUN = 16
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
@@ -167,7 +169,7 @@ def _runs(pages: Ids, tokens: Ids, queries: Ids, kv: Tensor) -> tuple[list[_Run]
     """The runs, and which reads are left to be made apart."""
     page_bytes = kv[0, 0].numel() * kv.itemsize
     is_apart = np.ones(len(pages), bool)
-    if queries[-1] + 1 < _READERS_OF_A_RUN:
+    if queries[-1] + 1 < _READERS_OF_A_RUN or kv.shape[4] < _MIN_PAGE_SIZE_OF_A_RUN:
         return [], is_apart
     order = np.argsort(pages, kind="stable")
     unique, first, counts = np.unique(pages[order], return_index=True, return_counts=True)

@@ -2,6 +2,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from services.engine.paged.runner import Chunk
 from services.engine.torch import step_view
 from services.engine.torch.attention import IN_PLACE_DTYPES, paged_attention
+from services.engine.torch.decode_kernel import PageReads, Partials, attend_pages
 from services.engine.torch.step_view import InPlace, view_step
 from services.request import SamplingParams
 
@@ -161,6 +163,16 @@ def test_threads_share_all_items_and_none_has_much_more_than_its_part(ends, num_
     assert max(parts) <= sum(tokens) / len(shares) + max(tokens)
 
 
+def test_who_reads_nothing_gets_zeros():
+    nothing, nobody = np.zeros(0, np.int64), np.zeros(3, np.int64)
+    reads = PageReads(nothing, nothing, nobody)
+    partials = Partials(nothing, nobody, np.zeros((0, 8), np.float32), np.zeros(0, np.float32))
+    output = attend_pages(
+        np.ones((2, 4, 8), np.float32), np.zeros((1, 1, 2, 2, 4, 8), np.float32), 0, reads, partials, 1.0
+    )
+    assert not output.any()
+
+
 def test_scores_far_apart_join_without_overflow():
     generator = torch.Generator().manual_seed(0)
     kv = random_pool(4, 16, torch.float32, generator)
@@ -223,6 +235,8 @@ def test_pages_so_small_that_a_call_costs_more_are_read_apart():
     kv = torch.empty(8, 1, 2, 1, 16, 8)
     runs, apart = planned([chunk(1, 20, [2, 3 + i]) for i in range(4)], kv)
     assert runs == []
+    small = torch.empty(8, 1, 2, 1, 8, 1 << 16)  # bytes enough, but as many rows come out as go in
+    assert planned([chunk(1, 10, [2, 3 + i]) for i in range(4)], small)[0] == []
     assert apart == [[(2, 16), (3 + i, 5)] for i in range(4)]
 
 
