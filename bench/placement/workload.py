@@ -54,15 +54,21 @@ def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest]:
-    """One prefix of 6,144 tokens in all prompts, then 512 to 4,096 of their own; arrivals at random."""
+    """One prefix of 6,144 tokens in all prompts, then 512 to 4,096 of their own; arrivals at random. Nobody
+    comes twice: each is a conversation of its own."""
     random, now, next_block = Random(19746), 0.0, 12
-    entries = []
+    requests: list[TraceRequest] = []
     while (now := now + random.expovariate(requests_per_s)) < duration_s:
         num_own = random.randint(1, 8)
         blocks = (*range(12), *range(next_block, next_block + num_own))
         next_block += num_own
-        entries.append((now, blocks, len(blocks) * BLOCK_TOKENS, random.randint(32, 256)))
-    return list(_numbered(entries))
+        number, prompt_tokens, output_tokens = (
+            len(requests),
+            len(blocks) * BLOCK_TOKENS,
+            random.randint(32, 256),
+        )
+        requests.append(TraceRequest(number, now, blocks, prompt_tokens, output_tokens, f"s{number}"))
+    return requests
 
 
 def together(requests: Sequence[TraceRequest], gather_s: float) -> Iterator[tuple[float, list[TraceRequest]]]:

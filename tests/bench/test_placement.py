@@ -141,6 +141,11 @@ def test_pins_live_as_long_as_in_etcd_and_reach_others_late():
     assert pins.of("a", 0) is None
 
 
+def test_nobody_of_those_that_share_a_prefix_comes_twice():
+    requests = shared_prefix(5.0, 4.0)
+    assert len({request.session for request in requests}) == len(requests)
+
+
 def test_an_endless_pool_hits_what_was_ever_seen():
     requests = shared_prefix(5.0, 4.0)
     expected = 12 * (len(requests) - 1) / sum(len(request.blocks) for request in requests)
