@@ -36,6 +36,10 @@ class FlushPace:
         """Write next anywhere in the interval, by `chance` in [0, 1): all ranks may be about to."""
         self._next_at = max(self._next_at, now + chance * self.interval_s)
 
+    def tries(self, now: float) -> None:
+        """A write begins; should it fail, it counts too."""
+        self._next_at = now + self.interval_s
+
     def wrote(self, now: float, took_s: float) -> None:
         """A write took so long and has ended."""
         self._took_s = took_s

@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
 _COUNT_INTERVAL_S = 30.0
-_LEASES_TO_WAIT = (
-    3.0  # for a key whose owner may have ended: a new leader of etcd lets every lease begin anew
-)
+# For a key whose owner may have ended; a new leader of etcd lets every lease begin anew.
+_LEASES_TO_WAIT = 3.0
 
 
 class Membership:
@@ -145,9 +144,8 @@ class Membership:
         return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
 
     async def _register(self, take_over: bool) -> Lease:
-        async with (
-            self._registering
-        ):  # draining while a lease is lost, two would be taken and one kept for ever
+        # One at a time: draining as a lease is lost, two would be taken, and one of them kept for ever.
+        async with self._registering:
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = await Lease.grant(self._etcd, self._ttl_s)
             await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)

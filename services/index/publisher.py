@@ -68,7 +68,7 @@ class Publisher:
         self._writer = PrefixWriter(etcd, keys, rank, self._settings.log)
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
-        self._began_at = 0.0  # to write
+        self._began_at = 0.0  # the present write
 
     def __repr__(self) -> str:
         return f"Publisher({self._writer!r}, {self._ledger!r}, {self.pace!r})"
@@ -142,7 +142,7 @@ class Publisher:
         lease_id = self._lease_id
         if lease_id == _NO_LEASE or self.idle:
             return
-        self._began_at = self._etcd.clock()
+        self._begin()
         try:
             await self._write(lease_id)
         except LeaseNotFound:
@@ -174,7 +174,11 @@ class Publisher:
         """Between two writes of one snapshot."""
         self._wrote()
         await asyncio.sleep(self.pace.wait_s(self._etcd.clock(), math.inf))
+        self._begin()
+
+    def _begin(self) -> None:
         self._began_at = self._etcd.clock()
+        self.pace.tries(self._began_at)
 
     def _wrote(self) -> None:
         now = self._etcd.clock()

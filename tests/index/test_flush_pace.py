@@ -37,6 +37,12 @@ def test_a_slow_etcd_is_left_alone_for_as_long_as_it_took(took_s: float, interva
     assert pace.interval_s == pytest.approx(pace.wait_s(1.0, 60.0)) == 0.05
 
 
+def test_a_write_that_failed_counts() -> None:
+    pace = paced(1000)
+    pace.tries(0.0)
+    assert pace.wait_s(0.1, 60.0) == pytest.approx(0.4)
+
+
 def test_those_that_begin_together_are_scattered() -> None:
     pace = paced(1000)
     pace.scatter(10.0, 0.5)
