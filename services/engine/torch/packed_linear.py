@@ -14,7 +14,7 @@ _TYPICAL_ROWS = 16
 # oneDNN compiles code for every number of rows and keeps that of the last 1,024 shapes: with prompts of all
 # lengths 0.7 GB, and 0.6 ms for each new shape. So more rows than the first of these are filled up to a
 # multiple of the second; less coarsely for batches, where every row is felt.
-_ROW_STEPS = ((64, 16), (16, 4), (0, 1))
+_ROW_STEPS = ((64, 16), (16, 4))
 
 
 class PackedLinear(nn.Module):
@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         num_rows = rows.shape[-2]
-        extra = -num_rows % next(step for more_than, step in _ROW_STEPS if num_rows > more_than)
+        extra = -num_rows % next((step for more_than, step in _ROW_STEPS if num_rows > more_than), 1)
         if extra:
             rows = pad(rows, (0, 0, 0, extra))
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")

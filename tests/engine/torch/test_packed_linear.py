@@ -7,7 +7,7 @@ from services.engine.torch.packed_linear import PackedLinear, pack_linears
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 18, 61, 100])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 16, 18, 61, 100])
 def test_a_packed_layer_computes_what_the_plain_one_does(num_rows, bias, dtype):
     generator = torch.Generator().manual_seed(num_rows)
     linear = nn.Linear(96, 40, bias=bias, dtype=dtype)
