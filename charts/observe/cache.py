@@ -85,7 +85,8 @@ def cache() -> Dashboard:
                         "Why ranks were chosen",
                         "reqps",
                         "Decisions by plan and reason. pinned and longest_prefix keep a conversation at home; "
-                        "cheapest means that home was too busy or there was none.",
+                        "cheapest means that home was too busy or there was none; share, that of several "
+                        "routers this one prefers that rank.",
                         Query(_rate("isthmus_placements_total", "plan, reason"), "{{plan}}: {{reason}}"),
                         stacked=True,
                     ),
