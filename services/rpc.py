@@ -291,10 +291,15 @@ _CHANNEL_OPTIONS = [
     # Retries are the router's business: it knows what was already yielded.
     ("grpc.enable_retries", 0),
 ]
+_MAX_PENDING_CALLS = 100_000
 _SERVER_OPTIONS = [
     *_MESSAGE_OPTIONS,
     *_KEEPALIVE_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Past 1,000 calls that the event loop has not taken up yet gRPC turns new ones away as CANCELLED.
+    # Calls have deadlines, and whoever is refused for load is to be told so by us.
+    ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
     # A port that another process still holds is an error, not a port shared with it.
     ("grpc.so_reuseport", 0),
 ]
