@@ -10,10 +10,11 @@ one in twelve is aborted by its client.
 
     closed loop, 96 clients --> capacity (requests/s) --> open loop at 1.2 times that, each with a deadline
 
-Past its capacity a cluster must say no. Clean are RESOURCE_EXHAUSTED and DEADLINE_EXCEEDED; any other error
-counts as one, as do a wrong token, a traceback in a log and a rank that had to be started again. In the end
-nothing is held, and some requests are aborted one by one in the quiet cluster, to see how long both ranks
-take to have everything back.
+Past its capacity a cluster must say no, and say it at once: RESOURCE_EXHAUSTED. `late_share` is of those
+that were let in and waited for nothing, for their deadline ended them. Any other error counts as one, as do
+a wrong token, a traceback in a log and a rank that had to be started again. In the end nothing is held, and
+some requests are aborted one by one in the quiet cluster, to see how long both ranks take to have everything
+back.
 
 `run length`: pages per run of neighbours in which pages were lent to prompts, at the start and at the end;
 `free length`: the same of those that are free then.
@@ -58,6 +59,7 @@ GOALS = (
     ("books_balanced", ">=", 1.0),
     ("memory_growth", "<=", 1.1),
     ("abort_max_s", "<=", 2.0),
+    ("late_share", "<=", 0.01),
 )
 
 
@@ -125,6 +127,9 @@ async def _measure(driver: Soak, memory: Memory, seconds: float) -> Report:
         "capacity_per_s": capacity,
         "offered_per_s": sum(load.counts.values()) / seconds,
         **{f"num_{name}": count for name, count in sorted(load.counts.items())},
+        "answered_per_s": load.counts["answered"] / seconds,
+        "late_share": load.late_share,
+        "refused_p50_s": statistics.median(load.refused_s or [0.0]),
         "ttft_p50_s": statistics.median(load.ttft_s),
         "errors": sentences.total() + ranks.tracebacks.total() + ranks.restarts,
         "tracebacks": ranks.tracebacks.total(),

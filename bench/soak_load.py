@@ -74,11 +74,14 @@ class Asked:
 class Outcomes:
     counts: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)  # until the refusal came
     errors: list[str] = field(default_factory=list)
 
     @property
-    def clean(self) -> bool:
-        return not self.errors
+    def late_share(self) -> float:
+        """Of all that their clients did not abort, those that were ended by their deadline."""
+        waited_for = self.counts.total() - self.counts["aborted"]
+        return self.counts["deadline_exceeded"] / max(1, waited_for)
 
 
 class Soak:
@@ -115,6 +118,8 @@ class Soak:
             outcomes.counts["aborted"] += 1
         except grpc.aio.AioRpcError as error:
             outcomes.counts[error.code().name.lower()] += 1
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                outcomes.refused_s.append(time.monotonic() - began)
             if error.code() not in CLEAN:
                 outcomes.errors.append(f"{error.code().name}: {error.details()}")
         else:

@@ -18,7 +18,11 @@ class AlreadyRunning(IsthmusError):
 
 
 class NoCapacity(IsthmusError):
-    """No room here now; try another rank, or later."""
+    """No room here now; try another rank, or later: in `retry_after_s`, where that is known."""
+
+    def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class PeerFailed(IsthmusError):

@@ -64,6 +64,11 @@ class PoolCollector(Collector):
         yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
         yield GaugeMetricFamily(
+            "isthmus_queue_wait_seconds",
+            "Until a sequence that comes now has pages, as others get them now; 0: nobody waits.",
+            load.queue_wait_s,
+        )
+        yield GaugeMetricFamily(
             "isthmus_pending_tokens", "Prompt tokens still to compute.", load.pending_tokens
         )
         yield GaugeMetricFamily(

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 ERROR_KEY = "isthmus-error"  # trailing metadata: the name of the class that was raised
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's own: its clients that retry by themselves heed it
 # gRPC drops a status whose metadata passes 8 KiB; a character may take three bytes there.
 _MAX_DETAILS_BYTES = 2000
 _INTERNAL = "internal error; the server's log has it"
@@ -191,7 +193,10 @@ async def _answer(context: grpc.aio.ServicerContext, method: str, error: Excepti
         logger.error("handler_failed method=%s", method, exc_info=error)
         await _abort(context, grpc.StatusCode.INTERNAL, _INTERNAL)
     details = str(cause).encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
-    await _abort(context, status_of(cause), details, ((ERROR_KEY, type(cause).__name__),))
+    metadata = [(ERROR_KEY, type(cause).__name__)]
+    if isinstance(cause, NoCapacity) and cause.retry_after_s is not None:
+        metadata.append((_PUSHBACK_KEY, str(round(1e3 * cause.retry_after_s))))
+    await _abort(context, status_of(cause), details, tuple(metadata))
 
 
 async def _abort(
@@ -206,6 +211,15 @@ async def _abort(
         # The call has ended, by its deadline for one: nobody hears this. grpc.aio would log it as our bug.
         raise asyncio.CancelledError from error
     raise AssertionError("abort raises")  # grpc.aio has no types that would say so
+
+
+def _is_of_a_living_call(record: logging.LogRecord) -> bool:
+    """False of what grpc.aio logs as a servicer's bug: the last word of a call that ended meanwhile, by its
+    deadline or its client, which the core could not send."""
+    return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_a_living_call)
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float | None:

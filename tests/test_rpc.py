@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -115,6 +116,15 @@ async def test_a_stream_ends_in_the_error_after_its_answers():
             async for response in stub_of(channel).Generate(generation_pb2.GenerateRequest(text="hi")):
                 texts.append(response.text)
     assert texts == ["hi"]
+
+
+@pytest.mark.parametrize(("retry_after_s", "pushback_ms"), [(None, None), (2.5, "2500")])
+async def test_a_refusal_says_when_to_come_again(retry_after_s, pushback_ms):
+    async with serving(Service(errors.NoCapacity("full", retry_after_s))) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub_of(channel).Abort(generation_pb2.AbortRequest())
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(refused.value.trailing_metadata()).get("grpc-retry-pushback-ms") == pushback_ms
 
 
 async def test_an_unexpected_exception_is_logged_and_says_nothing_outside(caplog):
@@ -406,6 +416,18 @@ async def test_an_answer_to_a_call_that_has_ended_is_no_error_of_ours():
 
     with pytest.raises(asyncio.CancelledError):
         await rpc._answer(Ended(), "/m", errors.DeadlineExceeded("the deadline has passed"))
+
+
+def test_what_grpc_could_not_send_to_a_call_that_has_ended_is_not_logged_as_a_bug(caplog):
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    for error in (cygrpc.ExecuteBatchError("execute_batch"), cygrpc.InternalError("another")):
+        try:
+            raise error
+        except cygrpc.BaseError:
+            logger.exception("%s raised in core by servicer method", type(error).__name__)
+    logger.error("without an exception")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["InternalError raised in core by servicer method", "without an exception"]
 
 
 async def test_calls_that_wait_for_the_event_loop_are_not_turned_away():

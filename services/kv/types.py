@@ -186,6 +186,7 @@ class RankLoad:
     prefill_tokens_per_s: float = 0.0
     draining: bool = False
     waiting_tokens: int = 0
+    admitted_per_s: float = 0.0
     # Not told to routers:
     reserved_pages: int = 0  # kept back for the growth of what runs
     retractions: int = 0  # since the rank's start, as `overtakes`
@@ -193,3 +194,8 @@ class RankLoad:
     free_runs: int = 0  # of neighbouring free pages
     lent_pages: int = 0  # since the start, several at a time, and
     lent_runs: int = 0  # in how many runs of neighbours they were lent
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Until one who comes now has pages; 0: nobody waits, or it is not known."""
+        return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0

@@ -96,7 +96,12 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         checks = SuspectChecks(mirror, tls, cluster.dead)
         await stack.enter_async_context(_background(checks.run(), failed))
         generator = Generator(
-            config.served_name, tokenizer, cluster, metrics, max_attempts=config.max_attempts
+            config.served_name,
+            tokenizer,
+            cluster,
+            metrics,
+            max_attempts=config.max_attempts,
+            max_wait_s=config.max_wait_s,
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)

@@ -9,6 +9,7 @@ in seconds. Nothing here does I/O. A request in flight:
       it runs on its decode rank, and pends
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -92,7 +93,7 @@ class Balance:
         self.ended(request_id)
         flight = _Flight(decode, prefill or decode, uncached_tokens, self.clock())
         self._flights[request_id] = flight
-        self._of(decode).decoding.add(request_id)
+        self._of(decode).receive(request_id, flight.sent_s)
         self._of(flight.computing).take(request_id, flight)
         self.changed(flight.computing)
         if flight.computing != decode:
@@ -139,6 +140,20 @@ class Balance:
             running=max(load.running, len(known.decoding) or len(known.computing)),
             tokens_per_s=tokens_per_s,
         )
+
+    def queue_wait_s(self, rank: RankKey) -> float:
+        """Until a decode rank has room for the next request; 0: nobody waits there, or it is not known."""
+        known = self._ranks.get(rank)
+        if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
+            return 0.0
+        return (known.load.waiting + len(known.arriving_s)) / known.load.admitted_per_s
+
+    def compute_wait_s(self, rank: RankKey) -> float:
+        """Until the rank computes the next prompt; 0 too where its rate was never measured."""
+        if not self.load(rank).prefill_tokens_per_s and not self._speeds.knows(rank):
+            return 0.0
+        now = self.now(rank)
+        return now.pending_tokens / now.tokens_per_s
 
     def _of(self, rank: RankKey) -> "_Rank":
         known = self._ranks.get(rank)
@@ -224,6 +239,11 @@ class _Rank:
     computing_tokens: int = 0
     unseen: set[str] = field(default_factory=set)
     unseen_tokens: int = 0
+    arriving_s: deque[float] = field(default_factory=deque)  # when they were sent; too late for the report
+
+    def receive(self, request_id: str, now: float) -> None:
+        self.decoding.add(request_id)
+        self.arriving_s.append(now)
 
     def take(self, request_id: str, flight: _Flight) -> None:
         self.computing[request_id] = flight
@@ -248,6 +268,8 @@ class _Rank:
 
     def report(self, load: RankLoad, now: float, seen_s: float) -> None:
         self.load, self.reported_s = load, now
+        while self.arriving_s and self.arriving_s[0] <= seen_s:
+            self.arriving_s.popleft()
         self._see(seen_s)
 
     def forget_report(self) -> None:

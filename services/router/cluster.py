@@ -4,6 +4,7 @@ are pinned. What it knows and sees goes to the placer, whose decision it carries
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from services.index.registry import REMOTE_ONLY, Registration
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.request import Admitted
+from services.router.admission import refusal
 from services.router.balance import Balance, RankNow
 from services.router.burst import Burst
 from services.router.decode_client import DecodeClient
@@ -187,14 +189,34 @@ class Cluster:
         awaits nothing before it has placed it and said that it was `sent`. Raises as `place`."""
         await self._burst.turn(self._asked(prompt, conversation_id, excluded))
 
-    def place(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> Placed:
-        """Choose the ranks and the plan for a prompt.
+    def check_room(self, max_wait_s: float) -> None:
+        """Raises NoCapacity if requests wait longer than that at every decode rank."""
+        shortest_s = self._shortest_queue_s(max_wait_s)
+        if max_wait_s < shortest_s < math.inf:
+            raise refusal(shortest_s, max_wait_s)
+
+    def place(
+        self,
+        prompt: HashedPrompt,
+        conversation_id: str,
+        excluded: frozenset[RankKey],
+        max_wait_s: float = math.inf,
+    ) -> Placed:
+        """Choose the ranks and the plan for a prompt that is to wait no longer than `max_wait_s`.
 
         Raises:
+            NoCapacity: it would; the message says how long.
             Unavailable: no rank can take it now; the message says why.
         """
-        asked = self._asked(prompt, conversation_id, excluded)
-        return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
+        asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
+        try:
+            decision = self._placer.place(asked, self._tie())
+        except Unavailable:
+            self.check_room(max_wait_s)
+            raise
+        if (wait_s := self._wait_s(decision)) > max_wait_s:
+            raise refusal(wait_s, max_wait_s)
+        return self._placed(asked, prompt, decision)
 
     def explain(self, prompt: HashedPrompt, conversation_id: str) -> Placed:
         """As `place`, with every rank compared."""
@@ -245,7 +267,32 @@ class Cluster:
         seed = scope_seed(self._settings.model_name, tenant)
         return HashedPrompt(ids, seed, tuple(sequence_hashes(ids, self._settings.placer.index_block, seed)))
 
-    def _asked(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> Asked:
+    def _shortest_queue_s(self, enough_s: float) -> float:
+        """Of the decode ranks that can be chosen, or of the first one where it is no longer than `enough_s`;
+        infinite where there is none."""
+        shortest_s = math.inf
+        for view in self.ranks(Role.DECODE):
+            if not self._exclusion(view.registration, 1, frozenset(), math.inf):
+                shortest_s = min(shortest_s, self._balance.queue_wait_s(view.registration.id.key))
+                if shortest_s <= enough_s:
+                    break
+        return shortest_s
+
+    def _wait_s(self, decision: Decision) -> float:
+        """For room at the decode rank, then behind the prompts that are computed before."""
+        decode, prefill = decision.chosen.decode.id.key, decision.chosen.prefill
+        queue_s = self._balance.queue_wait_s(decode)
+        if prefill is None:  # those that wait for room there are among those that will be computed
+            return max(queue_s, self._balance.compute_wait_s(decode))
+        return queue_s + self._balance.compute_wait_s(prefill.id.key)
+
+    def _asked(
+        self,
+        prompt: HashedPrompt,
+        conversation_id: str,
+        excluded: frozenset[RankKey],
+        max_wait_s: float = math.inf,
+    ) -> Asked:
         self._refresh()
         self._placer.set_share(Share(*self._mirror.place_among_routers()))
         num_tokens = len(prompt.ids)
@@ -254,7 +301,7 @@ class Cluster:
             num_tokens,
             self._plans(),
             self._pinned(conversation_id),
-            lambda rank: self._exclusion(rank, num_tokens, excluded),
+            lambda rank: self._exclusion(rank, num_tokens, excluded, max_wait_s),
         )
 
     def _placed(self, asked: Asked, prompt: HashedPrompt, decision: Decision) -> Placed:
@@ -285,11 +332,13 @@ class Cluster:
             self._mirror.progress(key),
             self.trust(key),
             balance.now(key),
-            self._exclusion(view.registration, 1, frozenset()),
+            self._exclusion(view.registration, 1, frozenset(), math.inf),
             self._mirror.unregistered_s(view),
         )
 
-    def _exclusion(self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankKey]) -> str:
+    def _exclusion(
+        self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankKey], max_wait_s: float
+    ) -> str:
         """Why a rank cannot be chosen; empty when it can."""
         key = rank.id.key
         if key in excluded:
@@ -300,6 +349,8 @@ class Cluster:
             client = self._clients.get(key)
             if client is None or not client.connected.is_set():
                 return "not connected"
+            if self._balance.queue_wait_s(key) > max_wait_s:
+                return "its queue is too long"
         # A decode rank needs room for one more token.
         if prompt_tokens > rank.max_context_tokens - (rank.role is Role.DECODE):
             return "the prompt is longer than its context"

@@ -25,12 +25,18 @@ class RouterConfig(ClusterConfig):
     )
     max_attempts: int = setting(3, "ranks that a request is tried on at most")
 
+    max_wait_s: float = setting(
+        600.0, "a request that would wait longer for its turn, or for half of the time it has, is refused"
+    )
+
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
         if self.max_attempts < 1:
             raise ConfigError(f"--max-attempts must be 1 or more, got {self.max_attempts}")
+        if not self.max_wait_s > 0:
+            raise ConfigError(f"--max-wait-s must be greater than 0, got {self.max_wait_s}")
 
     @property
     def served_name(self) -> str:

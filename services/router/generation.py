@@ -11,6 +11,7 @@ rank gets every token generated so far.
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -31,6 +32,7 @@ from services.errors import (
     Unavailable,
 )
 from services.request import Admitted, FinishReason, GenerationRequest, Output, StartCommand
+from services.router.admission import allowed_wait_s
 from services.router.chat import ConversationMemory, drift_tokens
 from services.router.cluster import Cluster, HashedPrompt, Placed
 from services.router.decode_client import DecodeRankLost, OutputStream
@@ -66,6 +68,7 @@ class Generator:
         metrics: RouterMetrics,
         *,
         max_attempts: int,
+        max_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -73,6 +76,7 @@ class Generator:
         self._cluster = cluster
         self._metrics = metrics
         self._max_attempts = max_attempts
+        self._max_wait_s = max_wait_s
         self._clock = clock
         self._running: dict[str, Progress] = {}
         self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS)
@@ -105,12 +109,13 @@ class Generator:
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
-            Unavailable, NoCapacity: no rank can take it.
+            NoCapacity: no rank can hold it, or it would wait too long for its turn.
+            Unavailable: no rank can take it.
             DeadlineExceeded: `timeout_s` has passed.
         """
         deadline = None if timeout_s is None else self._clock() + timeout_s
         with telemetry.span("router.generate", traceparent) as span:
-            checked = self._admit(request)
+            checked = self._admit(request, timeout_s)
             with self._track(checked, span) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
@@ -125,11 +130,12 @@ class Generator:
 
     # -- the door ---------------------------------------------------------------------------------
 
-    def _admit(self, request: generation_pb2.GenerateRequest) -> Checked:
+    def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float | None) -> Checked:
         try:
             checked = self._check(request)
             if checked.request_id in self._running:
                 raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
+            self._cluster.check_room(self._allowed_wait_s(checked, timeout_s))
         except IsthmusError as error:
             self._metrics.rejected(error)
             raise
@@ -153,6 +159,10 @@ class Generator:
             tenant=request.tenant,
             priority=request.priority,
         )
+
+    def _allowed_wait_s(self, checked: Checked, remaining_s: float | None) -> float:
+        """One of a higher priority than usual does not wait behind the others, however many there are."""
+        return math.inf if checked.priority > 0 else allowed_wait_s(self._max_wait_s, remaining_s)
 
     def _encoder(self) -> PromptEncoder:
         return PromptEncoder(self._tokenizer, self._cluster.max_context_tokens(), self._tokenizer.vocab_size)
@@ -272,11 +282,14 @@ class _Run:
         await self._cluster.turn(prompt, self._checked.memory_key, frozenset(self._progress.excluded))
 
     def _place(self, prompt: HashedPrompt) -> None:
-        """Choose ranks and send the request there. Raises Unavailable when there are none."""
+        """Choose ranks and send the request there. Raises as `Cluster.place`."""
         progress, checked = self._progress, self._checked
         began = self._clock()
+        # What was begun is not refused any more.
+        is_first, remaining_s = progress.attempts == 0, self._remaining_s()
+        max_wait_s = self._generator._allowed_wait_s(checked, remaining_s) if is_first else math.inf
         progress.attempts += 1
-        placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded))
+        placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded), max_wait_s)
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed))
         self._cluster.sent(checked.request_id, checked.memory_key, placed)

@@ -12,6 +12,7 @@ The status of a stream is decided by its first response; an error after that is 
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -327,7 +328,12 @@ def _event(value: Json) -> bytes:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(_error_json(error), status_code=_status(error)[0])
+    return JSONResponse(_error_json(error), status_code=_status(error)[0], headers=_retry_after(error))
+
+
+def _retry_after(error: Exception) -> dict[str, str]:
+    wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
+    return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

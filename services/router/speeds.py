@@ -84,6 +84,10 @@ class Speeds:
         self._senders.setdefault(prefill, _Sender(_Learned(sample))).add(decode, sample, now)
         self._usual_bandwidth.add(sample, 1.0, now)
 
+    def knows(self, rank: RankKey) -> bool:
+        """Whether its rate was measured."""
+        return rank in self._rates
+
     def rate(self, rank: RankKey, now: float) -> float:
         learned, usual = self._rates.get(rank), self._usual_rate.value
         return usual if learned is None else learned.faded(now, usual)

@@ -229,6 +229,7 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         draining=load.draining,
         waiting_tokens=load.waiting_tokens,
+        admitted_per_s=load.admitted_per_s,
     )
 
 
@@ -250,4 +251,5 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         prefill_tokens_per_s=finite("load.prefill_tokens_per_s", pb.prefill_tokens_per_s),
         draining=pb.draining,
         waiting_tokens=pb.waiting_tokens,
+        admitted_per_s=finite("load.admitted_per_s", pb.admitted_per_s),
     )

@@ -64,6 +64,29 @@ def test_with_enough_kept_back_for_growth_nobody_is_retracted():
     assert outcomes[1.0] == 0
 
 
+def test_the_load_says_how_fast_those_that_wait_come_in():
+    rank = Rank(num_pages=64, max_running=1)
+    seqs = [rank.submit([i, 1, 2], 5) for i in range(12)]
+    assert rank.core.load().queue_wait_s == 0.0  # nothing is known yet
+    rank.run(seqs[:6])
+    began = rank.now
+    foretold_s, load = rank.core.load().queue_wait_s, rank.core.load()
+    assert load.waiting == 6
+    rank.run(seqs[6:])
+    assert foretold_s == pytest.approx(rank.now - began, rel=0.5)
+    assert rank.core.load().admitted_per_s == 0.0  # nobody waits
+
+
+def test_those_that_leave_the_queue_leave_it_empty():
+    rank = Rank(num_pages=64, max_running=1)
+    seqs = [rank.submit([i, 1, 2], 5) for i in range(8)]
+    rank.run(seqs[:6])
+    assert rank.core.load().admitted_per_s > 0
+    for seq in seqs[6:]:
+        rank.core.cancel(seq)
+    assert rank.core.load().admitted_per_s == 0.0
+
+
 def test_the_reserve_counts_what_those_who_end_earlier_give_back():
     rank = Rank(num_pages=10, page_size=4, expected_output=1.0)
     ends_soon = rank.submit(range(15), 5)  # 5 pages at its end

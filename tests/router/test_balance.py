@@ -426,3 +426,20 @@ def test_predictions_are_bounded_oldest_out_first(balance, monkeypatch):
     assert matched == [0, 2, 2]
     balance.predict(D0, hashes(*range(10)))
     assert balance.predicted_match(D0, hashes(*range(10))) == 4
+
+
+def test_what_was_sent_too_late_for_a_report_waits_too(clock, balance):
+    balance.report(D0, RankLoad(waiting=10, admitted_per_s=5.0))
+    assert balance.queue_wait_s(D0) == 2.0
+    clock.now += 1
+    balance.sent("a", D0, P0, 100)
+    balance.sent("b", D0, None, 100)
+    assert balance.queue_wait_s(D0) == 2.4
+    balance.report(D0, RankLoad(waiting=10, admitted_per_s=5.0))  # perhaps made before they came
+    assert balance.queue_wait_s(D0) == 2.4
+    clock.now += 1
+    balance.report(D0, RankLoad(waiting=12, admitted_per_s=5.0))
+    assert balance.queue_wait_s(D0) == 2.4
+    balance.report(D0, RankLoad(waiting=0, admitted_per_s=5.0))
+    balance.report(D1, RankLoad(waiting=9))  # how fast they come in is not known
+    assert (balance.queue_wait_s(D0), balance.queue_wait_s(D1), balance.queue_wait_s(P0)) == (0, 0, 0)

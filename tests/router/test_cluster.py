@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from services.errors import NoCapacity, Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import RankState, RankView
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
-from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, Role
+from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.placer import Placer, PlacerSettings
@@ -39,6 +40,12 @@ class FakeMirror:
 
     def progress(self, rank):
         return RankProgress(0, 0, 0.0, True)
+
+    def pin(self, conversation):
+        return None
+
+    def place_among_routers(self):
+        return 0, 1
 
     def mark_dead(self, rank):
         self.dead.append(rank)
@@ -82,8 +89,8 @@ async def cluster(mirror, clock):
     assert mirror.subscribers == []
 
 
-D0, P0 = view(Role.DECODE, 0), view(Role.PREFILL, 0)
-D0_KEY = D0.registration.id.key
+D0, D1, P0 = view(Role.DECODE, 0), view(Role.DECODE, 1), view(Role.PREFILL, 0)
+D0_KEY, D1_KEY = D0.registration.id.key, D1.registration.id.key
 
 
 async def test_a_burst_of_changes_is_looked_at_once_and_before_anyone_asks(cluster, mirror, monkeypatch):
@@ -124,6 +131,65 @@ async def test_a_rank_that_went_without_a_word_is_missed_for_a_while(cluster, mi
     assert cluster.missed() == [(Role.DECODE, D0_KEY)]
     clock[0] += 1_800
     assert cluster.missed() == []
+
+
+@pytest.fixture
+async def two_decodes(cluster, mirror):
+    """Both are reached."""
+    mirror.set(D0, D1, P0)
+    cluster.ranks(Role.DECODE)
+    for client in cluster._clients.values():
+        client.connected.set()
+    return cluster
+
+
+def queue(cluster, rank, wait_s):
+    cluster._balance.report(rank, RankLoad(waiting=10, admitted_per_s=10 / wait_s))
+
+
+async def test_nobody_is_let_in_who_would_wait_too_long_everywhere(two_decodes, clock):
+    prompt = await two_decodes.hash(tuple(range(40)), "")
+    queue(two_decodes, D0_KEY, 9.0)
+    two_decodes.check_room(0.0)  # nobody waits at the other one
+    queue(two_decodes, D1_KEY, 7.0)
+    two_decodes.check_room(7.0)
+    with pytest.raises(NoCapacity, match=r"would wait 7\.0 s") as refused:
+        two_decodes.check_room(5.0)
+    assert refused.value.retry_after_s == pytest.approx(2.0)
+    with pytest.raises(NoCapacity, match=r"would wait 7\.0 s"):
+        two_decodes.place(prompt, "", frozenset(), 5.0)
+    two_decodes.place(prompt, "", frozenset())  # what was begun is never refused
+
+
+async def test_a_rank_whose_queue_is_too_long_is_passed_over(two_decodes):
+    prompt = await two_decodes.hash(tuple(range(40)), "")
+    for rank, other in ((D0_KEY, D1_KEY), (D1_KEY, D0_KEY)):
+        queue(two_decodes, rank, 9.0)
+        queue(two_decodes, other, 1.0)
+        placed = two_decodes.place(prompt, "", frozenset(), 5.0)
+        assert placed.decision.chosen.decode.id.key == other
+        assert [c.excluded for c in placed.decision.excluded] == ["its queue is too long"]
+
+
+async def test_without_any_rank_it_is_not_the_queues_that_are_too_long(cluster):
+    cluster.check_room(0.0)
+    with pytest.raises(Unavailable):
+        cluster.place(await cluster.hash((1, 2), ""), "", frozenset(), 0.0)
+
+
+async def test_prompts_that_are_computed_first_are_waited_for_too(two_decodes, clock):
+    prompt = await two_decodes.hash(tuple(range(40)), "")
+    p0 = P0.registration.id.key
+    two_decodes._balance.report(p0, RankLoad(pending_tokens=90_000, prefill_tokens_per_s=10_000.0))
+    for decode in (D0_KEY, D1_KEY):
+        two_decodes._balance.report(decode, RankLoad(pending_tokens=80_000))
+    # Nothing of theirs was measured: what they are believed to need is no ground to refuse anybody.
+    assert two_decodes.place(prompt, "", frozenset(), 5.0).plan is Plan.LOCAL
+    for decode in (D0_KEY, D1_KEY):
+        two_decodes._balance.report(decode, RankLoad(pending_tokens=80_000, prefill_tokens_per_s=10_000.0))
+    with pytest.raises(NoCapacity, match=r"would wait 8\.0 s"):
+        two_decodes.place(prompt, "", frozenset(), 5.0)
+    two_decodes.place(prompt, "", frozenset(), 8.5)
 
 
 async def test_ranks_may_leave_while_a_router_closes(mirror):

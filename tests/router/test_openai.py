@@ -456,6 +456,15 @@ async def test_an_error_before_the_first_token_has_its_status(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("retry_after_s", "header"), [(None, None), (2.1, "3")])
+async def test_a_refusal_says_when_to_come_again(
+    retry_after_s: float | None, header: str | None, stream: bool
+) -> None:
+    answer = await chat(FakeBackend(errors.NoCapacity("full", retry_after_s)), stream=stream)
+    assert (answer.status_code, answer.headers.get("Retry-After")) == (429, header)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_bug_tells_the_client_nothing(stream: bool) -> None:
     answer = await chat(FakeBackend(KeyError("secret")), stream=stream)
     assert answer.status_code == 500

@@ -186,6 +186,7 @@ class EngineCore:
         return RankLoad(
             running=len(self._active),
             waiting=len(self._gate),
+            admitted_per_s=self._gate.admitted_per_s,
             pending_tokens=pending,
             waiting_tokens=sum(tokens for _, tokens in waiting),
             books=self.cache.books(),

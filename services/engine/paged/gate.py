@@ -11,6 +11,7 @@ from services.engine.paged.admission import Patience, Waiting
 from services.engine.paged.growth import Growing, Growth, OutputEstimate
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.waiting_queue import WaitingQueue
+from services.engine.queue_rate import QueueRate
 from services.kv.prefix_cache import PrefixCache
 
 
@@ -27,6 +28,7 @@ class Gate:
         self._max_context_tokens = max_context_tokens
         self._clock = clock
         self._queue = WaitingQueue(patience)
+        self._rate = QueueRate()
         self._output_estimate = OutputEstimate(expected_output)
         self._news = 0
         self._blocked_at = -1  # the news by which nobody could be let in
@@ -39,6 +41,11 @@ class Gate:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._queue)
 
+    @property
+    def admitted_per_s(self) -> float:
+        """Of those that wait; 0: nobody does, or it is not known yet."""
+        return self._rate.per_s(self._clock())
+
     # -- what happens -----------------------------------------------------------------------------
 
     def note_news(self) -> None:
@@ -47,11 +54,13 @@ class Gate:
 
     def add(self, seq: Sequence) -> None:
         self._queue.add(seq)
+        self._rate.waits(self._clock())
         self._news += 1
 
     def remove(self, seq: Sequence) -> None:
         """It was cancelled; those behind it come into reach."""
         self._queue.remove(seq)
+        self._note_if_empty()
         self._news += 1
 
     def note_end(self, seq: Sequence) -> None:
@@ -105,7 +114,13 @@ class Gate:
         if seq.lookup.cached_pages > seq.lookup.locked_pages:
             self._news += 1  # for those who share that prefix: it is held now
         self.overtakes += self._queue.take(seq, self._clock())
+        self._rate.taken(self._clock())
+        self._note_if_empty()
         return True
+
+    def _note_if_empty(self) -> None:
+        if not self._queue:
+            self._rate.empty()
 
     def _weigh(self, seq: Sequence) -> Waiting:
         if seq.lookup is None or seq.looked_up_at != self._news:

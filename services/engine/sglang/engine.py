@@ -135,6 +135,7 @@ class SglangDecodeEngine(SglangRank):
         self, request: GenerationRequest, room: Room, prefill: PrefillResult, elapsed_s: float
     ) -> Admitted:
         ticket = await self._worker.ticket_of(room)
+        self._worker.note_admitted(self._own_id.rank)
         prompt_tokens = len(request.all_ids)
         due = delta_bytes(ticket.decode_prefix_len, prompt_tokens, self.layout)
         if prefill.kv_bytes_moved != due:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from services.engine.queue_rate import QueueRate
 from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
@@ -92,6 +94,7 @@ class SglangWorker:
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
         self._loads: dict[int, dict[str, Any]] = {}
         self._step_times = StepTimes()
+        self._queue_rates = [QueueRate() for _ in range(settings.dp_size)]
         # A process of SGLang's has ended, which SGLang itself takes seconds to see; or its events cannot
         # be followed any more, and the index would be wrong.
         self._broken = asyncio.Event()
@@ -210,6 +213,10 @@ class SglangWorker:
         self._loads = {int(load["dp_rank"]): load for load in loads}
         for dp_rank, load in self._loads.items():
             self._step_times.note(dp_rank, load.get("decode_moments"))
+            if load.get("num_waiting_reqs", 0):
+                self._queue_rates[dp_rank].waits(time.monotonic())
+            else:
+                self._queue_rates[dp_rank].empty()
 
     def _plugin_settings(self, reports_path: str) -> PluginSettings:
         settings, tls = self.settings, self.settings.tls
@@ -281,6 +288,7 @@ class SglangWorker:
         return RankLoad(
             running=int(load.get("num_running_reqs", 0)),
             waiting=int(load.get("num_waiting_reqs", 0)),
+            admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
             # What waits on a decode rank waits for room: it computes no prompts.
             pending_tokens=waiting_tokens if self.settings.role is Role.PREFILL else 0,
             waiting_tokens=waiting_tokens,
@@ -292,6 +300,10 @@ class SglangWorker:
     def _prefill_rate(self, load: Mapping[str, Any]) -> float:
         busy_us = int(load.get("total_prefill_busy_us", 0) or 0)
         return int(load.get("total_prefill_uncached_tokens", 0)) * 1e6 / busy_us if busy_us else 0.0
+
+    def note_admitted(self, dp_rank: int) -> None:
+        """A request that may have waited there is through."""
+        self._queue_rates[dp_rank].taken(time.monotonic())
 
     async def ticket_of(self, room: Room) -> TicketSent:
         """What the decode side promised for a room. Raises PeerFailed when the plugin says nothing."""

@@ -1,0 +1,42 @@
+"""How fast a queue gets shorter. Pure: the clock is the caller's.
+
+    someone waits --> taken, taken, ... --> nobody waits: forgotten
+
+What is measured is the time in which somebody waits all along, for only then is it the queue that limits
+how many come in.
+"""
+
+from collections import deque
+
+_SAMPLES = 64
+_ENOUGH = 4  # fewer say nothing
+
+
+class QueueRate:
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # when the time that is measured began; None: nobody waits
+        self._taken_s: deque[float] = deque()
+
+    def waits(self, now_s: float) -> None:
+        """Somebody waits, perhaps behind others."""
+        if self._since_s is None:
+            self._since_s = now_s
+
+    def taken(self, now_s: float) -> None:
+        """One came in; where nobody was known to wait, that says nothing."""
+        if self._since_s is None:
+            return
+        self._taken_s.append(now_s)
+        if len(self._taken_s) > _SAMPLES:
+            self._since_s = self._taken_s.popleft()
+
+    def empty(self) -> None:
+        """Nobody waits any more."""
+        self._since_s = None
+        self._taken_s.clear()
+
+    def per_s(self, now_s: float) -> float:
+        """How many come in a second; 0: not known. It falls while nobody comes in."""
+        if self._since_s is None or len(self._taken_s) < _ENOUGH:
+            return 0.0
+        return len(self._taken_s) / max(now_s - self._since_s, 1e-3)

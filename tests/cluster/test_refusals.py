@@ -1,0 +1,47 @@
+"""A cluster above its capacity says no at the door, and says when to come again; what it let in it serves."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from cluster.harness import FakeCluster, ids_request
+from services.engine.fake import continuation
+from services.wire.isthmus.v1 import generation_pb2
+
+NUM_REQUESTS = 48
+
+
+async def until_it_is_known_how_long_they_wait(cluster) -> float:
+    """Seconds, by the shortest of the queues as the router knows them."""
+    async with asyncio.timeout(60):
+        while True:
+            answer = await cluster.stubs[0].ListRanks(generation_pb2.ListRanksRequest())
+            loads = [status.load for status in answer.ranks if status.rank.worker == "decode-0"]
+            if all(load.waiting >= NUM_REQUESTS // 4 and load.admitted_per_s for load in loads):
+                return min(load.waiting / load.admitted_per_s for load in loads)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("plan", ["local", "remote"])
+async def test_who_would_wait_longer_than_half_of_his_time_is_refused(
+    etcd_endpoint, model_dir, cluster_name, plan
+):
+    slow = {"max_running_requests": 2, "fake_step_s": 0.02}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=(plan,), **slow) as cluster:
+        prompts = [[i, i + 1, 5, 7, 9] for i in range(NUM_REQUESTS)]
+        let_in = [asyncio.create_task(cluster.generate(ids, timeout=120)) for ids in prompts]
+        wait_s = await until_it_is_known_how_long_they_wait(cluster)
+        request = ids_request([1, 2, 3])
+        call = cluster.stubs[0].Generate(request, timeout=wait_s)  # of which half may be waited
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "the cluster is full" in await call.details()
+        assert int(dict(await call.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1_000
+        request.priority = 1  # comes before those that wait
+        urgent = asyncio.create_task(anext(aiter(cluster.stubs[0].Generate(request, timeout=60))))
+        for ids, (tokens, _) in zip(prompts, await asyncio.gather(*let_in), strict=True):
+            assert tokens == continuation(ids, 8)
+        assert (await urgent).token_ids
+        tokens, _ = await cluster.generate([1, 2, 3], timeout=10)
+        assert tokens == continuation([1, 2, 3], 8)
+        await cluster.assert_nothing_held()
