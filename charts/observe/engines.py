@@ -89,6 +89,13 @@ def engines() -> Dashboard:
                         Query(_now("isthmus_waiting_requests"), _NAME),
                     ),
                     graph(
+                        "Wait of the next request",
+                        "s",
+                        "Until a request that comes now has pages, as others get them now, by rank. Routers "
+                        "refuse what would wait too long.",
+                        Query(_now("isthmus_queue_wait_seconds"), _NAME),
+                    ),
+                    graph(
                         "Time of one engine step",
                         "s",
                         "Moving average. On decode ranks it is the pause between tokens; it grows with the "
