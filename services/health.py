@@ -2,7 +2,9 @@
 
     starting --> serving --> stopping          a child's phases, as services/notify.py reports them
                     |
-                    +-- not heard of for a minute: it hangs
+                    +-- not heard of for a minute: it hangs, and its parent ends it
+                           |
+                           +-- nor for another half: not even that helped
 
 On --health-port, for a kubelet's probes:
 
@@ -24,6 +26,7 @@ from enum import Enum
 from services.errors import ConfigError
 
 SILENT_S = 60.0  # a loop that has not run for so long will not run again
+DEAF_S = 90.0  # by then its parent should have ended it
 _PROBE_TIMEOUT_S = 5.0
 
 
@@ -60,14 +63,19 @@ class Lifecycle:
         """Another life."""
         self.phase, self.last_beat = Phase.STARTING, None
 
+    @property
+    def silent_s(self) -> float:
+        """How long a process that serves has not been heard of."""
+        if self.phase is not Phase.SERVING or self.last_beat is None:
+            return 0.0
+        return self.clock() - self.last_beat
+
     def health(self) -> Health:
-        silent_s = 0.0
-        if self.phase is Phase.SERVING and self.last_beat is not None:
-            silent_s = self.clock() - self.last_beat
+        silent_s = self.silent_s
         return Health(
             startup="" if self.has_served else f"{self.name} is {self.phase.value}",
             ready="" if self.phase is Phase.SERVING else f"{self.name} is {self.phase.value}",
-            live="" if silent_s < SILENT_S else f"{self.name} has been silent for {silent_s:.0f} s",
+            live="" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s",
         )
 
 

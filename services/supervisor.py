@@ -3,6 +3,7 @@
     start --> running --exits--> reaped --after a delay--> start        (same flags, same ports)
                  |                 |
                  |                 +--exit code says ConfigError--> stop all ranks, exit 78
+                 +--not heard of for a minute: it hangs--> SIGKILL, reaped
                  +--SIGTERM or SIGINT to us--> SIGTERM to all, grace, SIGKILL, reaped --> exit 0
 
 A rank is a process group of its own: engines start processes too. A rank counts as gone only when
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.health import Lifecycle, answering, joint_health
+from services.health import SILENT_S, Lifecycle, answering, joint_health
 from services.notify import listening
 from services.parent_death import die_with
 from services.ports import free_ports
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (os.EX_CONFIG, 2)
 
 _REAP_INTERVAL_S = 0.01
+_SILENCE_CHECK_S = 1.0
 
 # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -177,14 +179,21 @@ class _Rank:
         event(logger, "rank_started", rank=self.index, pid=process.pid)
         exited = asyncio.create_task(_exited(process.pid))
         stopped = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait([exited, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not exited.done():
+        hanging = asyncio.create_task(self._hangs())
+        await asyncio.wait([exited, stopped, hanging], return_when=asyncio.FIRST_COMPLETED)
+        if not exited.done() and stopped.done():
             os.kill(process.pid, signal.SIGTERM)
             await asyncio.wait([exited], timeout=self.grace_s)
-            exited.cancel()
+        for waiting in (exited, stopped, hanging):
+            waiting.cancel()
         await _reap_group(process)
         return process.returncode
+
+    async def _hangs(self) -> None:
+        """Returns when the rank has served and then fallen silent: no signal that asks would be heard."""
+        while self.lifecycle.silent_s < SILENT_S:
+            await asyncio.sleep(_SILENCE_CHECK_S)
+        event(logger, "rank_hangs", logging.ERROR, rank=self.index, silent_s=self.lifecycle.silent_s)
 
     async def _sleep(self, delay_s: float) -> None:
         with suppress(TimeoutError):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services import supervisor
-from services.health import Health, Lifecycle
+from services.health import SILENT_S, Health, Lifecycle
 from services.supervisor import Backoff, Restart, StopAll, on_exit
 
 LONG_S = 20.0  # a deadline for conditions, never waited out
@@ -208,12 +209,30 @@ async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
         assert await asyncio.wait_for(task, LONG_S) == 0
 
 
-def kill_rank(gate: Path) -> None:
+async def test_a_rank_that_hangs_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "_SILENCE_CHECK_S", 0.01)
+    marks = tmp_path / "marks"
+    async with supervising([announcing(f"echo >>{marks}"), announcing("true")]) as task:
+        hanging, other = task.ranks
+        await until(lambda: hanging.health() == other.health() == Health())
+        await asyncio.to_thread(kill_rank, marks, signal.SIGSTOP)
+        hanging.clock = lambda: (hanging.last_beat or 0.0) + SILENT_S - 0.1
+        await asyncio.sleep(0.05)  # where it is killed too soon this may not show it; it fails nothing else
+        assert len(lines(marks)) == 1
+        hanging.clock = lambda: (hanging.last_beat or 0.0) + SILENT_S
+        await until(lambda: len(lines(marks)) >= 2)  # the next life may be found silent too, by this clock
+        hanging.clock = time.monotonic
+        await until(lambda: hanging.health() == other.health() == Health())
+    assert "rank_hangs rank=0" in caplog.text
+    assert "rank_hangs rank=1" not in caplog.text
+
+
+def kill_rank(gate: Path, number: signal.Signals = signal.SIGKILL) -> None:
     """The announcing rank's own process: the one whose command line holds the gate."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if str(gate) in path.read_text() and "Notifier" in path.read_text():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                os.kill(int(path.parent.name), number)
 
 
 def start_supervisor(script: str) -> subprocess.Popen[bytes]:
