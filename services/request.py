@@ -144,6 +144,15 @@ class Output:
     admitted: Admitted | None = None
     finished: FinishReason | None = None
 
+    def followed_by(self, later: "Output") -> "Output":
+        """Both in one."""
+        return Output(
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.admitted or later.admitted,
+            later.finished,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:

@@ -9,6 +9,7 @@ surely as a dead one.
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -39,16 +40,32 @@ class OutputStream:
     def __init__(self, client: "DecodeClient", request_id: str) -> None:
         self._client = client
         self._request_id = request_id
-        self._queue: asyncio.Queue[Output | IsthmusError] = asyncio.Queue()
+        self._items: deque[Output | IsthmusError] = deque()
+        self._came = asyncio.Event()  # there are items
         self._ended = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait."""
+        return bool(self._items)
 
     def put(self, item: Output | IsthmusError) -> None:
         self._ended = isinstance(item, IsthmusError) or item.finished is not None
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        self._came.set()
 
-    async def next(self) -> Output:
-        """The next output. Raises what the request ended with."""
-        item = await self._queue.get()
+    async def next(self, *, all_at_once: bool = False) -> Output:
+        """The next output, or in one all that have come. Raises what the request ended with."""
+        await self._came.wait()
+        item = self._items.popleft()
+        while all_at_once and isinstance(item, Output) and self._items:
+            later = self._items[0]
+            if isinstance(later, IsthmusError):
+                break
+            item = item.followed_by(later)
+            self._items.popleft()
+        if not self._items:
+            self._came.clear()
         if isinstance(item, IsthmusError):
             raise item
         return item

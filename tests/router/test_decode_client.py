@@ -7,10 +7,18 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services import rpc
+from services.errors import PeerFailed
 from services.kv.types import Generation, Plan, RankAddress, RankId
-from services.request import GenerationRequest, SamplingParams, StartCommand
+from services.request import (
+    FinishReason,
+    GenerationRequest,
+    Output,
+    SamplingParams,
+    StartCommand,
+    TokenLogprobs,
+)
 from services.router import decode_client
-from services.router.decode_client import DecodeClient, DecodeRankLost
+from services.router.decode_client import DecodeClient, DecodeRankLost, OutputStream
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 RANK = RankId("decode", 0, Generation(1))
@@ -97,3 +105,40 @@ async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
         while rank.streams < 2:
             await asyncio.sleep(0.01)
         await client.connected.wait()
+
+
+def output(*token_ids, finished=None, admitted=None):
+    return Output(
+        token_ids, tuple(TokenLogprobs(token_id, -1.0) for token_id in token_ids), admitted, finished
+    )
+
+
+async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
+    stream = OutputStream(Closed(), "a")
+    admitted = object()
+    for item in (output(1, admitted=admitted), output(2, 3), output(finished=FinishReason.ABORTED)):
+        stream.put(item)
+    assert stream.is_ready
+    whole = await stream.next(all_at_once=True)
+    assert (whole.token_ids, len(whole.logprobs)) == ((1, 2, 3), 3)
+    assert (whole.admitted, whole.finished) == (admitted, FinishReason.ABORTED)
+    assert not stream.is_ready
+    for item in (output(4), output(5), PeerFailed("lost")):
+        stream.put(item)
+    assert (await stream.next()).token_ids == (4,)
+    assert (await stream.next(all_at_once=True)).token_ids == (5,)
+    with pytest.raises(PeerFailed):
+        await stream.next(all_at_once=True)
+    waiting = asyncio.create_task(stream.next(all_at_once=True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.put(output(6))
+    assert (await waiting).token_ids == (6,)
+
+
+class Closed:
+    def send_abort(self, request_id):
+        raise AssertionError("the request has ended")
+
+    def forget(self, request_id):
+        pass
