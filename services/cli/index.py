@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -11,7 +10,7 @@ from services import rpc
 from services.cli.table import format_table
 from services.cluster_config import ClusterConfig
 from services.config import load, setting
-from services.errors import Unavailable
+from services.errors import Unavailable, root_cause
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.mirror import Mirror
@@ -51,16 +50,17 @@ async def _ask_router(config: IndexConfig) -> str:
 async def _read_etcd(config: IndexConfig) -> str:
     async with Etcd(config.etcd_settings(), rng=random.Random()) as etcd:
         mirror = Mirror(etcd, ClusterKeys(config.cluster), None)
-        task = asyncio.create_task(mirror.run())
-        try:
-            async with asyncio.timeout(_LISTING_TIMEOUT_S):
-                await mirror.ready.wait()
-        except TimeoutError:
-            raise Unavailable(f"the index could not be read: {mirror.degraded}") from None
-        finally:
+        following = asyncio.create_task(mirror.run())
+        read = asyncio.create_task(mirror.ready.wait())
+        tasks = (following, read)
+        await asyncio.wait(tasks, timeout=_LISTING_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(outcomes[0], Exception):
+        raise root_cause(outcomes[0])
+    if not mirror.ready.is_set():
+        raise Unavailable(f"the index could not be read: {mirror.degraded}")
     return format_ranks(mirror)
 
 

@@ -48,6 +48,7 @@ Subscriber = Callable[[RankKey], None]
 _CHANGE_COST = 64  # of one change, in hashes
 _BEHIND_S = 10.0
 _OF_LATE_S = 10.0
+_NOBODY = "nobody"  # whose probe is never written
 
 
 class RankState(Enum):
@@ -103,7 +104,7 @@ class Mirror:
         self._max_pins = max_pins
         self._observe_staleness = observe_staleness
         self._watch = PrefixWatch(etcd, keys.prefix, first=keys.registrations, idle_timeout_s=idle_timeout_s)
-        self._probe = Probe(etcd, keys, router or "", fleet=fleet, interval_s=probe_interval_s)
+        self._probe = Probe(etcd, keys, router or _NOBODY, fleet=fleet, interval_s=probe_interval_s)
         self._is_router = router is not None
         self._subscribers: list[Subscriber] = []
         self._staleness = Staleness(_OF_LATE_S)

@@ -1,0 +1,42 @@
+"""`isthmus index --etcd` reads the index itself: it is what is left where no router answers."""
+
+import asyncio
+
+import pytest
+
+from cluster.harness import FakeCluster
+from services.cli import index
+from services.errors import ConfigError, Unavailable
+from services.index.mirror import Mirror
+
+
+async def test_the_ranks_are_read_from_etcd_alone(etcd_endpoint, model_dir, cluster_name, capsys):
+    flags = [f"--etcd={etcd_endpoint}", f"--cluster={cluster_name}"]
+    assert await asyncio.to_thread(index.run, flags) == 0
+    assert capsys.readouterr().out == "no rank is registered\n"
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        _, finish = await cluster.generate(list(range(40)))
+        await cluster.until_indexed(finish.placement.decode, list(range(40)))
+        assert await asyncio.to_thread(index.run, flags) == 0
+        rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+        assert {"decode-0/0", "decode-0/1", "prefill-0/0"} <= rows.keys()
+        home = finish.placement.decode
+        assert int(rows[f"{home.worker}/{home.rank}"][4]) >= 10  # blocks of four tokens
+        await cluster.assert_nothing_held()
+
+
+async def test_what_etcd_refuses_is_said_at_once(monkeypatch, etcd_endpoint, cluster_name):
+    async def refused(mirror):
+        raise ExceptionGroup("of a TaskGroup", [ConfigError("etcd refuses the user")])
+
+    monkeypatch.setattr(Mirror, "run", refused)
+    config = index.IndexConfig(etcd=(etcd_endpoint,), cluster=cluster_name)
+    with pytest.raises(ConfigError, match="refuses the user"):
+        await index._read_etcd(config)
+
+
+async def test_an_etcd_that_is_away_is_given_some_time(monkeypatch):
+    monkeypatch.setattr(index, "_LISTING_TIMEOUT_S", 0.3)
+    config = index.IndexConfig(etcd=("127.0.0.1:1",))
+    with pytest.raises(Unavailable, match="the index could not be read: "):
+        await index._read_etcd(config)
