@@ -63,20 +63,31 @@ class Lifecycle:
         """Another life."""
         self.phase, self.last_beat = Phase.STARTING, None
 
-    @property
-    def silent_s(self) -> float:
-        """How long a process that serves has not been heard of."""
-        if self.phase is not Phase.SERVING or self.last_beat is None:
-            return 0.0
-        return self.clock() - self.last_beat
-
     def health(self) -> Health:
-        silent_s = self.silent_s
+        silent_s = 0.0
+        if self.phase is Phase.SERVING and self.last_beat is not None:
+            silent_s = self.clock() - self.last_beat
         return Health(
             startup="" if self.has_served else f"{self.name} is {self.phase.value}",
             ready="" if self.phase is Phase.SERVING else f"{self.name} is {self.phase.value}",
             live="" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s",
         )
+
+
+@dataclass(slots=True)
+class Silence:
+    """For how long a process has not been heard of, in looks at it.
+
+    Not in seconds: whoever looks may have stood still together with it, and has not listened then.
+    """
+
+    looks: int = 0
+    _heard: float | None = None
+
+    def look(self, lifecycle: Lifecycle) -> None:
+        beat = lifecycle.last_beat if lifecycle.phase is Phase.SERVING else None
+        self.looks = self.looks + 1 if beat is not None and beat == self._heard else 0
+        self._heard = beat
 
 
 def joint_health(parts: Sequence[Health]) -> Health:

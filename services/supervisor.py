@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.health import SILENT_S, Lifecycle, answering, joint_health
+from services.health import SILENT_S, Lifecycle, Silence, answering, joint_health
 from services.notify import listening
 from services.parent_death import die_with
 from services.ports import free_ports
@@ -191,9 +191,11 @@ class _Rank:
 
     async def _hangs(self) -> None:
         """Returns when the rank has served and then fallen silent: no signal that asks would be heard."""
-        while self.lifecycle.silent_s < SILENT_S:
+        silence = Silence()
+        while silence.looks * _SILENCE_CHECK_S < SILENT_S:
             await asyncio.sleep(_SILENCE_CHECK_S)
-        event(logger, "rank_hangs", logging.ERROR, rank=self.index, silent_s=self.lifecycle.silent_s)
+            silence.look(self.lifecycle)
+        event(logger, "rank_hangs", logging.ERROR, rank=self.index, silent_s=SILENT_S)
 
     async def _sleep(self, delay_s: float) -> None:
         with suppress(TimeoutError):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.errors import ConfigError
-from services.health import DEAF_S, Health, Lifecycle, Phase, answering, joint_health
+from services.health import DEAF_S, Health, Lifecycle, Phase, Silence, answering, joint_health
 from services.notify import NOTIFY_SOCKET, Notifier, listening
 
 LONG_S = 20.0  # a deadline for conditions, never waited out
@@ -51,11 +51,31 @@ def test_only_one_that_serves_can_be_too_silent():
     lifecycle = Lifecycle("it", clock)
     lifecycle.last_beat = clock.now
     clock.now += DEAF_S
-    assert (lifecycle.silent_s, lifecycle.health().live) == (0.0, "")
+    assert lifecycle.health().live == ""
     lifecycle.enter(Phase.SERVING)
-    assert (lifecycle.silent_s, lifecycle.health().live) == (DEAF_S, "it has been silent for 90 s")
+    assert lifecycle.health().live == "it has been silent for 90 s"
     lifecycle.last_beat = clock.now
     assert lifecycle.health().live == ""
+
+
+def test_silence_is_counted_in_looks_and_ends_with_every_beat():
+    lifecycle, silence, looks = Lifecycle("it", Clock()), Silence(), []
+
+    def look(beat=None):
+        lifecycle.last_beat = beat or lifecycle.last_beat
+        silence.look(lifecycle)
+        looks.append(silence.looks)
+
+    look(1.0)
+    look()
+    lifecycle.enter(Phase.SERVING)
+    for beat in (None, None, None, 2.0, None, None):
+        look(beat)
+    lifecycle.begin()
+    look()
+    lifecycle.enter(Phase.SERVING)
+    look()  # it has said nothing yet in this life
+    assert looks == [0, 0, 0, 1, 2, 0, 1, 2, 0, 0]
 
 
 def test_a_probe_passes_when_it_passes_for_each():
