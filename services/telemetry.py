@@ -72,6 +72,7 @@ class _RequestIdFilter(logging.Filter):
         return True
 
 
+_SCRAPE_TIMEOUT_S = 10.0  # Prometheus's own
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
 
 
@@ -101,6 +102,25 @@ def setup_logging(service: str, level: str = "INFO", color: bool | None = None) 
     handler.addFilter(_RequestIdFilter())
     handler.setFormatter(_LineFormatter(service, sys.stderr.isatty() if color is None else color))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class OnLoop(Collector):
+    """What another collector has, collected on the event loop that makes it: /metrics is served by a thread,
+    and what the loop owns must not change while it is read, nor by being read."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def collect(self) -> Iterable[Metric]:
+        """Raises TimeoutError where the loop does not answer."""
+        if threading.get_ident() == self._thread:
+            return list(self._collector.collect())
+        return asyncio.run_coroutine_threadsafe(self._collect(), self._loop).result(_SCRAPE_TIMEOUT_S)
+
+    async def _collect(self) -> list[Metric]:
+        return list(self._collector.collect())
 
 
 class _Labelled(Collector):

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import logging
 import re
+import threading
 import urllib.request
 
 import prometheus_client
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from otlp_collector import running_collector
 from services import telemetry
@@ -137,6 +140,22 @@ def test_metrics_are_served_until_stopped():
     stop()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=10)
+
+
+async def test_what_a_loop_owns_is_collected_on_that_loop():
+    class Owned(Collector):
+        def collect(self):
+            threads.append(threading.get_ident())
+            yield GaugeMetricFamily("owned", "Of the loop.", asyncio.get_running_loop() is loop)
+
+    loop, threads, registry = asyncio.get_running_loop(), [], prometheus_client.CollectorRegistry()
+    registry.register(telemetry.OnLoop(Owned()))
+    port, stop = telemetry.serve_metrics("127.0.0.1", 0, registry, {})
+    plain = await asyncio.to_thread(metrics_page, f"http://127.0.0.1:{port}/metrics", "text/plain")
+    assert "owned 1.0" in plain
+    assert [metric.name for metric in registry.collect()] == ["owned"]
+    assert threads == [threading.get_ident()] * 2
+    await asyncio.to_thread(stop)
 
 
 def test_without_an_endpoint_nothing_is_recorded_but_the_trace_goes_on():
