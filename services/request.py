@@ -145,11 +145,11 @@ class Output:
     finished: FinishReason | None = None
 
     def followed_by(self, later: "Output") -> "Output":
-        """Both in one."""
+        """Both in one; `later` is not the first."""
         return Output(
             self.token_ids + later.token_ids,
             self.logprobs + later.logprobs,
-            self.admitted or later.admitted,
+            self.admitted,
             later.finished,
         )
 

@@ -55,15 +55,15 @@ class OutputStream:
         self._came.set()
 
     async def next(self, *, all_at_once: bool = False) -> Output:
-        """The next output, or in one all that have come. Raises what the request ended with."""
+        """The next output, or in one all that have come: the first one alone, for what it tells of when the
+        first token came. Raises what the request ended with.
+        """
         await self._came.wait()
         item = self._items.popleft()
-        while all_at_once and isinstance(item, Output) and self._items:
-            later = self._items[0]
-            if isinstance(later, IsthmusError):
-                break
-            item = item.followed_by(later)
-            self._items.popleft()
+        if all_at_once and isinstance(item, Output) and item.admitted is None:
+            while self._items and isinstance(later := self._items[0], Output):
+                item = item.followed_by(later)
+                self._items.popleft()
         if not self._items:
             self._came.clear()
         if isinstance(item, IsthmusError):

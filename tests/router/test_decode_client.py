@@ -115,13 +115,14 @@ def output(*token_ids, finished=None, admitted=None):
 
 async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
     stream = OutputStream(Closed(), "a")
-    admitted = object()
-    for item in (output(1, admitted=admitted), output(2, 3), output(finished=FinishReason.ABORTED)):
+    first = output(1, admitted=object())
+    for item in (first, output(2, 3), output(4), output(finished=FinishReason.ABORTED)):
         stream.put(item)
+    assert await stream.next(all_at_once=True) is first
     assert stream.is_ready
     whole = await stream.next(all_at_once=True)
-    assert (whole.token_ids, len(whole.logprobs)) == ((1, 2, 3), 3)
-    assert (whole.admitted, whole.finished) == (admitted, FinishReason.ABORTED)
+    assert (whole.token_ids, len(whole.logprobs)) == ((2, 3, 4), 3)
+    assert (whole.admitted, whole.finished) == (None, FinishReason.ABORTED)
     assert not stream.is_ready
     for item in (output(4), output(5), PeerFailed("lost")):
         stream.put(item)
