@@ -237,8 +237,10 @@ async def run_ranks(
     async with AsyncExitStack() as stack:
         ranks = []
         for config, own_id, role in zip(configs, own_ids, roles, strict=True):
-            rank = await stack.enter_async_context(open_rank(config, own_id, role))
+            rank = await stack.enter_async_context(open_rank(config, own_id, role, stopping))
             ranks.append(rank)
+            if stopping.is_set():
+                return
             watchdog = asyncio.create_task(_forward(rank.failed, stopping))
             stack.callback(watchdog.cancel)
             _tell_ready(rank, role)
@@ -266,8 +268,14 @@ def _tell_ready(rank: OpenRank, role: RankRole) -> None:
 
 
 @asynccontextmanager
-async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> AsyncIterator[OpenRank]:
-    """A rank from its engine's start to its engine's stop. Raises ConfigError."""
+async def open_rank(
+    config: RankConfig, own_id: RankId, role: RankRole, stopping: asyncio.Event | None = None
+) -> AsyncIterator[OpenRank]:
+    """A rank from its engine's start to its engine's stop. Raises ConfigError.
+
+    It is open once it is registered, or `stopping` is set.
+    """
+    stopping = stopping or asyncio.Event()
     registry, failed, engine = CollectorRegistry(), asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
         name = f"{role.role.value}-{own_id}"
@@ -285,8 +293,8 @@ async def open_rank(config: RankConfig, own_id: RankId, role: RankRole) -> Async
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
-        membership = await _join(stack, config, role, address, registry, failed)
-        await server.set_serving(True)
+        membership = await _join(stack, config, role, address, registry, failed, stopping)
+        await server.set_serving(not stopping.is_set())
 
         async def drain() -> None:
             if await membership.drain():
@@ -332,8 +340,9 @@ async def _join(
     address: RankAddress,
     registry: CollectorRegistry,
     failed: asyncio.Event,
+    stopping: asyncio.Event,
 ) -> Membership:
-    """Register and publish in the background, until the stack is closed."""
+    """Register and publish in the background, until the stack is closed. Waits for the registration."""
     etcd = await stack.enter_async_context(
         Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
     )
@@ -349,9 +358,10 @@ async def _join(
     task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
     # A schema that differs, or a later life in our place: nothing that waiting would mend.
     task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
-    registered = asyncio.create_task(membership.registered.wait())
-    await asyncio.wait({task, registered}, return_when=asyncio.FIRST_COMPLETED)
-    registered.cancel()
+    waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping)}
+    await asyncio.wait({task, *waits}, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
     if task.done() and (error := task.exception()) is not None:
         raise root_cause(error)
 

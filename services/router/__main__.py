@@ -28,18 +28,23 @@ async def _run(config: RouterConfig, name: str) -> None:
     stopping, lifecycle = rpc.stop_on_signals(), Lifecycle("the router")
     async with (
         health.answering(config.host, config.health_port, lifecycle.health),
-        open_router(config, name) as router,
+        open_router(config, name, stopping) as router,
     ):
-        telemetry.event(
-            log,
-            "router_ready",
-            endpoint=f"{config.host}:{router.server.port}",
-            http=f"{config.host}:{router.http_port}",
-            metrics_port=router.metrics_port,
-        )
-        lifecycle.enter(Phase.SERVING)
+        if not stopping.is_set():
+            _tell_ready(config, router)
+            lifecycle.enter(Phase.SERVING)
         await _serve_until_stopped(router, stopping, lifecycle, config.grace_s)
     telemetry.event(log, "router_stopped")
+
+
+def _tell_ready(config: RouterConfig, router: OpenRouter) -> None:
+    telemetry.event(
+        log,
+        "router_ready",
+        endpoint=f"{config.host}:{router.server.port}",
+        http=f"{config.host}:{router.http_port}",
+        metrics_port=router.metrics_port,
+    )
 
 
 async def _serve_until_stopped(

@@ -11,9 +11,9 @@ _WAIT_SHARE = 0.5
 _SOONEST_S = 1.0
 
 
-def allowed_wait_s(max_wait_s: float, remaining_s: float | None) -> float:
-    """`remaining_s`: until the request's deadline; None: it has none."""
-    return max_wait_s if remaining_s is None else min(max_wait_s, _WAIT_SHARE * remaining_s)
+def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:
+    """`remaining_s`: until the request's deadline."""
+    return min(max_wait_s, _WAIT_SHARE * remaining_s)
 
 
 def refusal(wait_s: float, allowed_s: float) -> NoCapacity:

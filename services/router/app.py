@@ -38,7 +38,7 @@ from services.router.suspects import SuspectChecks
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
-_RANKS_TIMEOUT_S = 10.0
+_RANKS_LATE_S = 10.0
 _INDEX_TIMEOUT_S = 1.0
 _SCHEMA_RETRY_S = 1.0
 
@@ -64,9 +64,14 @@ class OpenRouter:
 
 
 @contextlib.asynccontextmanager
-async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRouter]:
-    """A router from its first look at etcd to its last answer. Raises ConfigError."""
-    failed = asyncio.Event()
+async def open_router(
+    config: RouterConfig, name: str, stopping: asyncio.Event | None = None
+) -> AsyncIterator[OpenRouter]:
+    """A router from its first look at etcd to its last answer. Raises ConfigError.
+
+    It is open once it knows the ranks, or `stopping` is set.
+    """
+    stopping, failed = stopping or asyncio.Event(), asyncio.Event()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     metrics = RouterMetrics(registry)
@@ -81,7 +86,7 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
         observe = StalenessMetrics(registry).observe
         mirror = Mirror(etcd, keys, name, fleet=config.served_name, observe_staleness=observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
-        registry.register(MirrorCollector(mirror, pins))
+        registry.register(telemetry.OnLoop(MirrorCollector(mirror, pins)))
         for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config), garbage.freeze(mirror)):
             await stack.enter_async_context(_background(work, failed))
         cluster = Cluster(
@@ -102,10 +107,11 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
             metrics,
             max_attempts=config.max_attempts,
             max_wait_s=config.max_wait_s,
+            request_timeout_s=config.request_timeout_s,
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
-        registry.register(RankCollector(cluster, mirror))
+        registry.register(telemetry.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(_serve_http(config, service))
@@ -114,8 +120,8 @@ async def open_router(config: RouterConfig, name: str) -> AsyncIterator[OpenRout
             config.host, config.metrics_port, registry, labels
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
-        await _wait_for_index(mirror, failed)
-        await server.set_serving(True)
+        await _wait_for_index(mirror, failed, stopping)
+        await server.set_serving(not stopping.is_set())
         yield OpenRouter(name, server, http, metrics_port, generator, cluster, mirror, failed)
 
 
@@ -149,16 +155,23 @@ async def _check_schema(etcd: Etcd, keys: ClusterKeys, config: RouterConfig) -> 
             await asyncio.sleep(_SCHEMA_RETRY_S)
 
 
-async def _wait_for_index(mirror: Mirror, failed: asyncio.Event) -> None:
-    """Give etcd time to name the ranks, and the index a moment: until it is read, load alone decides."""
-    await _wait_for(mirror.ranks_known, failed, _RANKS_TIMEOUT_S)
-    await _wait_for(mirror.ready, failed, _INDEX_TIMEOUT_S)
+async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
+    """Until etcd has named the ranks, however long that takes: a router that knows none must not take the
+    place of one that does. Then a moment for the index; until it is read, load alone decides."""
+    await _wait_for(mirror.ranks_known, *ends, timeout_s=_RANKS_LATE_S)
+    if not mirror.ranks_known.is_set():
+        telemetry.event(log, "router_waits_for_etcd", level=logging.WARNING, reason=mirror.degraded)
+        await _wait_for(mirror.ranks_known, *ends, timeout_s=None)
+        if not mirror.ranks_known.is_set():
+            return
+    await _wait_for(mirror.ready, *ends, timeout_s=_INDEX_TIMEOUT_S)
     if not mirror.ready.is_set():
         telemetry.event(log, "router_degraded", level=logging.WARNING, reason=mirror.degraded)
 
 
-async def _wait_for(wanted: asyncio.Event, failed: asyncio.Event, timeout_s: float) -> None:
-    waits = {asyncio.create_task(wanted.wait()), asyncio.create_task(failed.wait())}
+async def _wait_for(*wanted: asyncio.Event, timeout_s: float | None) -> None:
+    """Until one of them is set."""
+    waits = {asyncio.create_task(event.wait()) for event in wanted}
     await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

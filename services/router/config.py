@@ -29,14 +29,20 @@ class RouterConfig(ClusterConfig):
         600.0, "a request that would wait longer for its turn, or for half of the time it has, is refused"
     )
 
+    request_timeout_s: float = setting(
+        3600.0, "seconds after which a request ends, where its client has set no deadline"
+    )
+
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
         if self.max_attempts < 1:
             raise ConfigError(f"--max-attempts must be 1 or more, got {self.max_attempts}")
-        if not self.max_wait_s > 0:
-            raise ConfigError(f"--max-wait-s must be greater than 0, got {self.max_wait_s}")
+        for name in ("max_wait_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be greater than 0, got {getattr(self, name)}")
 
     @property
     def served_name(self) -> str:

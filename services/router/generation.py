@@ -69,6 +69,7 @@ class Generator:
         *,
         max_attempts: int,
         max_wait_s: float,
+        request_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -77,6 +78,7 @@ class Generator:
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._max_wait_s = max_wait_s
+        self._request_timeout_s = request_timeout_s
         self._clock = clock
         self._running: dict[str, Progress] = {}
         self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS)
@@ -111,9 +113,10 @@ class Generator:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
             NoCapacity: no rank can hold it, or it would wait too long for its turn.
             Unavailable: no rank can take it.
-            DeadlineExceeded: `timeout_s` has passed.
+            DeadlineExceeded: `timeout_s` has passed; None: --request-timeout-s.
         """
-        deadline = None if timeout_s is None else self._clock() + timeout_s
+        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+        deadline = self._clock() + timeout_s
         with telemetry.span("router.generate", traceparent) as span:
             checked = self._admit(request, timeout_s)
             with self._track(checked, span) as progress:
@@ -130,7 +133,7 @@ class Generator:
 
     # -- the door ---------------------------------------------------------------------------------
 
-    def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float | None) -> Checked:
+    def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> Checked:
         try:
             checked = self._check(request)
             if checked.request_id in self._running:
@@ -160,7 +163,7 @@ class Generator:
             priority=request.priority,
         )
 
-    def _allowed_wait_s(self, checked: Checked, remaining_s: float | None) -> float:
+    def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
         """One of a higher priority than usual does not wait behind the others, however many there are."""
         return math.inf if checked.priority > 0 else allowed_wait_s(self._max_wait_s, remaining_s)
 
@@ -218,7 +221,7 @@ class _Run:
         checked: Checked,
         prompt: tuple[int, ...],
         progress: Progress,
-        deadline: float | None,
+        deadline: float,
     ) -> None:
         self._generator = generator
         self._cluster = generator._cluster
@@ -360,16 +363,13 @@ class _Run:
 
         Raises `error` where the deadline comes first.
         """
-        remaining_s = self._remaining_s()
-        if remaining_s is not None and remaining_s <= _STUMBLE_S:
+        if self._remaining_s() <= _STUMBLE_S:
             raise error
         self._progress.gave_time = True
         self._progress.excluded.clear()
         await asyncio.sleep(_STUMBLE_S)
 
-    def _remaining_s(self) -> float | None:
-        if self._deadline is None:
-            return None
+    def _remaining_s(self) -> float:
         remaining = self._deadline - self._clock()
         if remaining <= 0:
             raise DeadlineExceeded("the deadline has passed")

@@ -60,6 +60,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateRes
 
 _T = TypeVar("_T")
 
+_TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; no RFC has one
 _STATUSES: Mapping[type[Exception], tuple[int, str]] = {
     InvalidRequest: (400, "invalid_request_error"),
@@ -79,10 +80,12 @@ _FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prom
 class GenerationBackend(Protocol):
     """What this API needs of the router; the gRPC API serves the same three."""
 
-    def generate(self, request: GenerateRequest, traceparent: str) -> AsyncGenerator[GenerateResponse, None]:
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str
+    ) -> AsyncGenerator[GenerateResponse, None]:
         """Responses as in generation.proto; the last one carries `finish`. Closing it aborts the request.
 
-        `traceparent` is the client's, or "".
+        `timeout_s` and `traceparent` are the client's, or None and "".
 
         Raises:
             IsthmusError: any of services/errors.py, at the first response or at a later one.
@@ -119,8 +122,8 @@ class _OpenAiApi:
         self._created = int(clock())  # of the models: when this router came up
 
     async def health(self, request: Request) -> Response:
-        """200 while some model is served."""
-        if (await self._generation.list_models()).models:
+        """200 while some model is served by some rank."""
+        if any(model.decode_ranks for model in (await self._generation.list_models()).models):
             return JSONResponse({"status": "ok"})
         raise Unavailable("no model is served at present")
 
@@ -156,7 +159,8 @@ class _OpenAiApi:
             model=call.request.model or await self._only_model(),
             created=int(self._clock()),
         )
-        responses = self._generation.generate(call.request, call.traceparent)
+        timeout_s = _timeout_s(request.headers)
+        responses = self._generation.generate(call.request, timeout_s, call.traceparent)
         if call.stream:
             return _EventStream(answer.events(responses))
         return JSONResponse(await _until_disconnect(request.receive, answer.whole(responses)))
@@ -321,6 +325,22 @@ async def _read_body(request: Request, max_body_bytes: int) -> Mapping[str, obje
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
     return fields
+
+
+def _timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Of gRPC every client sends its deadline; HTTP has no header for it."""
+    value = headers.get(_TIMEOUT_HEADER)
+    if value is None:
+        return None
+    try:
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < math.inf:
+        raise InvalidRequest(
+            f"the header {_TIMEOUT_HEADER} must be a number of seconds above 0, got {value!r}"
+        )
+    return timeout_s
 
 
 def _event(value: Json) -> bytes:

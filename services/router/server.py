@@ -65,9 +65,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     # -- services.router.openai.GenerationBackend -------------------------------------------------
 
     def generate(
-        self, request: generation_pb2.GenerateRequest, traceparent: str
+        self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return self._generator.generate(request, traceparent=traceparent)
+        return self._generator.generate(request, timeout_s, traceparent)
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

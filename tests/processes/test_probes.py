@@ -40,12 +40,18 @@ async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
         )
         flags = (f"--http-port={http_port}", f"--health-port={router_port}", "--port=0", "--name=probed")
         router = await start_like(cluster, "router", *flags)
-        # Without etcd no rank can register: its supervisor starts, and lives.
-        (waiting_port,) = free_ports("127.0.0.1", 1)
+        # Without etcd no rank can register, and a router knows none: they live, and heed a signal.
+        waiting_port, ignorant_port = free_ports("127.0.0.1", 2)
         flags = ("--worker=waiting", "--etcd=127.0.0.1:1", f"--health-port={waiting_port}")
         waiting = await start_like(cluster, "decode", *flags)
+        flags = ("--port=0", "--http-port=0", "--name=ignorant", "--etcd=127.0.0.1:1")
+        ignorant = await start_like(cluster, "router", *flags, f"--health-port={ignorant_port}")
         await until_probes(waiting_port, STARTING)
-        assert await waiting.stop() == 0
+        await until_probes(ignorant_port, STARTING)
+        await until(lambda: cluster.events("membership.retry", "waiting/0"), "it has only to register")
+        assert await waiting.stop() == await ignorant.stop() == 0
+        (exited,) = cluster.events("rank_exited", "waiting")
+        assert exited.fields["code"] == "0"
 
         await until_probes(worker_port, SERVING)
         worker.process.send_signal(signal.SIGTERM)

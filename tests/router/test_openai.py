@@ -38,14 +38,18 @@ class FakeBackend:
         self, *script: GenerateResponse | Exception | str, models: Sequence[str] = ("tiny",)
     ) -> None:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
-        self.model_ids = models
+        self.model_ids, self.decode_ranks = models, 1
         self.requests: list[GenerateRequest] = []
+        self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
         self.waiting = asyncio.Event()
         self.closed = asyncio.Event()
 
-    def generate(self, request: GenerateRequest, traceparent: str) -> AsyncGenerator[GenerateResponse, None]:
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str
+    ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
+        self.timeouts_s.append(timeout_s)
         self.traceparents.append(traceparent)
         self.playing = self.play()
         return self.playing
@@ -64,7 +68,10 @@ class FakeBackend:
             self.closed.set()
 
     async def list_models(self) -> ListModelsResponse:
-        return ListModelsResponse(models=[Model(id=name, max_context_tokens=512) for name in self.model_ids])
+        models = [
+            Model(id=name, max_context_tokens=512, decode_ranks=self.decode_ranks) for name in self.model_ids
+        ]
+        return ListModelsResponse(models=models)
 
     def token_text(self, token_id: int) -> str:
         return "\ufffd" if token_id > 127 else chr(token_id)
@@ -518,6 +525,22 @@ async def test_an_answer_that_is_not_complete_is_an_error(
     assert (await chat(FakeBackend(*script))).status_code == status
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
+    backend = FakeBackend()
+    async with client(backend) as http:
+        for headers in ({}, {"x-isthmus-timeout-s": "2.5"}):
+            answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert answer.status_code == 200
+        assert backend.timeouts_s == [None, 2.5]
+        answer = await http.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-isthmus-timeout-s": value}
+        )
+    assert answer.status_code == 400
+    assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
+    assert len(backend.requests) == 2
+
+
 async def test_models_and_health() -> None:
     async with client(FakeBackend()) as http:
         models = (await http.get("/v1/models")).json()
@@ -526,6 +549,10 @@ async def test_models_and_health() -> None:
     assert models["data"] == [
         {"id": "tiny", "object": "model", "created": 1234, "owned_by": "isthmus", "max_model_len": 512}
     ]
+    backend = FakeBackend()
+    backend.decode_ranks = 0  # a router has a name for its model before it knows any rank
+    async with client(backend) as http:
+        assert (await http.get("/health")).status_code == 503
     async with client(FakeBackend(models=())) as http:
         assert (await http.get("/v1/models")).json()["data"] == []
         assert (await http.get("/health")).status_code == 503
