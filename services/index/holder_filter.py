@@ -52,13 +52,14 @@ class HolderFilter:
         self._clear(column)
         self._free.append(column)
 
-    def fill(self, column: int, blocks: set[int], total_blocks: int) -> None:
+    def fill(self, column: int, blocks: Collection[int], total_blocks: int) -> None:
         """The rank holds exactly these. `total_blocks`: of all ranks, by which the size is bounded."""
         self._grow(len(blocks), total_blocks)
         self._clear(column)
-        self.add(column, array("Q", blocks))
+        self.add(column, blocks)
 
     def add(self, column: int, blocks: Collection[int]) -> None:
+        """Fastest where they are packed."""
         if blocks:
             slots = self._slots(blocks if isinstance(blocks, array) else array("Q", blocks))
             self._words[column // _WORD_BITS][slots] |= _BITS[column % _WORD_BITS]

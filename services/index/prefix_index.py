@@ -58,28 +58,28 @@ class PrefixIndex:
         """The rank holds exactly these; whatever was known of this or another life is forgotten."""
         self.take_snapshot(rank, set(hashes))
 
-    def take_snapshot(self, rank: RankId, hashes: set[int]) -> None:
-        """The same of a set, which is the index's from now on.
+    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
+        """The same of a set, which is the index's from now on. `packed`: the same hashes once more, where
+        they are at hand: the filter reads them ten times as fast as out of a set.
 
-        Of a life that is known only the difference is applied: its set stays the same object, so that one
-        frozen for the garbage collector (see garbage.py) stays so.
+        Of a life that is known the set stays the same object, so that one frozen for the garbage collector
+        (see garbage.py) stays so.
         """
         key, known = rank.key, self._blocks.get(rank.key)
         if known is None or self._generations[key] != rank.generation:
             self._blocks[key], self._generations[key] = hashes, rank.generation
         else:
-            gone, news = known - hashes, hashes - known
-            known -= gone
-            known |= news
-        self._fill_column(key)
+            known.clear()
+            known.update(hashes)  # into an empty set: no more than a copy of the table
+        self._fill_column(key, packed)
 
-    def _fill_column(self, key: RankKey) -> None:
+    def _fill_column(self, key: RankKey, packed: Collection[int] | None) -> None:
         column = self._columns.get(key)
         if column is None:
             column = self._columns[key] = self._filter.take_column()
         blocks = self._blocks[key]
         self._by_column[column] = key, blocks
-        self._filter.fill(column, blocks, self.total_blocks)
+        self._filter.fill(column, blocks if packed is None else packed, self.total_blocks)
 
     def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
         """False, and nothing changes: this life of the rank has no snapshot here."""

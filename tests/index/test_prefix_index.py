@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.index.prefix_index import PrefixIndex
+from services.index.prefix_records import hashes_of
 from services.kv.types import Generation, RankId, RankKey
 
 
@@ -51,6 +52,19 @@ def test_many_ranks_that_hold_and_evict_are_matched_as_by_a_linear_scan(data: st
         del held[RankKey("w", rank)]
     assert index.match_all(hashes) == {key: depth for key, depth in held.items() if depth}
     assert {key: index.match(key, hashes) for key in held} == held
+
+
+@given(st.lists(st.tuples(st.integers(1, 2), st.sets(st.integers(0, 2**64 - 1)), st.booleans()), min_size=1))
+def test_a_snapshot_replaces_all_that_was_held(snapshots: list[tuple[int, set[int], bool]]) -> None:
+    index, other = PrefixIndex(), {1, 2, 3}
+    index.apply_snapshot(life(7), other)
+    for generation, hashes, packed in snapshots:
+        index.take_snapshot(life(0, generation), set(hashes), hashes_of(hashes) if packed else None)
+        assert index.generation(RankKey("w", 0)) == generation
+        assert index.num_blocks(RankKey("w", 0)) == len(hashes)
+        for block in hashes | other:
+            expected = {RankKey("w", 0): 1} if block in hashes else {}
+            assert index.match_all([block]) == expected | ({RankKey("w", 7): 1} if block in other else {})
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))))
