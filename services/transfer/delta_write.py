@@ -3,7 +3,9 @@
     source pages, by position:   [ held by decode | posted ............ | computed | not yet computed )
                                  0                ^ decode_prefix_len              ^ len(sources)
 
-Every page of the delta is posted exactly once, in token order.
+Every page of the delta is posted exactly once, in token order. Few posts are in flight at a time: after the
+last one, a write lease and the fence's margin must cover no more than those, however long the delta is. What
+is computed meanwhile goes out in one post.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,8 @@ from collections.abc import Sequence
 from services.kv.transfer_plan import merge_moves, pages_covering, pages_of
 from services.kv.types import KvTicket, PageId
 from services.transfer.base import PeerName, Transport, Write
+
+MAX_POSTS_IN_FLIGHT = 2  # with one alone the path is idle from its end until that is seen
 
 
 class DeltaWrite:
@@ -31,7 +35,8 @@ class DeltaWrite:
 
     @property
     def can_post(self) -> bool:
-        return self._next < min(len(self._sources), self._end)
+        due = self._next < min(len(self._sources), self._end)
+        return due and len(self._posted) < MAX_POSTS_IN_FLIGHT
 
     @property
     def landed(self) -> bool:
@@ -39,7 +44,7 @@ class DeltaWrite:
         return self._next == self._end and not self._posted
 
     def post(self, transport: Transport, peer: PeerName, max_pages: int) -> None:
-        """Post the next pages. Raises as Transport.write; they are not posted again."""
+        """Post the next pages, where `can_post`. Raises as Transport.write; they are not posted again."""
         first = self._next
         self._next = min(first + max_pages, len(self._sources), self._end)
         targets = self._targets[first - self._first : self._next - self._first]

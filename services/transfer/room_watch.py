@@ -3,7 +3,10 @@
 sent --> accepted --> landed
   |         |    +--> renegotiated: nothing was written; another ticket of the room gets another watch
   |         |    +--> failed, refused, abort acknowledged ---------------> writer stopped
-  +---------+-------> lost: the stream ended without a last word             ^
+  |         |    |                                                           ^
+  |         |    +--> given up: asked to stop, and while the stream stands   |
+  |         |         asked again; nothing but its word counts --------------+
+  +---------+-------> lost: the stream ended without a last word             |
                         |  the writer may write still, until one of these:   |
                         +--> ack on a new stream to the same life -----------+
                         +--> the rank's next life seen at the same endpoint -+
@@ -21,6 +24,8 @@ from services.errors import PeerFailed
 from services.kv.types import RankAddress, Room
 
 log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class RoomWatch:
         self._answered = asyncio.Event()  # accepted, or settled
         self._settled = asyncio.Event()
         self._stopped = asyncio.Event()
+        self._news = asyncio.Event()  # for who awaits the writer's end
+        self._unanswered_told = False
         self._outcome: Landed | Renegotiated | None = None
         self._failure = ""
         self.stop_awaited = False
@@ -120,23 +127,40 @@ class RoomWatch:
     async def writer_stopped(self, fence_s: float) -> None:
         """Return once no byte of this room can be written any more.
 
-        `fence_s`, after the end of the last lease: the longest post, and what two monotonic clocks
-        may drift apart. A lost stream is made anew in the background meanwhile, to learn more.
+        While the stream stands nothing but the writer's word tells that: a missing one can mean just that
+        writes are under way still. Once it is lost: `fence_s` after the end of the last lease, or after the
+        loss if that came later. `fence_s` is the longest that the posts in flight may take, and what
+        two monotonic clocks may drift apart. The stream is made anew in the background, to learn more.
         """
         self.stop_awaited = True
         try:
             while not self._stopped.is_set():
                 left_s = self._lease_end_s + fence_s - self._clock()
-                if left_s <= 0:
-                    log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
-                    return
                 if self._link is None:
+                    if left_s <= 0:
+                        log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
+                        return
                     self._seek(self)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await self._stopped.wait()
+                elif left_s <= 0:
+                    self._ask_again()
+                    left_s = _ASK_AGAIN_S
+                await self._hear(left_s)
         finally:
             self.stop_awaited = False
+
+    def _ask_again(self) -> None:
+        """Fence time is over, and the stream stands."""
+        if not self._unanswered_told:
+            self._unanswered_told = True
+            log.warning("kv_abort_unanswered room=%016x writer=%s", self.room, self.writer.id)
+        self.abort()
+
+    async def _hear(self, timeout_s: float) -> None:
+        """Return when the writer has stopped, or its stream is another or lost."""
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
 
     # -- what its link tells ------------------------------------------------------------------------------
 
@@ -152,7 +176,7 @@ class RoomWatch:
     def on_last_word(self, reason: str) -> None:
         """Refused, failed, or the abort acknowledged."""
         self._settle(reason)
-        self._stopped.set()
+        self._stop()
 
     def on_writer_dead(self) -> None:
         """The rank was seen in another life; its supervisor had reaped this one before."""
@@ -160,6 +184,8 @@ class RoomWatch:
 
     def on_lost(self) -> None:
         self._link = None
+        self._lease_end_s = max(self._lease_end_s, self._clock())  # what is posted has the margin's time
+        self._news.set()
         self._settle(f"the handshake stream to {self.writer.id} was lost")
         if self.stop_awaited:
             self._seek(self)
@@ -167,13 +193,18 @@ class RoomWatch:
     def on_linked(self, link: WriterLink) -> None:
         """A new stream to the same life stands; what it was told on the old one may be lost."""
         self._link = link
+        self._news.set()
         link.send_abort(self.room)
 
     def _end_well(self, outcome: Landed | Renegotiated) -> None:
         if not self._settled.is_set():
             self._outcome = outcome
         self._settle("")
+        self._stop()
+
+    def _stop(self) -> None:
         self._stopped.set()
+        self._news.set()
 
     def _settle(self, failure: str) -> None:
         if not self._settled.is_set():

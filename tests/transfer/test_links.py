@@ -14,11 +14,13 @@ from services.errors import ConfigError, PeerFailed, StaleGeneration, Unavailabl
 from services.kv.transfer_plan import runs_of
 from services.kv.types import Generation, KvLayout, KvTicket, PageId, PoolMemory, RankAddress, RankId, Room
 from services.transfer import links as links_module
+from services.transfer import room_watch
 from services.transfer.handshake_server import HandshakeService
 from services.transfer.hello import Hello
 from services.transfer.links import PrefillLinks
 from services.transfer.local import LocalTransport
 from services.transfer.room import Outcome
+from services.transfer.room_watch import RoomWatch
 from services.transfer.sender import KvSender
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
@@ -45,6 +47,19 @@ class GatedWrite:
 
     def poll(self):
         return self._gate.is_set()
+
+
+class FakeLink:
+    """A stream on which nobody answers, to a writer whose clock is ours."""
+
+    def __init__(self):
+        self.asked = []
+
+    def send_abort(self, room):
+        self.asked.append(room)
+
+    def lease_end_s(self, write_until_s):
+        return write_until_s
 
 
 class Prefill:
@@ -278,14 +293,80 @@ async def test_the_next_life_proves_the_last_one_dead(pair, prefill, link):
 
 
 async def test_fence_time_ends_the_wait_for_a_writer_that_says_nothing(pair, prefill, link):
-    watch = pair.send_ticket(link, (1, 2, 3), lease_s=0.2)
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
     await watch.accepted_or_raise()
     await prefill.stop_listening()
-    began_s = asyncio.get_running_loop().time()
+    await until(lambda: not link.alive)
+    end_s = watch._lease_end_s = links_module.time.monotonic() + 0.2
     await watch.writer_stopped(fence_s=0.1)
-    assert asyncio.get_running_loop().time() >= began_s  # it returned; when, the lease says:
-    assert links_module.time.monotonic() >= watch._lease_end_s + 0.1
+    assert links_module.time.monotonic() >= end_s + 0.1
     assert not watch._stopped.is_set()
+
+
+async def test_fence_time_ends_nothing_while_the_link_stands(pair, prefill, link, monkeypatch, caplog):
+    """A writer that is there and does not acknowledge may be writing; it is asked again, and told of once."""
+    monkeypatch.setattr(room_watch, "_ASK_AGAIN_S", 0.01)
+    prefill.transport.gate.clear()
+    asked = []
+    monkeypatch.setattr(prefill.sender, "abort", lambda link_id, room: asked.append(room))  # it is deaf
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
+    ended = prefill.request(watch.room, 10, (1, 2, 3))
+    await until(lambda: prefill.sender.writes_in_flight == 1)
+    watch._lease_end_s = 0.0  # over long ago, by our clock
+
+    stopped = asyncio.create_task(watch.writer_stopped(fence_s=0.0))
+    await until(lambda: len(asked) >= 3)
+    assert not stopped.done()
+    assert prefill.sender.writes_in_flight == 1
+    told = [record.message for record in caplog.records if "kv_abort_unanswered" in record.message]
+    assert told == [f"kv_abort_unanswered room={watch.room:016x} writer={prefill.id}"]
+
+    prefill.transport.gate.set()
+    await stopped
+    assert (await ended).outcome is Outcome.LANDED
+
+
+async def test_a_link_that_is_lost_late_wakes_who_waits_and_leaves_the_posts_their_time(pair, prefill, link):
+    prefill.transport.gate.clear()
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
+    prefill.request(watch.room, 10, (1, 2, 3))
+    await until(lambda: prefill.sender.writes_in_flight == 1)
+    watch._lease_end_s, fence_s = 0.0, 0.3
+    stopped = asyncio.create_task(watch.writer_stopped(fence_s))
+    await asyncio.sleep(0)
+    assert not stopped.done()
+
+    began_s = links_module.time.monotonic()
+    await prefill.stop_listening()
+    async with asyncio.timeout(room_watch._ASK_AGAIN_S + 20):
+        await stopped
+    assert links_module.time.monotonic() >= began_s + fence_s
+    assert not watch._stopped.is_set()
+
+
+@pytest.mark.parametrize("news", ["acknowledged", "lost", "lost again"])
+async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(news):
+    """The lease has hours to go."""
+    link, now_s, sought = FakeLink(), 0.0, []
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, link, 20_000.0, lambda: now_s, sought.append)
+    stopped = asyncio.create_task(watch.writer_stopped(fence_s=1.0))
+    await asyncio.sleep(0)
+    if news == "acknowledged":
+        watch.on_last_word("the transfer was aborted")
+    else:
+        watch.on_lost()
+        if news == "lost again":
+            await asyncio.sleep(0)
+            watch.on_linked(link)
+            await asyncio.sleep(0)
+            now_s = 30_000.0
+            watch.on_lost()
+            assert link.asked == [5]
+        assert sought and not stopped.done()
+        now_s += 20_001.0
+    async with asyncio.timeout(10):
+        await stopped
 
 
 async def test_a_lease_is_early_on_the_writers_clock_never_late(pair, prefill, link):

@@ -54,7 +54,7 @@ class Lease:
     """How long a prefill rank may write into our pages."""
 
     write_lease_s: float = 10.0  # renewed while the request waits
-    fence_margin_s: float = 5.0  # longest post, and the drift of two monotonic clocks
+    fence_margin_s: float = 5.0  # the longest posts in flight, and the drift of two monotonic clocks
 
     @property
     def renew_every_s(self) -> float:
@@ -94,6 +94,7 @@ class PagedDecodeEngine(PagedEngine):
         self._open_channel = open_channel
         self._transport: Transport | None = None
         self._links: PrefillLinks | None = None
+        self._quarantines: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         await super().start()
@@ -111,10 +112,18 @@ class PagedDecodeEngine(PagedEngine):
 
     async def _stop_transfers(self) -> None:
         if self._links is not None:
-            await self._links.close()
+            await self._close_links(self._links)
         if self._transport is not None:
             transport, self._transport = self._transport, None
             transport.close()
+
+    async def _close_links(self, links: PrefillLinks) -> None:
+        """Writers that were asked to stop have time to say so; then the streams end and fence time begins."""
+        if self._quarantines:
+            patience_s = self._lease.write_lease_s + self._lease.fence_margin_s
+            await asyncio.wait(self._quarantines, timeout=patience_s)
+        await links.close()
+        await asyncio.gather(*self._quarantines)
 
     async def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
@@ -178,11 +187,11 @@ class PagedDecodeEngine(PagedEngine):
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
         """Set the pages aside; `on_stopped` is called when nobody can write them any more."""
         self.post(Cancel(seq, quarantine=True))
-        self._spawn(
-            asyncio.create_task(
-                self._await_writer(watch, on_stopped), name=f"quarantine-{seq.request.request_id}"
-            )
+        task = asyncio.create_task(
+            self._await_writer(watch, on_stopped), name=f"quarantine-{seq.request.request_id}"
         )
+        self._quarantines.add(task)
+        task.add_done_callback(self._quarantines.discard)
 
     async def _await_writer(self, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
         await watch.writer_stopped(self._lease.fence_margin_s)

@@ -63,7 +63,6 @@ class PagedEngine:
         self._arrivals = 0
         self._load = RankLoad()
         self._cache_events = _PendingEvents()
-        self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,7 +99,6 @@ class PagedEngine:
         for mailbox in self._mailboxes.values():
             mailbox.put(Failed(Unavailable("the rank is stopping")))
         await self._idle.wait()
-        await asyncio.gather(*self._background)
         await self._stop_transfers()
         if self._thread is not None:
             await self._thread.stop()
@@ -156,11 +154,6 @@ class PagedEngine:
     def _sequence(self, request: GenerationRequest, *, receives: bool = False) -> Sequence:
         self._arrivals += 1
         return Sequence(request, self._arrivals, receives=receives)
-
-    def _spawn(self, task: asyncio.Task[None]) -> None:
-        """Keep a background task until it is done."""
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     @property
     def _running_core(self) -> EngineCore:
