@@ -320,6 +320,59 @@ def test_who_waited_for_anothers_pages_goes_on_alone_when_that_one_is_cancelled(
     assert second.reused_tokens == 4
 
 
+@pytest.mark.parametrize("rooms", [True, False])
+def test_who_has_priority_is_computed_before_those_who_came_in_earlier(rooms):
+    rank = Rank(num_pages=4000, page_size=4, chunk_size=8, max_running=64)
+    low = [rank.submit([i + 1] * 82, 5, room=i if rooms else None) for i in range(20)]
+    rank.step()
+    high = rank.submit(range(300, 308), 5, room=99 if rooms else None, priority=100)
+    rank.step()
+    assert high in rank.tokens
+    rank.run([*low, high])
+    first_tokens = list(rank.tokens)
+    assert first_tokens == [high, *low]
+
+
+def test_who_was_overtaken_is_computed_before_those_who_came_in_meanwhile():
+    """A retracted sequence, too, finds its place again."""
+    rank = Rank(num_pages=30, page_size=4, chunk_size=4, expected_output=0.0)
+    running = rank.submit(range(100, 156), 9)
+    while running not in rank.tokens:
+        rank.step()
+    large = rank.submit(range(200, 264), 1)  # 16 pages where there are 15
+    small = [rank.submit(range(300 + 50 * i, 320 + 50 * i), 1) for i in range(2)]
+    rank.step()
+    assert small[0].phase is Phase.COMPUTING and large.phase is Phase.WAITING
+    rank.core.cancel(running)
+    rank.run([large, *small])
+    assert list(rank.tokens) == [running, large, *small]
+
+
+@pytest.mark.parametrize("halfway", range(1, 8))
+def test_who_has_priority_goes_on_where_another_is_in_the_same_prompt(halfway):
+    """The other one follows: no page is computed twice, but what it has of the one that it was filling."""
+    rank = Rank(num_pages=64, page_size=4, chunk_size=5)
+    prompt = list(range(50, 98))
+    low = rank.submit(prompt, 1, room=1)
+    for _ in range(halfway):
+        rank.step()
+    ready, filling = low.computed // 4 * 4, low.computed % 4
+    high = rank.submit([*prompt, 7, 8], 1, room=2, priority=1)
+    steps = 0
+    while high not in rank.tokens:
+        rank.step()
+        steps += 1
+    assert steps == -(-(len(prompt) + 2 - ready) // 5)
+    rank.run([low])
+    # The longer prompt once; and the other's last page, for the logits of its last token.
+    assert rank.computed_tokens == len(prompt) + 2 + filling + 4
+    for seq in (low, high):
+        offers = rank.offered[seq]
+        assert [o.start_token for o in offers] == [0, *(o.end_token for o in offers[:-1])]
+        rank.core.room_ended(seq)
+    assert rank.core.check().private == 0
+
+
 def test_nothing_is_matched_before_it_is_written():
     """Pages reserved for a delta, or not computed yet, are nobody's prefix."""
     rank = Rank(num_pages=64, page_size=4, chunk_size=4)

@@ -265,13 +265,13 @@ class EngineCore:
                 yield seq, chunk_of(seq, 1, self.page_size)
 
     def _prompt_chunks(self, num_decoding: int) -> list[tuple[Sequence, Chunk]]:
+        """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
         budget = self._chunk_budget(num_decoding)
         chunks: list[tuple[Sequence, Chunk]] = []
-        for seq in self._active:
+        computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
+        for seq in sorted(computing, key=place_in_line):
             if budget <= 0:
                 break
-            if seq.phase is not Phase.COMPUTING:
-                continue
             self._catch_up(seq)
             if any(computes_next_page_of(other, seq, self.page_size) for other, _ in chunks):
                 continue  # its pages are in the tree at the next step

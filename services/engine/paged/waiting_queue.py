@@ -68,5 +68,5 @@ class WaitingQueue:
 
 
 def place_in_line(seq: Sequence) -> tuple[int, int]:
-    """Who waits first, and who keeps its pages longest: larger priority, then earlier arrival."""
+    """Who comes in and is computed first, and keeps its pages longest: by priority, then by arrival."""
     return -seq.request.priority, seq.arrival
