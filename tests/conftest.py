@@ -1,6 +1,7 @@
 """Settings of all tests, and the fixtures that several folders share."""
 
 import asyncio
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,10 @@ from services import telemetry
 from services.index.etcd_server import EmbeddedEtcd
 
 pytest_plugins = ["mutations"]
+
+# Before anyone imports torch. Its threads wait for each other by spinning: with two of them in each of
+# several processes on two cores, a model as small as ours takes ten times the CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No verdict by the clock: on a busy machine a slow example is not a wrong one.
 settings.register_profile("isthmus", deadline=None, suppress_health_check=[HealthCheck.too_slow])
