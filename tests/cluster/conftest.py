@@ -14,14 +14,23 @@ def model_dir():
     return tiny_checkpoint()
 
 
-@pytest.fixture
-def remote_looks_cheaper(monkeypatch):
+def _looks_slow(monkeypatch, worker):
     now = Balance.now
 
     def as_if(balance, rank):
-        return replace(now(balance, rank), tokens_per_s=10.0 if rank.worker == "decode-0" else 1e6)
+        return replace(now(balance, rank), tokens_per_s=10.0 if rank.worker == worker else 1e6)
 
     monkeypatch.setattr(Balance, "now", as_if)
+
+
+@pytest.fixture
+def remote_looks_cheaper(monkeypatch):
+    _looks_slow(monkeypatch, "decode-0")
+
+
+@pytest.fixture
+def first_prefill_looks_cheaper(monkeypatch):
+    _looks_slow(monkeypatch, "prefill-1")
 
 
 @pytest.fixture
