@@ -58,7 +58,7 @@ async def churning(nodes: EtcdNodes) -> AsyncIterator[tuple[Churn, Mirror, Mirro
             mirroring(clients[2], KEYS, "r0") as first,
             mirroring(clients[3], KEYS, "r1") as second,
         ):
-            await until(lambda: all(len(mirror.ranks) == 2 for mirror in (first, second)))
+            await until(lambda: all(len(m.ranks) == 2 and m.index.total_blocks for m in (first, second)))
             yield churn, first, second
     finally:
         for opened in clients:
