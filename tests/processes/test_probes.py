@@ -31,15 +31,17 @@ async def until_probes(port, expected):
 
 
 async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
+    worker_port, router_port, waiting_port = free_ports("127.0.0.1", 3)
     async with ProcessCluster(
-        tmp_path, model_dir, decode_dp_size=1, rank_flags=("--fake-step-s=0.1",)
+        tmp_path,
+        model_dir,
+        decode_dp_size=1,
+        rank_flags=("--fake-step-s=0.1",),
+        router_flags=(f"--health-port={router_port}",),
     ) as cluster:
-        worker_port, router_port, http_port = free_ports("127.0.0.1", 3)
         worker = await start_like(
             cluster, "decode", "--worker=probed", "--dp-size=2", f"--health-port={worker_port}"
         )
-        flags = (f"--http-port={http_port}", f"--health-port={router_port}", "--port=0", "--name=probed")
-        router = await start_like(cluster, "router", *flags)
         # Without etcd no rank can register, and a router knows none: they live, and heed a signal.
         waiting_port, ignorant_port = free_ports("127.0.0.1", 2)
         flags = ("--worker=waiting", "--etcd=127.0.0.1:1", f"--health-port={waiting_port}")
@@ -58,6 +60,7 @@ async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
         async with asyncio.timeout(LONG_S):
             assert await worker.process.wait() == 0
         await until_probes(router_port, SERVING)
+        router, (http_port,) = cluster.local.children["router"], cluster.local.http_ports
         await finish_what_runs(router, router_port, http_port)
 
 
