@@ -10,6 +10,9 @@ import pytest
 
 from mutations import MUTATIONS
 
+# Each run imports torch, and compiles a kernel.
+pytestmark = pytest.mark.timeout(300)
+
 # What must notice each. The fake engine reads every slot of every page; the torch engine is compared
 # with transformers, over NIXL.
 FAKE_CONVERSATION = "tests/engine/test_pair.py::test_a_conversation_moves_only_its_delta"
@@ -35,7 +38,7 @@ def run_pytest(*arguments):
     ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     root = Path(__file__).parent.parent
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def test_every_mutation_has_its_watchdog():
