@@ -31,7 +31,7 @@ async def until_probes(port, expected):
 
 
 async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
-    worker_port, router_port, waiting_port = free_ports("127.0.0.1", 3)
+    worker_port, router_port = free_ports("127.0.0.1", 2)
     async with ProcessCluster(
         tmp_path,
         model_dir,
