@@ -9,7 +9,7 @@ from services.request import FinishReason, GenerationRequest, SamplingParams
 
 
 class CountingRunner:
-    """The rank's runner, and how many tokens it was asked for."""
+    """The rank's runner, and how many tokens it was asked for; it fails in mid-batch when told to."""
 
     def __init__(self, rank):
         self._rank = rank
@@ -18,6 +18,9 @@ class CountingRunner:
         return getattr(self._rank.runner, name)
 
     def run(self, chunks):
+        if self._rank.runner_fails:
+            self._rank.runner.run(chunks[: len(chunks) // 2])
+            raise RuntimeError("the runner has failed")
         self._rank.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         return self._rank.runner.run(chunks)
 
@@ -28,6 +31,7 @@ class Rank:
     def __init__(self, num_pages=32, page_size=4, chunk_size=8, cache=True, max_running=8, **limits):
         self.now = 0.0
         self.computed_tokens = 0
+        self.runner_fails = False
         self.runner = FakeRunner(num_pages=num_pages, page_size=page_size)
         prefix_cache = PrefixCache(num_pages, page_size, page_size, "fake", enabled=cache)
         self.core = EngineCore(

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 from engine.core_rank import Prefill, Rank
 from services.engine.fake import continuation
 from services.engine.paged.admission import Patience
-from services.engine.paged.runner import Sampled
+from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 
-ROOM_S = 1e9
+FOREVER_S = 1e9
 ANY = st.integers(0, 99)
 REQUESTS = st.tuples(
     st.sampled_from(["local", "local", "remote", "remote", "room"]),
@@ -42,16 +42,17 @@ class CoreMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         expected_output=st.sampled_from([0.0, 0.5, 1.0]),
         overtakes=st.integers(0, 3),
+        wait_s=st.sampled_from([0.0, 0.01, 0.05, FOREVER_S, FOREVER_S]),  # a look at the clock takes 0.001
         window=st.integers(1, 8),
         itl_target_s=st.sampled_from([None, None, 0.0005, 0.0025]),
     )
-    def start(self, page_size, pool_tokens, overtakes, window, **settings):
+    def start(self, page_size, pool_tokens, overtakes, wait_s, window, **settings):
         self.page_size = page_size
-        self.overtakes = overtakes
+        self.overtakes, self.wait_s = overtakes, wait_s
         self.rank = Rank(
             num_pages=pool_tokens // page_size,
             page_size=page_size,
-            patience=Patience(overtakes, ROOM_S, window),
+            patience=Patience(overtakes, wait_s, window),
             **settings,
         )
         self.core, self.prefill = self.rank.core, Prefill(self.rank.runner)
@@ -96,8 +97,15 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 8))
     def step(self, times):
         for _ in range(times):
+            out_of_patience = {seq: seq.overtaken for seq in self.sent if self._has_waited_long(seq)}
             self.rank.step()
             self.nobody_is_overtaken_too_often()
+            for seq, overtaken in out_of_patience.items():
+                assert seq.overtaken <= overtaken
+
+    def _has_waited_long(self, seq):
+        since_s = seq.overtaken_since_s
+        return since_s is not None and self.rank.now - since_s >= self.wait_s
 
     @rule(number=ANY)
     @precondition(lambda self: self.in_phase(Phase.RECEIVING))
@@ -152,9 +160,17 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def the_runner_fails(self):
-        for seq in self.core.fail_active():
-            if seq in self.sent:
-                self.sent.remove(seq)
+        """With half of the batch computed; who was admitted or retracted for it stays so."""
+        self.rank.runner_fails = True
+        try:
+            self.core.step()
+        except RunnerFailed:
+            for seq in self.core.fail_active():
+                if seq in self.sent:
+                    self.sent.remove(seq)
+        finally:
+            self.rank.runner_fails = False
+        self.rank.take()
 
     # -- what always holds ------------------------------------------------------------------------
 
