@@ -20,7 +20,7 @@ class Ranks:
             "the router's requests": self.router.num_running,
             "decode's requests": len(self.decode._mailboxes),
             "prefill's requests": len(self.prefill._mailboxes),
-            "awaited writers": len(self.decode._background),
+            "awaited writers": len(self.decode._quarantines),
             "rooms": self.rooms.open_rooms,
             "watches": sum(len(link._watches) for link in [*links._links.values(), *links._retired]),
             "lost watches": len(links._orphans) + len(links._seekers),
