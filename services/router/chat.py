@@ -2,13 +2,16 @@
 
 Where a past assistant turn comes with its ids, a sentinel stands for its content while the template renders:
 
-    <|user|>Hi<|end|><|assistant|>SENTINEL0<|end|><|user|>More<|end|><|assistant|>
+    <|user|>Hi<|end|><|assistant|>SENTINEL1<|end|><|user|>More<|end|><|assistant|>
     |------- encode -------------| ids     |------------- encode ----------------|
 """
 
+import re
+import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 from services.errors import InvalidRequest
@@ -36,18 +39,21 @@ def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage]) -> li
         InvalidRequest: names the message and its field, or says why the template refuses the chat.
     """
     _check_messages(messages)
-    sentinels = _make_sentinels(messages)
+    indices = [index for index, message in enumerate(messages) if message.token_ids]
+    # Chance, which no message can have foreseen: nothing needs to be searched for it.
+    stem = secrets.token_hex(16)
+    contents = {index: f"{stem}x{index}y" for index in indices}
     rendered = tokenizer.render_template(
         [
-            {"role": message.role, "content": sentinels.get(index, message.content)}
+            {"role": message.role, "content": contents.get(index, message.content)}
             for index, message in enumerate(messages)
         ]
     )
-    pieces = _split_at_sentinels(rendered, sentinels)
+    pieces = _split_at_sentinels(rendered, stem, indices)
     # The template writes the special tokens itself.
     encoded = [tokenizer.encode(piece, special_tokens=False) if piece else [] for piece in pieces]
     ids = encoded[0]
-    for index, piece_ids in zip(sentinels, encoded[1:], strict=True):
+    for index, piece_ids in zip(indices, encoded[1:], strict=True):
         ids += _without_end_marker(messages[index].token_ids, piece_ids, tokenizer.eos_token_ids)
         ids += piece_ids
     return ids
@@ -64,25 +70,17 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
             raise InvalidRequest(f"{name}.token_ids may only be set for an assistant's turn")
 
 
-def _make_sentinels(messages: Sequence[ChatMessage]) -> dict[int, str]:
-    """Message index -> a text that occurs in no message, for each message that comes with ids."""
-    stem = "ISTHMUSx"
-    while any(stem in message.content for message in messages):
-        stem += "x"
-    return {index: f"{stem}{index}y" for index, message in enumerate(messages) if message.token_ids}
-
-
-def _split_at_sentinels(rendered: str, sentinels: dict[int, str]) -> list[str]:
-    pieces = []
-    for index, sentinel in sentinels.items():
-        before, found, rendered = rendered.partition(sentinel)
-        if not found or sentinel in rendered:
+def _split_at_sentinels(rendered: str, stem: str, indices: Sequence[int]) -> list[str]:
+    """What is written around the turns of those indices; in one pass, for there may be many of both."""
+    texts_and_indices = re.split(f"{stem}x([0-9]+)y", rendered)
+    written = [int(index) for index in texts_and_indices[1::2]]
+    for index, found in zip_longest(indices, written):
+        if index != found:
             raise InvalidRequest(
-                f"chat.messages[{index}].token_ids cannot be used: the model's chat template "
-                "does not write this turn exactly once and in order"
+                f"chat.messages[{found if index is None else index}].token_ids cannot be used: the model's "
+                "chat template does not write this turn exactly once and in order"
             )
-        pieces.append(before)
-    return [*pieces, rendered]
+    return texts_and_indices[::2]
 
 
 def _without_end_marker(ids: Sequence[int], next_ids: Sequence[int], eos: tuple[int, ...]) -> Sequence[int]:

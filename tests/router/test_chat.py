@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import InvalidRequest
+from services.router import chat
 from services.router.chat import ConversationMemory, drift_tokens, render_chat
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
@@ -127,6 +128,52 @@ def test_a_template_that_leaves_out_or_doubles_a_turn_takes_no_ids(
 
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
         render_chat(Odd(), [ChatMessage(role="assistant", token_ids=[1])])
+
+
+class Recorder:
+    """Writes the contents one after the other, and keeps the longest."""
+
+    eos_token_ids = ()
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        return [1] * len(text)
+
+    def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+        contents = [message["content"] for message in messages]
+        self.longest = max(map(len, contents))
+        return "".join(contents)
+
+
+def test_no_text_makes_the_sentinels_long() -> None:
+    """One that grew until no message held it took minutes for a message made to fit it."""
+    recorder = Recorder()
+    text = "ISTHMUS" + "x" * 2_000
+    messages = [ChatMessage(role="user", content=text), ChatMessage(role="assistant", token_ids=[2])]
+    assert render_chat(recorder, messages) == [*[1] * len(text), 2]
+    assert recorder.longest == len(text)
+
+
+def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each was minutes for a request's worth of short turns."""
+    searches = []
+    split = chat.re.split
+    monkeypatch.setattr(chat.re, "split", lambda *args: searches.append(1) or split(*args))
+    messages = [ChatMessage(role="assistant", token_ids=[index]) for index in range(2, 500)]
+    assert render_chat(Recorder(), messages) == list(range(2, 500))
+    assert len(searches) == 1
+
+
+def test_a_template_that_turns_turns_around_takes_no_ids() -> None:
+    class Backwards(Recorder):
+        def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+            return super().render_template(messages[::-1])
+
+    messages = [ChatMessage(role="assistant", token_ids=[1]) for _ in range(2)]
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
+        render_chat(Backwards(), messages)
 
 
 ids = st.lists(st.integers(0, 3), max_size=20)
