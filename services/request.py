@@ -6,6 +6,10 @@ from enum import Enum
 from services.errors import InvalidRequest
 from services.kv.types import Plan, RankAddress
 
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_CHARS = 1024
+_MAX_STOP_TOKEN_IDS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -39,8 +43,7 @@ class SamplingParams:
             _require(self.max_tokens >= 1, "max_tokens", "1 or more", self.max_tokens)
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens", self.min_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
-        _require(len(self.stop) <= 16, "stop", "at most 16 strings", len(self.stop))
-        _require(all(self.stop), "stop", "made of strings that are not empty", self.stop)
+        self._check_stops()
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, "between -2 and 2", value)
@@ -48,6 +51,16 @@ class SamplingParams:
         _require(0 < penalty <= 100, "repetition_penalty", "above 0 and at most 100", penalty)
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= 20, "logprobs", "between 0 and 20", self.logprobs)
+
+    def _check_stops(self) -> None:
+        """Each has its price at every token, and all of them go with the request to each rank."""
+        count, longest = len(self.stop), max(map(len, self.stop), default=0)
+        _require(count <= _MAX_STOP_STRINGS, "stop", f"at most {_MAX_STOP_STRINGS} strings", count)
+        expected = f"made of strings of at most {_MAX_STOP_CHARS} characters"
+        _require(longest <= _MAX_STOP_CHARS, "stop", expected, longest)
+        _require(all(self.stop), "stop", "made of strings that are not empty", self.stop)
+        count = len(self.stop_token_ids)
+        _require(count <= _MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {_MAX_STOP_TOKEN_IDS} ids", count)
 
     @property
     def greedy(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import grpc
 
 from services import rpc
-from services.errors import IsthmusError, PeerFailed
+from services.errors import InvalidRequest, IsthmusError, PeerFailed
 from services.kv.types import RankAddress, RankLoad
 from services.request import Output, StartCommand
 from services.wire import convert, convert_request
@@ -107,6 +107,7 @@ class DecodeClient:
 
         Raises:
             DecodeRankLost: the rank is not connected.
+            InvalidRequest: the command is larger than a message may be. Its write would break the stream.
         """
         if not self.connected.is_set():
             raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
@@ -114,9 +115,14 @@ class DecodeClient:
         # there yet, and what is still said of it must not be taken for this one's.
         request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
         command = replace(command, request=replace(command.request, request_id=request_id))
-        stream = self._streams[request_id] = OutputStream(self, request_id)
         start = convert_request.start_to_proto(command, self.address.id.generation)
-        self._commands.put_nowait(decode_pb2.Command(start=start))
+        message = decode_pb2.Command(start=start)
+        if (size_bytes := message.ByteSize()) > rpc.MAX_MESSAGE_BYTES:
+            raise InvalidRequest(
+                f"the request is too large: {size_bytes} bytes, and a message holds {rpc.MAX_MESSAGE_BYTES}"
+            )
+        stream = self._streams[request_id] = OutputStream(self, request_id)
+        self._commands.put_nowait(message)
         return stream
 
     def send_abort(self, request_id: str) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from services import rpc
-from services.errors import PeerFailed
+from services.errors import InvalidRequest, PeerFailed
 from services.kv.types import Generation, Plan, RankAddress, RankId
 from services.request import (
     FinishReason,
@@ -19,7 +21,7 @@ from services.request import (
 )
 from services.router import decode_client
 from services.router.decode_client import DecodeClient, DecodeRankLost, OutputStream
-from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
+from services.wire.isthmus.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 RANK = RankId("decode", 0, Generation(1))
 COMMAND = StartCommand(GenerationRequest("mine", (1, 2), SamplingParams(), plan=Plan.LOCAL))
@@ -105,6 +107,19 @@ async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
         while rank.streams < 2:
             await asyncio.sleep(0.01)
         await client.connected.wait()
+
+
+async def test_a_request_that_no_message_holds_fails_alone(monkeypatch):
+    """Its write would end the stream, and with it every request of the rank."""
+    monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", 1_000)
+    ended = partial(decode_pb2.RequestOutput, finished=common_pb2.FINISH_REASON_STOP)
+    async with client_of(Rank(lambda request_id: ended(request_id=request_id))) as (client, losses):
+        stream = client.start(COMMAND)
+        large = replace(COMMAND, request=replace(COMMAND.request, prompt_ids=(500,) * 500))
+        with pytest.raises(InvalidRequest, match=r"too large: 1[0-9]{3} bytes, and a message holds 1000"):
+            client.start(large)
+        assert (await stream.next()).finished is FinishReason.STOP
+        assert losses == []
 
 
 def output(*token_ids, finished=None, admitted=None):

@@ -265,12 +265,23 @@ def test_a_set_zero_is_not_an_unset_field():
         ("repetition_penalty", 0),
         ("repetition_penalty", math.nan),
         ("logprobs", 21),
+        ("stop", ["a"] * 17),
+        ("stop", ["a" * 1025]),
+        ("stop", [""]),
+        ("stop_token_ids", [7] * 1025),
     ],
 )
 def test_sampling_out_of_range_is_refused_by_name(field_name, value):
     pb = common_pb2.SamplingParams(**{field_name: value})
-    with pytest.raises(InvalidRequest, match=field_name):
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field_name} must be .{{,200}}$"):
         convert_request.sampling_from_proto(pb)
+
+
+def test_the_longest_stops_that_there_may_be():
+    pb = common_pb2.SamplingParams(stop=["é" * 1024] * 16, stop_token_ids=range(1024))
+    sampling = convert_request.sampling_from_proto(pb)
+    assert sampling.stop == ("é" * 1024,) * 16
+    assert sampling.stop_token_ids == tuple(range(1024))
 
 
 @pytest.mark.parametrize(

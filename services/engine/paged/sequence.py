@@ -64,9 +64,13 @@ class Sequence:
     overtaken_since_s: float | None = None
     lookup: Lookup | None = None
     looked_up_at: int = -1  # the gate's count of news
+    ending_ids: frozenset[int] = frozenset()  # of which any ends it; there may be a thousand
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.all_ids)
+        sampling = self.request.sampling
+        eos = () if sampling.ignore_eos else self.request.eos_token_ids
+        self.ending_ids = frozenset((*sampling.stop_token_ids, *eos))
 
     @property
     def num_output(self) -> int:
@@ -96,11 +100,8 @@ class Sequence:
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:
     """Whether the newest token of `seq` ends it."""
     sampling, token = seq.request.sampling, seq.ids[-1]
-    if seq.num_output >= sampling.min_tokens:
-        if token in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if token in seq.request.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
+    if seq.num_output >= sampling.min_tokens and token in seq.ending_ids:
+        return FinishReason.STOP
     if sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens:
         return FinishReason.LENGTH
     return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens else None
