@@ -23,7 +23,7 @@ class RouterConfig(ClusterConfig):
     itl_weight: float = setting(
         0.05, "how much slowing running sequences counts against the time to first token"
     )
-    max_attempts: int = setting(3, "ranks that a request is tried on at most")
+    max_attempts: int = setting(3, "ranks that a request is tried on at most before it gets on")
 
     max_wait_s: float = setting(
         600.0, "a request that would wait longer for its turn, or for half of the time it has, is refused"

@@ -54,6 +54,9 @@ _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 # After these another rank may do; the class says which rank to leave out.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
+# From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
+# prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
+_PROGRESS_TOKENS = 2
 _STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
 
 
@@ -299,6 +302,7 @@ class _Run:
         is_first, remaining_s = progress.attempts == 0, self._remaining_s()
         max_wait_s = self._generator._allowed_wait_s(checked, remaining_s) if is_first else math.inf
         progress.attempts += 1
+        progress.tokens_when_placed = len(progress.output_ids)
         placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded), max_wait_s)
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed))
@@ -333,6 +337,9 @@ class _Run:
         self._cluster.ended(self._checked.request_id)
         if placed is None or isinstance(error, NoCapacity):
             raise error
+        if len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
+            progress.begin_anew()
+        progress.failures += 1
         chosen = placed.decision.chosen
         if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
             failed = chosen.decode.id
@@ -341,7 +348,7 @@ class _Run:
         progress.excluded.add(failed.key)
         self._cluster.failed(failed)
         progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
-        if progress.attempts >= self._generator._max_attempts:
+        if progress.failures >= self._generator._max_attempts:
             raise error
         self._metrics.moved(progress)
         telemetry.event(

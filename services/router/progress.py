@@ -40,11 +40,19 @@ class Progress:
     output_ids: list[int] = field(default_factory=list)
     admitted: Admitted | None = None  # of the first placement: what the usage speaks of
     placed: Placed | None = None
+    attempts: int = 0
+    tokens_when_placed: int = 0  # that it had when it was placed last
+    # Since a placement last got on:
+    failures: int = 0
     excluded: set[RankKey] = field(default_factory=set)
     gave_time: bool = False  # to ranks that failed, when there were no others
-    attempts: int = 0
     sent_s: float = 0.0  # to the rank it is with, from `began_s`
     stages: Stages | None = None  # up to the first token
     last_tokens_at_s: float = 0.0  # when the last tokens came
     stream: OutputStream | None = None
     aborted: bool = False
+
+    def begin_anew(self) -> None:
+        """What failed before does not count any more."""
+        self.failures, self.gave_time = 0, False
+        self.excluded.clear()

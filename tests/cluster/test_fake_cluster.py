@@ -133,6 +133,42 @@ async def test_a_decode_rank_that_dies_hands_its_streams_over(etcd_endpoint, mod
         await cluster.assert_nothing_held()
 
 
+async def test_a_stream_outlives_more_ranks_than_it_is_tried_on(etcd_endpoint, model_dir, cluster_name):
+    """What failed before a placement got on says nothing of the next one, and restarted ranks do again."""
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1), fake_step_s=0.05)
+    cluster.router_config = replace(cluster.router_config, max_attempts=2)
+    async with cluster:
+        tokens = []
+        call = cluster.stubs[0].Generate(ids_request(prompt_of(1), 1500, request_id="long"), timeout=120)
+
+        async def read():
+            async for response in call:
+                tokens.extend(response.token_ids)
+
+        reading = asyncio.create_task(read())
+
+        async def until_it_goes_on():
+            seen = len(tokens)
+            while len(tokens) < seen + 5 and not reading.done():
+                await asyncio.sleep(0.005)
+            assert not reading.done(), await reading
+
+        async with asyncio.timeout(100):
+            for _ in range(4):
+                await until_it_goes_on()
+                progress = cluster.routers[0].generator._running["long"]
+                rank = progress.placed.decision.chosen.decode.id
+                await cluster.stop_rank(f"{rank.worker}/{rank.rank}")
+                await until_it_goes_on()
+                await cluster.start_rank("decode", rank.worker, rank.rank)
+                await cluster.until_placeable()
+        assert progress.attempts > 4
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert tokens == continuation(prompt_of(1), len(tokens))
+        await cluster.assert_nothing_held()
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.3])
 async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, cluster_name, after_s):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.05) as cluster:
