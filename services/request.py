@@ -6,7 +6,7 @@ from enum import Enum
 from services.errors import InvalidRequest
 from services.kv.types import Plan, RankAddress
 
-_MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
 
@@ -55,7 +55,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         """Each has its price at every token, and all of them go with the request to each rank."""
         count, longest = len(self.stop), max(map(len, self.stop), default=0)
-        _require(count <= _MAX_STOP_STRINGS, "stop", f"at most {_MAX_STOP_STRINGS} strings", count)
+        _require(count <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", count)
         expected = f"made of strings of at most {_MAX_STOP_CHARS} characters"
         _require(longest <= _MAX_STOP_CHARS, "stop", expected, longest)
         _require(all(self.stop), "stop", "made of strings that are not empty", self.stop)

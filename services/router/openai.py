@@ -61,6 +61,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateRes
 _T = TypeVar("_T")
 
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
+_LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; no RFC has one
 _STATUSES: Mapping[type[Exception], tuple[int, str]] = {
     InvalidRequest: (400, "invalid_request_error"),
@@ -152,7 +153,12 @@ class _OpenAiApi:
         read_call: Callable[[Mapping[str, object], Mapping[str, str]], GenerationCall],
         answer_format: Callable[[TokenText], AnswerFormat],
     ) -> Response:
-        call = read_call(await _read_body(request, self._max_body_bytes), request.headers)
+        body = await _read_body(request, self._max_body_bytes)
+
+        def read() -> GenerationCall:
+            return read_call(_fields_of(body), request.headers)
+
+        call = read() if len(body) < _LONG_BODY else await asyncio.to_thread(read)
         answer = _Answer(
             call,
             answer_format(self._generation.token_text),
@@ -309,7 +315,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _read_body(request: Request, max_body_bytes: int) -> Mapping[str, object]:
+async def _read_body(request: Request, max_body_bytes: int) -> bytearray:
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -318,6 +324,10 @@ async def _read_body(request: Request, max_body_bytes: int) -> Mapping[str, obje
                 raise HTTPException(413, f"the body must be at most {max_body_bytes} bytes")
     except ClientDisconnect as error:
         raise _ClientLeft("the client closed the connection") from error
+    return body
+
+
+def _fields_of(body: bytearray) -> Mapping[str, object]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:

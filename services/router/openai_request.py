@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from services import telemetry
 from services.errors import InvalidRequest
+from services.request import MAX_STOP_STRINGS
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
 
 _INT32_MAX = 2**31 - 1
 _UINT32_MAX = 2**32 - 1
@@ -160,7 +161,16 @@ def _check_integer(value: object, name: str, low: int, high: int) -> int:
 def _check_ids(value: object, name: str) -> list[int]:
     if not isinstance(value, list):
         raise InvalidParameter(name, "must be a list of token ids")
-    return [_check_integer(item, f"{name}[{index}]", 0, _UINT32_MAX) for index, item in enumerate(value)]
+    # There may be millions: only the first that is wrong is given a name.
+    are_integers = set(map(type, value)) <= {int}
+    if not (are_integers and _is_id(min(value, default=0)) and _is_id(max(value, default=0))):
+        index = next(index for index, item in enumerate(value) if not _is_id(item))
+        _check_integer(value[index], f"{name}[{index}]", 0, _UINT32_MAX)
+    return value
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _UINT32_MAX
 
 
 def _read_sampling(body: _Body, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -189,6 +199,8 @@ def _read_stop(value: object) -> list[str]:
     if value is None:
         return []
     if isinstance(value, list):
+        if len(value) > MAX_STOP_STRINGS:
+            raise InvalidParameter("stop", f"must be at most {MAX_STOP_STRINGS} strings")
         return [_check_text(item, f"stop[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str):
         return [_check_text(value, "stop")]
@@ -243,11 +255,12 @@ def _read_prompt(value: object, request: GenerateRequest) -> None:
     if isinstance(value, str):
         request.text = _check_text(value, "prompt")
         return
-    if not isinstance(value, list) or any(isinstance(item, str | list) for item in value):
+    if not isinstance(value, list) or not {str, list}.isdisjoint(map(type, value)):
         raise InvalidParameter(
             "prompt", "must be one string or one list of token ids; send a request for each"
         )
-    request.token_ids.CopyFrom(TokenIds(ids=_check_ids(value, "prompt")))
+    request.token_ids.SetInParent()  # an empty one too
+    request.token_ids.ids.extend(_check_ids(value, "prompt"))
 
 
 def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest) -> GenerationCall:

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import uvicorn
 
 from services import errors
+from services.router import openai, openai_request
 from services.router.openai import openai_app
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import RankId, TokenLogprob, TokenLogprobs
@@ -367,6 +369,7 @@ async def test_without_a_model_the_one_that_is_served_answers() -> None:
         ({"seed": 2**64}, "seed"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
@@ -403,6 +406,8 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [[1]]}, "prompt"),
         ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [1, 2**32, 2.5]}, "prompt[1]"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
@@ -412,6 +417,39 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
 async def test_a_bad_completion_parameter_is_named(body: dict[str, Any], param: str) -> None:
     answer = await complete(FakeBackend(), **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To name millions takes seconds, in which no stream goes on."""
+    named = []
+    check = openai_request._check_integer
+
+    def noted(value: object, name: str, low: int, high: int) -> int:
+        named.append(name)
+        return check(value, name, low, high)
+
+    monkeypatch.setattr(openai_request, "_check_integer", noted)
+    backend = FakeBackend()
+    assert (await complete(backend, prompt=[*range(500)], max_tokens=None)).status_code == 200
+    assert backend.requests[0].token_ids.ids == [*range(500)]
+    assert (await complete(backend, prompt=[*range(500), -1], max_tokens=None)).status_code == 400
+    assert named == ["prompt[500]"]
+
+
+@pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
+async def test_a_long_body_is_read_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, length: int, in_a_thread: bool
+) -> None:
+    readers = []
+    read = openai.read_completion_call
+
+    def noted(fields: Any, headers: Any) -> openai_request.GenerationCall:
+        readers.append(threading.current_thread())
+        return read(fields, headers)
+
+    monkeypatch.setattr(openai, "read_completion_call", noted)
+    assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
+    assert [reader is not threading.main_thread() for reader in readers] == [in_a_thread]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000])
