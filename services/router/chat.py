@@ -111,20 +111,28 @@ class ConversationMemory:
     Tenants choose their ids independently: a caller that serves several puts the tenant into the id.
     """
 
-    def __init__(self, max_conversations: int) -> None:
+    def __init__(self, max_conversations: int, max_token_ids: int) -> None:
+        """`max_token_ids`, of 4 bytes, bounds those of all conversations together."""
         if max_conversations < 1:
             raise ValueError(f"max_conversations must be 1 or more, got {max_conversations}")
         self._max_conversations = max_conversations
+        self._max_token_ids = max_token_ids
+        self._num_token_ids = 0
         self._last_turns: OrderedDict[str, array[int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._last_turns)
 
     def remember(self, conversation_id: str, token_ids: Sequence[int]) -> None:
-        self._last_turns[conversation_id] = array("I", token_ids)  # 4 bytes an id
-        self._last_turns.move_to_end(conversation_id)
-        if len(self._last_turns) > self._max_conversations:
-            self._last_turns.popitem(last=False)
+        """A turn that is longer than all may be together is not remembered, nor the one before it."""
+        self._num_token_ids -= len(self._last_turns.pop(conversation_id, ()))
+        if len(token_ids) > self._max_token_ids:
+            return
+        self._last_turns[conversation_id] = array("I", token_ids)
+        self._num_token_ids += len(token_ids)
+        while len(self._last_turns) > self._max_conversations or self._num_token_ids > self._max_token_ids:
+            _, forgotten = self._last_turns.popitem(last=False)
+            self._num_token_ids -= len(forgotten)
 
     def recall(self, conversation_id: str) -> Sequence[int] | None:
         """None for a conversation that is not remembered."""

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
+_REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 # After these another rank may do; the class says which rank to leave out.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
 # From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
@@ -84,7 +85,7 @@ class Generator:
         self._request_timeout_s = request_timeout_s
         self._clock = clock
         self._running: dict[str, Progress] = {}
-        self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS)
+        self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS, _REMEMBERED_TOKEN_IDS)
 
     @property
     def num_running(self) -> int:
