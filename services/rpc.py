@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -154,9 +155,24 @@ def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandl
     behavior = getattr(handler, name)
     is_generator = inspect.isasyncgenfunction(behavior)
     guard = _guarded_generator if is_generator else _guarded_coroutine
-    return getattr(grpc, f"{name}_rpc_method_handler")(
-        guard(behavior, method), handler.request_deserializer, handler.response_serializer
-    )
+    if handler.request_streaming:
+        guarded, parse = guard(behavior, method), handler.request_deserializer
+    else:  # read within the guard: what grpc.aio's own reading raises is UNKNOWN to the client
+        guarded, parse = guard(_reading(behavior, handler.request_deserializer), method), None
+    return getattr(grpc, f"{name}_rpc_method_handler")(guarded, parse, handler.response_serializer)
+
+
+def _reading(behavior: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:
+    """`behavior` for a message that is yet to be read. Raises InvalidRequest when called with another."""
+
+    def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            request = parse(raw)
+        except DecodeError as error:  # text that is no UTF-8, for one
+            raise InvalidRequest(f"the message cannot be read: {error}") from error
+        return behavior(request, context)
+
+    return call
 
 
 def _guarded_coroutine(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:

@@ -127,6 +127,15 @@ async def test_a_refusal_says_when_to_come_again(retry_after_s, pushback_ms):
     assert dict(refused.value.trailing_metadata()).get("grpc-retry-pushback-ms") == pushback_ms
 
 
+@pytest.mark.parametrize(("method", "kind"), [("Abort", "unary_unary"), ("Generate", "unary_stream")])
+async def test_a_message_that_cannot_be_read_is_the_callers_mistake(method, kind, caplog):
+    async with serving(Service()) as (_, channel):
+        answer = getattr(channel, kind)(f"/isthmus.v1.Generation/{method}")(b"\x0a\x01\xff")  # is no UTF-8
+        assert await answer.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the message cannot be read" in await answer.details()
+    assert not caplog.records
+
+
 async def test_an_unexpected_exception_is_logged_and_says_nothing_outside(caplog):
     async with serving(Service(KeyError("the secret"))) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -58,6 +58,7 @@ _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
 # From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
 # prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
 _PROGRESS_TOKENS = 2
+_DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
 _STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
 
 
@@ -123,7 +124,7 @@ class Generator:
         deadline = self._clock() + timeout_s
         with telemetry.span("router.generate", traceparent) as span:
             checked = self._admit(request, timeout_s)
-            with self._track(checked, span) as progress:
+            with self._track(checked, span, deadline) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
                 run = _Run(self, checked, prompt.ids, progress, deadline)
@@ -134,6 +135,10 @@ class Generator:
                     response = await run.next_response()
         # A client that leaves with its last word in hand has not cancelled anything.
         yield response
+
+    def rejected(self, error: IsthmusError) -> None:
+        """Count a request that a front could not read."""
+        self._metrics.rejected(error)
 
     # -- the door ---------------------------------------------------------------------------------
 
@@ -175,15 +180,21 @@ class Generator:
         return PromptEncoder(self._tokenizer, self._cluster.max_context_tokens(), self._tokenizer.vocab_size)
 
     @contextmanager
-    def _track(self, checked: Checked, span: Span) -> Iterator[Progress]:
+    def _track(self, checked: Checked, span: Span, deadline: float | None) -> Iterator[Progress]:
         progress = Progress(checked.request_id, self._clock(), span)
         self._running[checked.request_id] = progress
-        outcome = "cancelled"
+        outcome = "finished"
         try:
             yield progress
-            outcome = "finished"
         except IsthmusError as error:
             outcome = type(error).__name__
+            raise
+        except Exception:
+            outcome = "Internal"  # a bug of ours
+            raise
+        except BaseException:  # the call was cancelled, or its generator closed
+            is_over = deadline is not None and self._clock() >= deadline - _DEADLINE_LEAD_S
+            outcome = DeadlineExceeded.__name__ if is_over else "cancelled"
             raise
         finally:
             del self._running[checked.request_id]

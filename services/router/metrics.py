@@ -49,7 +49,7 @@ class RouterMetrics:
         )
         self._requests = Counter(
             "isthmus_requests",
-            "Requests by how they ended: finished, cancelled, or the error's name.",
+            "Requests by how they ended: finished, cancelled, or the error's name (Internal: a bug).",
             ["outcome"],
             registry=registry,
         )

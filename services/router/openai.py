@@ -79,7 +79,7 @@ _FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prom
 
 
 class GenerationBackend(Protocol):
-    """What this API needs of the router; the gRPC API serves the same three."""
+    """What this API needs of the router; the gRPC API serves the same."""
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None, traceparent: str
@@ -91,6 +91,9 @@ class GenerationBackend(Protocol):
         Raises:
             IsthmusError: any of services/errors.py, at the first response or at a later one.
         """
+
+    def rejected(self, error: IsthmusError) -> None:
+        """Told of each request that cannot be read, for it never comes to `generate`."""
 
     async def list_models(self) -> ListModelsResponse: ...
 
@@ -158,7 +161,11 @@ class _OpenAiApi:
         def read() -> GenerationCall:
             return read_call(_fields_of(body), request.headers)
 
-        call = read() if len(body) < _LONG_BODY else await asyncio.to_thread(read)
+        try:
+            call = read() if len(body) < _LONG_BODY else await asyncio.to_thread(read)
+        except InvalidRequest as error:
+            self._generation.rejected(InvalidRequest(str(error)))  # by the name that all fronts count it by
+            raise
         answer = _Answer(
             call,
             answer_format(self._generation.token_text),

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import grpc
 
 from services import rpc, telemetry
-from services.errors import InvalidRequest
+from services.errors import InvalidRequest, IsthmusError
 from services.kv.types import Role
 from services.router.candidates import Candidate, DecodeCandidate
 from services.router.cluster import Cluster, Placed, RankStatus
@@ -68,6 +68,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         return self._generator.generate(request, timeout_s, traceparent)
+
+    def rejected(self, error: IsthmusError) -> None:
+        self._generator.rejected(error)
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

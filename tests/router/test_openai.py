@@ -44,6 +44,7 @@ class FakeBackend:
         self.requests: list[GenerateRequest] = []
         self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
+        self.rejections: list[str] = []
         self.waiting = asyncio.Event()
         self.closed = asyncio.Event()
 
@@ -68,6 +69,9 @@ class FakeBackend:
                     yield step
         finally:
             self.closed.set()
+
+    def rejected(self, error: errors.IsthmusError) -> None:
+        self.rejections.append(type(error).__name__)
 
     async def list_models(self) -> ListModelsResponse:
         models = [
@@ -397,6 +401,7 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
     assert error["param"] == param
     assert error["message"].startswith(param + " ")
     assert backend.requests == []
+    assert backend.rejections == ["InvalidRequest"]
 
 
 @pytest.mark.parametrize(
