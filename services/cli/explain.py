@@ -52,7 +52,7 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from(error) from error
     print(format_explanation(answer))
-    return 0
+    return 0 if any(candidate.chosen for candidate in answer.candidates) else 1
 
 
 def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
@@ -83,7 +83,7 @@ def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
             by = f", computed by {_name(candidate.prefill)}" if candidate.HasField("prefill") else ""
             where = f"{_name(candidate.decode)}{by}, plan {_plan(candidate)}"
             return [f"chosen: {where}", f"reason: {answer.reason}: {_REASONS.get(answer.reason, '')}"]
-    return []
+    return [f"no choice: {answer.reason}"]
 
 
 def _held(answer: generation_pb2.ExplainResponse) -> str:
@@ -103,13 +103,15 @@ def _held(answer: generation_pb2.ExplainResponse) -> str:
 def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
     terms = {term.name: f"{1e3 * term.seconds:.2f}" for term in candidate.terms}
     note = candidate.excluded or ("pinned" if candidate.pinned else "")
+    # Where nothing can be chosen those that could be are not priced either.
+    is_priced = candidate.plan != common_pb2.PLAN_UNSPECIFIED
     return [
         "*" if candidate.chosen else "",
         _name(candidate.decode) if candidate.HasField("decode") else "-",
         _name(candidate.prefill) if candidate.HasField("prefill") else "-",
-        "" if candidate.excluded else _plan(candidate),
+        _plan(candidate) if is_priced else "",
         *(terms.get(name, "") for name in names),
-        "" if candidate.excluded else f"{1e3 * candidate.total_s:.2f}",
+        f"{1e3 * candidate.total_s:.2f}" if is_priced else "",
         note,
     ]
 

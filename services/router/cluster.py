@@ -24,7 +24,7 @@ from services.router.admission import refusal
 from services.router.balance import Balance, RankNow
 from services.router.burst import Burst
 from services.router.decode_client import DecodeClient
-from services.router.placement import Decision
+from services.router.placement import Decision, Nowhere
 from services.router.placer import Asked, Placer, PlacerSettings
 from services.router.prefill_watch import PrefillWatch
 from services.router.shares import Share
@@ -73,6 +73,15 @@ class Placed:
     @property
     def prefill_name(self) -> str:
         return str(self.prefill.id) if self.prefill is not None else "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Where a request would go now, or why it can go nowhere."""
+
+    decision: Decision | Nowhere
+    pinned: RankKey | None
+    degraded: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +227,10 @@ class Cluster:
             raise refusal(wait_s, max_wait_s)
         return self._placed(asked, prompt, decision)
 
-    def explain(self, prompt: HashedPrompt, conversation_id: str) -> Placed:
-        """As `place`, with every rank compared."""
+    def explain(self, prompt: HashedPrompt, conversation_id: str) -> Explained:
+        """As `place`, with every rank compared. Raises Unavailable where the ranks know no plan in common."""
         asked = self._asked(prompt, conversation_id, frozenset())
-        return self._placed(asked, prompt, self._placer.explain(asked, self._tie()))
+        return Explained(self._placer.explain(asked, self._tie()), asked.pinned, self.degraded)
 
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
         """A request went out: count it, and pin its conversation."""

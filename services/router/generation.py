@@ -34,7 +34,7 @@ from services.errors import (
 from services.request import Admitted, FinishReason, GenerationRequest, Output, StartCommand
 from services.router.admission import allowed_wait_s
 from services.router.chat import ConversationMemory, drift_tokens
-from services.router.cluster import Cluster, HashedPrompt, Placed
+from services.router.cluster import Cluster, Explained, HashedPrompt, Placed
 from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.detokenizer import Detokenizer
 from services.router.finish import finish_of
@@ -102,8 +102,11 @@ class Generator:
             progress.stream.abort()
         return True
 
-    async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Placed]:
-        """Prompt length and where the request would go now; nothing is sent or remembered."""
+    async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Explained]:
+        """Prompt length and where the request would go now; nothing is sent or remembered.
+
+        Raises Unavailable where no decode rank is registered.
+        """
         checked = self._check(request)
         encoded = await self._encoder().encode(request)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant)

@@ -52,6 +52,14 @@ class Decision:
         return tuple(sorted(ways, key=lambda priced: priced.total_s))
 
 
+@dataclass(frozen=True, slots=True)
+class Nowhere:
+    """In the place of a decision where nothing can be chosen: why, and all that was looked at."""
+
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
 def place(
     request: PlacementRequest,
     decodes: Sequence[DecodeCandidate],

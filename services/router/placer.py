@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from services.errors import IsthmusError
+from services.errors import IsthmusError, Unavailable
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.block_hash import extend_hash
@@ -29,7 +29,7 @@ from services.request import Admitted
 from services.router.balance import Balance
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.load_order import Load, LoadOrder
-from services.router.placement import Decision, place
+from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
 from services.router.shares import Share
 
@@ -143,17 +143,23 @@ class Placer:
         except IsthmusError:
             return math.inf  # placing it will say why
 
-    def explain(self, asked: Asked, tie: float) -> Decision:
-        """As `place`, with every rank looked at and enough of them compared. Raises as placement.place."""
-        return self._place(asked, tie, self._all, spare_ranks=_EXPLAINED)
+    def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
+        """As `place`, with every rank looked at and enough of them compared."""
+        request, decodes, prefills = self._looked_at(asked, self._all)
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        try:
+            return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
+        except Unavailable as error:
+            return Nowhere(str(error), (*decodes, *prefills))
 
-    def _place(
-        self,
-        asked: Asked,
-        tie: float,
-        find: Callable[[_Side, Asked], Iterator[_Found]],
-        **spare: int,
-    ) -> Decision:
+    def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
+        request, decodes, prefills = self._looked_at(asked, find)
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        return place(request, decodes, prefills, bandwidth, weights, tie)
+
+    def _looked_at(
+        self, asked: Asked, find: Callable[[_Side, Asked], Iterator[_Found]]
+    ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
         layout = self._layout
         request = PlacementRequest(
             prompt_tokens=asked.prompt_tokens,
@@ -172,8 +178,7 @@ class Placer:
                 self._prefill_candidate(key, rank, asked, blocks)
                 for key, rank, blocks in find(self._prefills, asked)
             ]
-        bandwidth, weights = self._balance.bandwidth, self._settings.weights
-        return place(request, decodes, prefills, bandwidth, weights, tie, **spare)
+        return request, decodes, prefills
 
     def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         depths = self._index.match_all(asked.hashes)

@@ -9,8 +9,9 @@ from services import rpc, telemetry
 from services.errors import InvalidRequest, IsthmusError
 from services.kv.types import Role
 from services.router.candidates import Candidate, DecodeCandidate
-from services.router.cluster import Cluster, Placed, RankStatus
+from services.router.cluster import Cluster, Explained, RankStatus
 from services.router.generation import Generator
+from services.router.placement import Decision, Nowhere
 from services.router.price import Priced
 from services.router.tokenizer import Tokenizer
 from services.wire import convert
@@ -45,8 +46,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Explain(
         self, request: generation_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ExplainResponse:
-        prompt_tokens, placed = await self._generator.explain(request.request)
-        return _explanation(prompt_tokens, placed)
+        prompt_tokens, explained = await self._generator.explain(request.request)
+        return _explanation(prompt_tokens, explained)
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -87,24 +88,34 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return generation_pb2.ListModelsResponse(models=[model])
 
 
-def _explanation(prompt_tokens: int, placed: Placed) -> generation_pb2.ExplainResponse:
-    decision, pinned = placed.decision, None
+def _explanation(prompt_tokens: int, explained: Explained) -> generation_pb2.ExplainResponse:
+    decision, pinned = explained.decision, None
     response = generation_pb2.ExplainResponse(
-        prompt_tokens=prompt_tokens, reason=decision.reason, degraded=placed.degraded or ""
+        prompt_tokens=prompt_tokens, reason=decision.reason, degraded=explained.degraded or ""
     )
-    for priced in decision.ranked:
-        candidate = _candidate(priced, priced is decision.chosen, placed)
+    chosen, ranked, unpriced = _parts(decision)
+    for priced in ranked:
+        candidate = _candidate(priced, priced is chosen, explained)
         response.candidates.append(candidate)
         pinned = candidate.decode if candidate.pinned else pinned
-    for rank in decision.excluded:
-        response.candidates.append(_excluded(rank, placed))
-        pinned = convert.rank_id_to_proto(rank.id) if rank.id.key == placed.pinned else pinned
+    for rank in unpriced:
+        response.candidates.append(_unpriced(rank, explained))
+        pinned = convert.rank_id_to_proto(rank.id) if rank.id.key == explained.pinned else pinned
     if pinned is not None:
         response.pinned.CopyFrom(pinned)
     return response
 
 
-def _candidate(priced: Priced, chosen: bool, placed: Placed) -> generation_pb2.Candidate:
+def _parts(
+    decision: Decision | Nowhere,
+) -> tuple[Priced | None, tuple[Priced, ...], tuple[Candidate, ...]]:
+    """The choice, it and others that have a price, and those that have none."""
+    if isinstance(decision, Nowhere):
+        return None, (), decision.candidates
+    return decision.chosen, decision.ranked, decision.excluded
+
+
+def _candidate(priced: Priced, chosen: bool, explained: Explained) -> generation_pb2.Candidate:
     decode, prefill = priced.decode, priced.prefill
     return generation_pb2.Candidate(
         decode=convert.rank_id_to_proto(decode.id),
@@ -116,19 +127,19 @@ def _candidate(priced: Priced, chosen: bool, placed: Placed) -> generation_pb2.C
         prefill_indexed_tokens=0 if prefill is None else prefill.matched_tokens,
         terms=[generation_pb2.CostTerm(name=name, seconds=seconds) for name, seconds in priced.terms],
         total_s=priced.total_s,
-        pinned=placed.pinned == decode.id.key,
+        pinned=explained.pinned == decode.id.key,
         chosen=chosen,
     )
 
 
-def _excluded(rank: Candidate, placed: Placed) -> generation_pb2.Candidate:
+def _unpriced(rank: Candidate, explained: Explained) -> generation_pb2.Candidate:
     rank_id = convert.rank_id_to_proto(rank.id)
     if isinstance(rank, DecodeCandidate):
         return generation_pb2.Candidate(
             decode=rank_id,
             decode_hit_tokens=rank.hit_tokens,
             decode_indexed_tokens=rank.matched_tokens,
-            pinned=placed.pinned == rank.id.key,
+            pinned=explained.pinned == rank.id.key,
             excluded=rank.excluded,
         )
     return generation_pb2.Candidate(

@@ -56,6 +56,26 @@ def test_an_explanation_names_the_choice_the_reason_and_every_term():
     assert lines[-1] == "nothing anywhere: itl"
 
 
+def test_where_nothing_can_be_chosen_every_rank_says_why():
+    reason = "no decode rank can take the request: 1 draining, 1 not connected"
+    answer = generation_pb2.ExplainResponse(
+        prompt_tokens=900,
+        reason=reason,
+        candidates=[
+            generation_pb2.Candidate(decode=HOME, decode_hit_tokens=640, pinned=True, excluded="draining"),
+            generation_pb2.Candidate(decode=OTHER, excluded="not connected"),
+            generation_pb2.Candidate(prefill=PREFILL),
+        ],
+    )
+    lines = format_explanation(answer).splitlines()
+    assert lines[1] == f"no choice: {reason}"
+    rows = [line.split() for line in lines]
+    assert ["d0/1", "decode", "0", "640"] in rows
+    assert ["d0/1", "-", "draining"] in rows
+    assert ["d0/0", "-", "not", "connected"] in rows
+    assert ["-", "p0/0"] in rows
+
+
 def test_a_router_that_goes_by_load_alone_says_so():
     answer = generation_pb2.ExplainResponse(prompt_tokens=1, degraded="etcd_away: no route")
     assert "degraded, by load alone: etcd_away: no route" in format_explanation(answer)

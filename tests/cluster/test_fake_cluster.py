@@ -9,6 +9,7 @@ import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
 from services.engine.fake import continuation
+from services.router.balance import Balance
 from services.router.prompt import PromptEncoder
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -326,6 +327,23 @@ async def test_a_request_that_fails_for_good_leaves_nothing_behind(etcd_endpoint
         (client,) = cluster.routers[0].cluster._clients.values()
         assert not client._streams
         await cluster.assert_nothing_held()
+
+
+async def test_where_no_rank_can_be_chosen_each_says_why(etcd_endpoint, model_dir, cluster_name, monkeypatch):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1)) as cluster:
+        _, finish = await cluster.generate(prompt_of(1), conversation_id="c")
+        monkeypatch.setattr(Balance, "excluded", lambda balance, rank: f"{rank.worker} is out")
+        request = ids_request(prompt_of(1), conversation_id="c")
+        answer = await cluster.stubs[0].Explain(generation_pb2.ExplainRequest(request=request))
+        assert answer.reason == ("no decode rank can take the request: 1 decode-0 is out, 1 decode-1 is out")
+        assert answer.pinned == finish.placement.decode
+        assert [(c.decode.worker, c.prefill.worker, c.excluded, c.chosen) for c in answer.candidates] == [
+            ("decode-0", "", "decode-0 is out", False),
+            ("decode-1", "", "decode-1 is out", False),
+            ("", "prefill-0", "prefill-0 is out", False),
+        ]
+        (pinned,) = [c.decode for c in answer.candidates if c.pinned]
+        assert pinned == answer.pinned
 
 
 async def test_a_new_life_does_not_pay_for_the_old_one(etcd_endpoint, model_dir, cluster_name):
