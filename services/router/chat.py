@@ -17,7 +17,7 @@ from typing import Protocol
 from services.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatTokenizer(Protocol):

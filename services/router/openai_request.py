@@ -44,6 +44,19 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
+    "structural_tag": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "custom_logit_processor": (),
+    "logits_processors": ([],),
+    "stop_regex": ([], ""),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
 }
 
 

@@ -1,6 +1,7 @@
 """The door to transformers' tokenizers: text to ids and back, the chat template, end-of-sequence ids."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from services.errors import ConfigError, InvalidRequest
+
+_NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
 class Tokenizer:
@@ -27,6 +30,7 @@ class Tokenizer:
         self._eos_token_ids = _find_eos_token_ids(configs, self._backend.eos_token_id)
         self._vocab_size = _stated_vocab_size(configs[1]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
+        self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -61,6 +65,8 @@ class Tokenizer:
     def render_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The chat as text, up to where the assistant's next turn begins.
 
+        A developer, as OpenAI has come to name the system, is one to templates that know no developer.
+
         Raises:
             InvalidRequest: the model has no chat template, or its template refuses these messages.
         """
@@ -70,13 +76,17 @@ class Tokenizer:
             )
         try:
             text: str = self._backend.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [self._known(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise InvalidRequest(
                 f"chat.messages are refused by the model's chat template: {error}"
             ) from error
         return text
+
+    def _known(self, message: Mapping[str, str]) -> dict[str, str]:
+        is_developer = message["role"] == "developer" and not self._knows_developers
+        return {**message, "role": "system"} if is_developer else dict(message)
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
         if self._backend.is_fast:  # what the call below comes to, in a quarter of the time

@@ -110,6 +110,11 @@ def test_a_bad_chat_is_refused_by_name(
         render_chat(character_tokenizer, [ChatMessage(role=role, content=text) for role, text in messages])
 
 
+def test_a_developer_may_speak(character_tokenizer: Tokenizer) -> None:
+    chats = [[ChatMessage(role=role, content="Be brief")] for role in ("developer", "system")]
+    assert render_chat(character_tokenizer, chats[0]) == render_chat(character_tokenizer, chats[1])
+
+
 def test_ids_are_for_assistants_only(character_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids may only"):
         render_chat(character_tokenizer, [ChatMessage(role="user", token_ids=[1])])

@@ -343,6 +343,18 @@ async def test_defaults_are_openais() -> None:
     )
 
 
+async def test_what_asks_for_nothing_else_than_is_done_is_taken() -> None:
+    harmless = {
+        "n": 1,
+        "logit_bias": {},
+        "bad_words": [],
+        "regex": None,
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
+    }
+    assert (await chat(FakeBackend(), **harmless)).status_code == 200
+
+
 async def test_without_a_model_the_one_that_is_served_answers() -> None:
     backend = FakeBackend()
     body = (await post(backend, "/v1/chat/completions", {"messages": HI})).json()
@@ -388,6 +400,19 @@ async def test_without_a_model_the_one_that_is_served_answers() -> None:
         ({"tools": [{}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"regex": "a+"}, "regex"),
+        ({"ebnf": "root ::= 'a'"}, "ebnf"),
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"custom_logit_processor": "x"}, "custom_logit_processor"),
+        ({"logits_processors": ["x"]}, "logits_processors"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"no_stop_trim": True}, "no_stop_trim"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ],
 )
 async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -> None:

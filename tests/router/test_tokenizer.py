@@ -85,6 +85,21 @@ def test_the_chat_template_renders_up_to_the_next_turn(character_tokenizer: Toke
     assert rendered == "<|user|>Hi<|end|>\n<|assistant|>"
 
 
+@pytest.mark.parametrize(
+    ("known", "role"), [("{# developers #}", "system"), ("{% set roles = ['developer'] %}", "developer")]
+)
+def test_a_developer_is_the_system_to_templates_that_know_none(
+    character_model: Path, tmp_path: Path, known: str, role: str
+) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(known + template.read_text())
+    messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    rendered = Tokenizer(str(tmp_path)).render_template(messages)
+    assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
+
+
 def test_a_refusing_or_missing_template_is_an_invalid_request(
     character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
 ) -> None:
