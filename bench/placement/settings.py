@@ -1,6 +1,11 @@
-"""Which settings are replayed: the base of each layout, and one thing changed at a time."""
+"""Which settings are replayed: the base of each layout, and one thing changed at a time.
 
-from collections.abc import Iterator
+All variations of every layout, but for those of 200 + 800, where a run takes minutes, that would say nothing
+new: its copies of the trace tick at different moments, so "spread" is near the base, and for a thousand ranks
+"shared" is no load. Any can be had by name.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.placement.ranks import Timing
@@ -27,6 +32,11 @@ class Setting:
     def layout(self) -> str:
         return f"{self.prefill}+{self.decode}" if self.prefill else f"{self.decode} aggregated"
 
+    @property
+    def without_index(self) -> "Setting":
+        """What is left of it for a policy that reads no index: how far that is behind is nothing to it."""
+        return replace(self, staleness_s=0.0)
+
     def columns(self) -> dict[str, object]:
         return {
             "workload": self.workload,
@@ -46,26 +56,44 @@ _LAYOUTS = {"8": (0, 8), "4+4": (4, 4), "2+6": (2, 6), "8+64": (8, 64), "200+800
 _LARGE_COPIES, _LARGE_DURATION_S = 25, 300.0
 LAYOUTS = tuple(_LAYOUTS)
 
+_VARIATIONS: dict[str, Callable[[Setting], Setting]] = {
+    "base": lambda base: base,
+    "slow": lambda base: replace(base, timing=Timing(tokens_per_s=5_000.0)),
+    "blocks-1000": lambda base: replace(base, blocks=1_000),
+    "blocks-6000": lambda base: replace(base, blocks=6_000),
+    "stale-0": lambda base: replace(base, staleness_s=0.0),
+    "stale-2": lambda base: replace(base, staleness_s=2.0),
+    "routers-2": lambda base: replace(base, routers=2),
+    "spread": lambda base: replace(base, workload="spread"),
+    "spread-routers-2": lambda base: replace(base, workload="spread", routers=2),
+    "shared": lambda base: replace(base, workload="shared"),
+}
+VARIATIONS = tuple(_VARIATIONS)
+_NOT_LARGE = frozenset({"spread", "spread-routers-2", "shared"})
 
-def settings(layouts: list[str], *, base_only: bool, duration_s: float | None) -> Iterator[Setting]:
-    for name in layouts:
-        prefill, decode = _LAYOUTS[name]
-        base = Setting(prefill, decode, duration_s=duration_s)
-        if decode >= 800:
-            shorter_s = min(duration_s or _LARGE_DURATION_S, _LARGE_DURATION_S)
-            base = replace(base, copies=_LARGE_COPIES, duration_s=shorter_s)
-        yield base
-        if not base_only and decode <= 8:
-            yield from _variations(base)
+
+def settings(
+    layouts: Sequence[str], variations: Sequence[str], *, duration_s: float | None = None
+) -> Iterator[Setting]:
+    """With no `variations` those that a layout has by default."""
+    for layout in layouts:
+        base = _base(layout, duration_s)
+        for name in variations or _default(base):
+            yield _VARIATIONS[name](base)
 
 
-def _variations(base: Setting) -> Iterator[Setting]:
-    yield replace(base, timing=Timing(tokens_per_s=5_000.0))
-    yield replace(base, blocks=1_000)
-    yield replace(base, blocks=6_000)
-    yield replace(base, staleness_s=0.0)
-    yield replace(base, staleness_s=2.0)
-    yield replace(base, routers=2)
-    yield replace(base, workload="spread")
-    yield replace(base, workload="spread", routers=2)
-    yield replace(base, workload="shared")
+def _base(layout: str, duration_s: float | None) -> Setting:
+    prefill, decode = _LAYOUTS[layout]
+    base = Setting(prefill, decode, duration_s=duration_s)
+    if not _is_large(base):
+        return base
+    shorter_s = min(duration_s or _LARGE_DURATION_S, _LARGE_DURATION_S)
+    return replace(base, copies=_LARGE_COPIES, duration_s=shorter_s)
+
+
+def _default(base: Setting) -> Sequence[str]:
+    return [name for name in VARIATIONS if not (_is_large(base) and name in _NOT_LARGE)]
+
+
+def _is_large(base: Setting) -> bool:
+    return base.decode >= 800

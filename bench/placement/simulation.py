@@ -27,6 +27,7 @@ from services.router.shares import Share
 OURS = ("ours", "ours-remote", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
 POLICIES = OURS + OTHERS
+READ_INDEX = ("ours", "ours-remote")  # and pins
 
 
 class Simulation:

@@ -1,6 +1,8 @@
 """The simulator of bench.placement, on workloads of seconds."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -9,8 +11,8 @@ import pytest
 from bench.placement.events import Events
 from bench.placement.goals import goals
 from bench.placement.pins import Pins
-from bench.placement.settings import Setting
-from bench.placement.simulation import POLICIES, Simulation
+from bench.placement.settings import LAYOUTS, VARIATIONS, Setting, settings
+from bench.placement.simulation import POLICIES, READ_INDEX, Simulation
 from bench.placement.workload import (
     TICK_S,
     TraceRequest,
@@ -72,6 +74,13 @@ def test_a_run_can_be_repeated(trace):
     for row in rows:
         del row["cpu_s"]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in READ_INDEX])
+def test_who_reads_no_index_does_not_see_its_staleness(trace, policy):
+    requests, setting = read_trace(trace), Setting(2, 2, blocks=80, staleness_s=2.0)
+    rows = [Simulation(each, policy, requests).run() for each in (setting, setting.without_index)]
+    assert rows[0] | {"cpu_s": 0.0} == rows[1] | {"cpu_s": 0.0}
 
 
 def test_placement_by_prefix_and_load_computes_least(trace):
@@ -151,6 +160,45 @@ def test_an_endless_pool_hits_what_was_ever_seen():
     expected = 12 * (len(requests) - 1) / sum(len(request.blocks) for request in requests)
     assert pooled_lru_hits(requests, 10**9) == pytest.approx(expected)
     assert pooled_lru_hits(requests, 1) < expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_variations_of_everything_that_is_to_vary(layout):
+    base, *variations = settings([layout], [])
+    assert (base.blocks, base.timing.tokens_per_s, base.staleness_s, base.routers) == (2_500, 8_000, 0.25, 1)
+    assert {each.layout for each in variations} == {base.layout}
+    assert {each.blocks for each in variations} >= {1_000, 6_000}
+    assert {each.timing.tokens_per_s for each in variations} >= {5_000}
+    assert {each.staleness_s for each in variations} >= {0.0, 2.0}
+    assert {each.routers for each in variations} >= {2}
+    assert {each.copies for each in variations} == {base.copies}
+
+
+def test_what_a_large_layout_leaves_out_can_be_had_by_name():
+    assert {each.workload for each in settings(["200+800"], [])} == {"trace"}
+    assert [each.workload for each in settings(["200+800"], ["shared", "spread"])] == ["shared", "spread"]
+    assert len({*settings(["8+64"], [])}) == len(VARIATIONS) == len({*settings(["8+64"], VARIATIONS)})
+
+
+def test_rows_of_all_settings_are_written_though_not_all_are_run(trace, tmp_path):
+    figures = tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        "-m",
+        "bench.placement",
+        f"--trace={trace}",
+        f"--json={figures}",
+        "--layouts=4+4",
+    ]
+    command += ["--variations=base,stale-2", "--policies=ours,oracle,sticky", "--duration-s=20"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    written = json.loads(figures.read_text())
+    rows = {(row["stale_s"], row["policy"]): row for row in written["rows"]}
+    assert sorted(rows) == sorted((s, p) for s in (0.25, 2.0) for p in ("ours", "oracle", "sticky"))
+    assert run.stdout.count("'policy': 'sticky'") == 1
+    assert rows[0.25, "sticky"] == rows[2.0, "sticky"] | {"stale_s": 0.25}
+    assert {goal["at"].split("/")[4] for goal in written["settings"]["goals"]} == {"0.25", "2.0"}
 
 
 def row(policy: str, layout: str = "8 aggregated", **figures: object) -> dict[str, object]:
