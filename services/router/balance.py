@@ -85,6 +85,11 @@ class Balance:
 
     # -- in flight --------------------------------------------------------------------------------
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self._flights)
+
     def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
         """The request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under plan local.
 

@@ -29,6 +29,7 @@ from services.request import Admitted
 from services.router.balance import Balance
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.load_order import Load, LoadOrder
+from services.router.others import Lately, Reported, traffic
 from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
 from services.router.shares import Share
@@ -99,12 +100,16 @@ class Placer:
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
         self._share = Share()
+        self._lately, self._reported = Lately(), Reported()
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
         balance.changed = self._changed
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """Those that there are now, of each role in the order of their keys."""
         self._decodes, self._prefills = self._side(decodes), self._side(prefills)
+        self._reported = Reported()
+        for key in self._decodes.ranks:
+            self._count(key)
         layouts = Counter(rank.layout for rank in decodes).most_common(1)
         self._layout = layouts[0][0] if layouts else None
 
@@ -168,14 +173,16 @@ class Placer:
             pinned=asked.pinned,
             plans=asked.plans,
         )
+        others = self._others_tokens(self._decodes)
         decodes = [
-            self._decode_candidate(key, rank, asked, blocks)
+            self._decode_candidate(key, rank, asked, blocks, others)
             for key, rank, blocks in find(self._decodes, asked)
         ]
         prefills: list[PrefillCandidate] = []
         if Plan.REMOTE in asked.plans:
+            others = self._others_tokens(self._prefills)
             prefills = [
-                self._prefill_candidate(key, rank, asked, blocks)
+                self._prefill_candidate(key, rank, asked, blocks, others)
                 for key, rank, blocks in find(self._prefills, asked)
             ]
         return request, decodes, prefills
@@ -215,15 +222,24 @@ class Placer:
                 longest = self._index.match(deeper, hashes)
                 yield deeper
 
+    def _others_tokens(self, side: _Side) -> int:
+        """That pend on each rank of the others' shares, too new for its report."""
+        if self._share.of == 1:
+            return 0
+        now = self._balance.clock()
+        known = self._balance.in_flight - self._lately.requests(now)
+        own_tokens = self._lately.tokens(side.own, now) / max(1, len(side.own))
+        return int(own_tokens * traffic(self._reported.requests, known, self._share.of))
+
     def _decode_candidate(
-        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
     ) -> DecodeCandidate:
-        now = self._balance.now(key)
+        now, own = self._balance.now(key), key in self._decodes.own
         books, page_size = now.load.books, rank.layout.page_size
         return DecodeCandidate(
             id=rank.id,
             hit_tokens=self._worth(key, asked, blocks),
-            pending_tokens=now.pending_tokens,
+            pending_tokens=now.pending_tokens + (0 if own else others_tokens),
             prefill_tokens_per_s=now.tokens_per_s,
             running=now.running,
             step_s=now.load.step_s,
@@ -233,13 +249,13 @@ class Placer:
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
             waiting_tokens=now.load.waiting_tokens,
-            own=key in self._decodes.own,
+            own=own,
         )
 
     def _prefill_candidate(
-        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
     ) -> PrefillCandidate:
-        now = self._balance.now(key)
+        now, own = self._balance.now(key), key in self._prefills.own
         books, page_size = now.load.books, rank.layout.page_size
         exclusion = asked.exclusion(rank)
         if not exclusion and self._layout is not None and not same_kv(rank.layout, self._layout):
@@ -247,14 +263,14 @@ class Placer:
         return PrefillCandidate(
             id=rank.id,
             hit_tokens=self._worth(key, asked, blocks),
-            pending_tokens=now.pending_tokens,
+            pending_tokens=now.pending_tokens + (0 if own else others_tokens),
             prefill_tokens_per_s=now.tokens_per_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
             excluded=exclusion,
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
-            own=key in self._prefills.own,
+            own=own,
         )
 
     def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
@@ -272,12 +288,12 @@ class Placer:
         chosen = decision.chosen
         decode, prefill = chosen.decode, chosen.prefill
         computing = prefill if prefill is not None else decode
+        uncached_tokens = max(1, prompt_tokens - computing.hit_tokens)
         self._balance.sent(
-            request_id,
-            decode.id.key,
-            prefill.id.key if prefill is not None else None,
-            max(1, prompt_tokens - computing.hit_tokens),
+            request_id, decode.id.key, prefill.id.key if prefill is not None else None, uncached_tokens
         )
+        if self._share.of > 1:
+            self._lately.sent(computing.id.key, uncached_tokens, self._balance.clock())
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
         self._balance.predict(computing.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
         self._believed[request_id] = tuple(
@@ -347,9 +363,15 @@ class Placer:
         return _Side(by_key, order, own)
 
     def _changed(self, key: RankKey) -> None:
+        if key in self._decodes.ranks:
+            self._count(key)
         for side in (self._decodes, self._prefills):
             if side.order is not None and key in side.ranks:
                 side.order.update(key, self._load(key, side.ranks[key]))
+
+    def _count(self, key: RankKey) -> None:
+        load = self._balance.load(key)
+        self._reported.update(key, load.running + load.waiting)
 
     def _load(self, key: RankKey, rank: Registration) -> Load:
         """With what a usual prompt that hits nothing would cost there."""

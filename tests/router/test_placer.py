@@ -158,6 +158,28 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(deco
         assert len(set(chosen)) == 4, plan
 
 
+@pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {0, 1, 2, 3})])
+@pytest.mark.parametrize("plan", [Plan.LOCAL, Plan.REMOTE])
+def test_a_burst_stays_on_the_own_ranks_while_others_have_as_much_to_send(plan, others, expected):
+    """Four long prompts, of which two are the own ranks' share; the others' look idle."""
+    router = Router(4, 4, Weights())
+    for number in range(8):
+        router.balance.sent(f"older {number}", router.decodes[0].id.key, None, 1)
+        router.balance.admitted(f"older {number}")
+    router.now += 1.0
+    for rank in router.decodes:
+        router.waits(rank, 0, running=(8 + others) // 4)
+    router.placer.set_share(Share(0, 2))
+    chosen = set()
+    for number in range(4):
+        asked = router.asked(hashes=(), plans=frozenset({plan}))
+        decision = router.placer.place(asked, 0.5)
+        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+        side = decision.chosen.decode if plan is Plan.LOCAL else decision.chosen.prefill
+        chosen.add(side.id.rank)
+    assert chosen == expected
+
+
 def test_excluded_ranks_among_many_are_passed_over():
     router = Router(40, 40)
     for rank in router.decodes:

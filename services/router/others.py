@@ -1,0 +1,56 @@
+"""What other routers have probably sent by now, before the ranks' reports tell of it. Pure.
+
+Requests come in bursts, to all routers alike. So each of the others has probably sent as much to every rank
+of its share as this one to those of its own, as far as it has as much to send; shares.py says whose is which.
+"""
+
+from collections import deque
+from collections.abc import Container
+from typing import NamedTuple
+
+from services.kv.types import RankKey
+
+LATELY_S = 0.1  # then the ranks' reports tell of it
+
+
+class _Sent(NamedTuple):
+    sent_s: float
+    rank: RankKey
+    tokens: int  # to be computed there
+
+
+class Lately:
+    """What this router sent within the last LATELY_S. `now` never goes back."""
+
+    def __init__(self) -> None:
+        self._sent: deque[_Sent] = deque()
+
+    def sent(self, rank: RankKey, tokens: int, now: float) -> None:
+        self._sent.append(_Sent(now, rank, tokens))
+
+    def requests(self, now: float) -> int:
+        while self._sent and self._sent[0].sent_s <= now - LATELY_S:
+            self._sent.popleft()
+        return len(self._sent)
+
+    def tokens(self, ranks: Container[RankKey], now: float) -> int:
+        """Sent to these, in all."""
+        self.requests(now)
+        return sum(sent.tokens for sent in self._sent if sent.rank in ranks)
+
+
+class Reported:
+    """The requests of all routers, as the decode ranks report them."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._by_rank: dict[RankKey, int] = {}
+
+    def update(self, rank: RankKey, requests: int) -> None:
+        self.requests += requests - self._by_rank.get(rank, 0)
+        self._by_rank[rank] = requests
+
+
+def traffic(reported: int, own: int, routers: int) -> float:
+    """Each other router's, as a part of this one's, whose are `own` of the `reported` requests; 1 at most."""
+    return min(1.0, max(0, reported - own) / (max(1, own) * (routers - 1)))

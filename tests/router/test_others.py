@@ -1,0 +1,50 @@
+"""What other routers have probably sent."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.kv.types import RankKey
+from services.router.others import LATELY_S, Lately, Reported, traffic
+
+RANKS = [RankKey("d", index) for index in range(4)]
+sends = st.lists(st.tuples(st.floats(0.0, 0.2), st.sampled_from(RANKS), st.integers(1, 9_000)), max_size=12)
+
+
+@given(sends, st.sets(st.sampled_from(RANKS)), st.floats(0.0, 0.2))
+def test_what_was_sent_lately_is_known_and_nothing_else(sent, own, until_s):
+    lately, now, all_sent = Lately(), 100.0, []
+    for after_s, rank, tokens in sent:
+        now += after_s
+        lately.sent(rank, tokens, now)
+        all_sent.append((now, rank, tokens))
+    now += until_s
+    new = [(rank, tokens) for sent_s, rank, tokens in all_sent if sent_s > now - LATELY_S]
+    assert lately.tokens(own, now) == sum(tokens for rank, tokens in new if rank in own)
+    assert lately.requests(now) == len(new)
+
+
+@given(st.lists(st.tuples(st.sampled_from(RANKS), st.integers(0, 50))))
+def test_the_last_report_of_each_rank_counts(reports):
+    reported = Reported()
+    for rank, requests in reports:
+        reported.update(rank, requests)
+    assert reported.requests == sum(dict(reports).values())
+
+
+@pytest.mark.parametrize(
+    ("reported", "own", "routers", "ratio"),
+    [
+        (10, 10, 2, 0.0),  # nobody else sends
+        (9, 10, 2, 0.0),  # some of ours are not reported yet
+        (15, 10, 2, 0.5),
+        (20, 10, 2, 1.0),
+        (30, 10, 3, 1.0),
+        (20, 10, 3, 0.5),
+        (90, 10, 2, 1.0),  # this one sends little, and guesses no more than that
+        (5, 0, 2, 1.0),
+        (0, 0, 2, 0.0),
+    ],
+)
+def test_traffic_of_the_others_beside_ones_own(reported, own, routers, ratio):
+    assert traffic(reported, own, routers) == ratio
