@@ -4,11 +4,11 @@
 
 Virtual time, real decisions: the router's own placer, balance and index, and the prefix cache and page
 allocator of every rank, around a model of what prefill, transfer and decode take (ranks.Timing, in the JSON).
-A page is one block of the trace. "ours" (for its pins) and "sticky" are given conversation ids worked out from
-the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
+A page is one block of the trace. "ours" (for its pins) and "sticky" are given conversation ids worked out
+from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
 The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
 every three seconds, so that ten requests come at once. Of 200+800 ranks, which get 25 times the load for five
-minutes, neither is replayed unless asked for: the clocks of 25 copies tick at different moments anyway, and a
+minutes, neither is replayed unless asked for: the clocks of its 25 copies tick 8 times a second anyway, and a
 thousand ranks do not feel one shared prefix. Who reads no index is replayed once for all settings that differ
 in its staleness alone.
 """

@@ -1,8 +1,8 @@
 """Which settings are replayed: the base of each layout, and one thing changed at a time.
 
-All variations of every layout, but for those of 200 + 800, where a run takes minutes, that would say nothing
-new: its copies of the trace tick at different moments, so "spread" is near the base, and for a thousand ranks
-"shared" is no load. Any can be had by name.
+All variations of every layout, but for those of 200 + 800, where a run takes minutes, that have little to
+change there: the clocks of its 25 copies of the trace tick 8 times a second anyway ("spread"), and 8 requests
+a second with one prefix ("shared") are no load for a thousand ranks. Any can be had by name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
