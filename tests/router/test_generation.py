@@ -1,13 +1,18 @@
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
-from services.errors import NoCapacity
-from services.request import SamplingParams
+from services.errors import InvalidRequest, NoCapacity
+from services.kv.types import Generation, Plan, RankId
+from services.request import Admitted, Output, SamplingParams
+from services.router.cluster import HashedPrompt
+from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.generation import Generator
 from services.router.progress import Checked
+from services.wire.isthmus.v1 import generation_pb2
 
 CHECKED = Checked("r", SamplingParams(), "", "", 0)
 
@@ -46,3 +51,73 @@ def test_how_a_request_ended(error, deadline, outcome):
         assert raised is error
     assert outcomes == [outcome]
     assert generator.num_running == 0
+
+
+class LosingCluster:
+    """Each of its ranks is lost after `num_tokens` of a request; the sixth placement is refused."""
+
+    def __init__(self, num_tokens):
+        self._num_tokens = num_tokens
+        self.excluded = []
+
+    def check_room(self, max_wait_s):
+        pass
+
+    def max_context_tokens(self):
+        return 100
+
+    async def hash(self, ids, tenant):
+        return HashedPrompt(ids, 0, ())
+
+    async def turn(self, prompt, conversation_id, excluded):
+        pass
+
+    def place(self, prompt, conversation_id, excluded, max_wait_s):
+        self.excluded.append({rank.worker for rank in excluded})
+        if len(self.excluded) == 6:
+            raise InvalidRequest("enough")
+        placed = MagicMock(prefill=None, plan=Plan.LOCAL)
+        placed.decision.chosen.prefill = None
+        placed.decision.chosen.decode.id = RankId(f"d{len(self.excluded)}", 0, Generation(1))
+        placed.client.start = self._start
+        return placed
+
+    def _start(self, command):
+        stream = OutputStream(MagicMock(), "r")
+        admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
+        for token_id in range(self._num_tokens):
+            stream.put(Output((token_id,), admitted=None if token_id else admitted))
+        stream.put(DecodeRankLost("gone"))
+        return stream
+
+    def sent(self, request_id, conversation_id, placed):
+        pass
+
+    def admitted(self, request_id, placed, admitted):
+        pass
+
+    def failed(self, life):
+        pass
+
+    def ended(self, request_id):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "error", "excluded"),
+    [
+        (0, DecodeRankLost, [set(), {"d1"}]),
+        (1, DecodeRankLost, [set(), {"d1"}]),  # it may be the request that breaks them
+        (2, InvalidRequest, [set(), {"d1"}, {"d2"}, {"d3"}, {"d4"}, {"d5"}]),
+    ],
+)
+async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, num_tokens, error, excluded):
+    cluster = LosingCluster(num_tokens)
+    generator = Generator("m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0)
+    request = generation_pb2.GenerateRequest(text="a")
+    got = []
+    with pytest.raises(error):
+        async for response in generator.generate(request):
+            got.extend(response.token_ids)
+    assert cluster.excluded == excluded
+    assert got == [*range(num_tokens)] * min(5, len(excluded))
