@@ -41,7 +41,16 @@ class Outcomes(list):
 def test_how_a_request_ended(error, deadline, outcome):
     outcomes = Outcomes()
     cluster = SimpleNamespace(ended=lambda request_id: None)
-    generator = Generator("m", None, cluster, outcomes, max_attempts=1, max_wait_s=1.0, clock=lambda: 100.0)
+    generator = Generator(
+        "m",
+        None,
+        cluster,
+        outcomes,
+        max_attempts=1,
+        max_wait_s=1.0,
+        request_timeout_s=9.0,
+        clock=lambda: 100.0,
+    )
     try:
         with generator._track(CHECKED, INVALID_SPAN, deadline):
             assert generator.num_running == 1
@@ -113,7 +122,9 @@ class LosingCluster:
 )
 async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, num_tokens, error, excluded):
     cluster = LosingCluster(num_tokens)
-    generator = Generator("m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0)
+    generator = Generator(
+        "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
+    )
     request = generation_pb2.GenerateRequest(text="a")
     got = []
     with pytest.raises(error):
