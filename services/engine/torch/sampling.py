@@ -5,11 +5,16 @@ presence penalty over the generated ids; min_tokens; temperature; top_k; top_p; 
 
 Chance is a pure function of (seed, position), so that a sequence that is retracted, moved or
 replayed goes on with the same tokens, whoever shares its batch.
+
+What goes over the whole vocabulary is done by torch where the logits are, for a block of rows at once. Of
+rows with top_k or top_p, and for logprobs, only the few ids that may be among the highest come to the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,9 +22,18 @@ from services.engine.paged.runner import Chunk, Sampled
 from services.request import SamplingParams, TokenLogprobs
 
 Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+_Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]  # logits, peaks [num_rows, 1], chunks
 
 _MASK64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+# Logits of a block. The CPU's fit into its cache: 16 rows of 151,936 at once took twice as long as one by
+# one. The device's are as many as make its calls worth while and need little memory beside the pool.
+_CPU_BLOCK = 1 << 18
+_DEVICE_BLOCK = 1 << 24
+_STRIPES = 64  # see _floors
+_SORTED = 256  # weights, see _nucleus
 
 
 def sample(logits: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
@@ -28,13 +42,16 @@ def sample(logits: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
     Each result depends on its own row and chunk only. Equal logits: the lowest id comes first.
     """
     plain = [_takes_the_highest(chunk) for chunk in chunks]
-    highest: list[int] = logits.argmax(dim=-1).tolist() if any(plain) else []
+    highest = _argmax(logits) if any(plain) else []
     rest = [row for row, is_plain in enumerate(plain) if not is_plain]
-    rows = iter(logits[rest].double().cpu().numpy() if rest else ())
-    return [
-        Sampled(highest[row]) if is_plain else _sample_row(next(rows), chunks[row])
-        for row, is_plain in enumerate(plain)
-    ]
+    sampled: dict[int, Sampled] = {}
+    block = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
+    num_rows = max(1, block // logits.shape[1])
+    for start in range(0, len(rest), num_rows):
+        rows = rest[start : start + num_rows]
+        own = _rows(logits, rows).double()
+        sampled |= zip(rows, _sample_rows(own, [chunks[row] for row in rows]), strict=True)
+    return [Sampled(highest[row]) if is_plain else sampled[row] for row, is_plain in enumerate(plain)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -51,7 +68,11 @@ def _mix(value: int) -> int:
 
 def _takes_the_highest(chunk: Chunk) -> bool:
     params = chunk.sampling
-    return params.greedy and params.logprobs is None and not _is_penalized(params) and not _must_go_on(chunk)
+    return params.greedy and params.logprobs is None and not _is_adjusted(chunk)
+
+
+def _is_adjusted(chunk: Chunk) -> bool:
+    return _is_penalized(chunk.sampling) or _must_go_on(chunk)
 
 
 def _is_penalized(params: SamplingParams) -> bool:
@@ -62,77 +83,232 @@ def _must_go_on(chunk: Chunk) -> bool:
     return chunk.num_output_ids < chunk.sampling.min_tokens
 
 
-def _sample_row(logits: Floats, chunk: Chunk) -> Sampled:
-    adjusted = _adjust(logits.copy(), chunk)
-    token_id = int(adjusted.argmax()) if chunk.sampling.greedy else _choose(adjusted, chunk)
-    return Sampled(token_id, _logprobs(logits, token_id, chunk.sampling.logprobs))
+def _sample_rows(logits: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
+    """`logits` are float64; they stay as they are."""
+    adjusted = _adjust(logits.clone(), chunks) if any(map(_is_adjusted, chunks)) else logits
+    peaks = adjusted.amax(1)
+    are_finite: list[bool] = peaks.isfinite().tolist()
+    # Where the model has overflowed there is no distribution to draw from.
+    drawn = [row for row, c in enumerate(chunks) if are_finite[row] and not c.sampling.greedy]
+    token_ids = dict(zip(drawn, _draw(adjusted, peaks, drawn, chunks), strict=True))
+    others = [row for row in range(len(chunks)) if row not in token_ids]
+    if others:
+        token_ids |= zip(others, _argmax(_rows(adjusted, others)), strict=True)
+    chosen = [token_ids[row] for row in range(len(chunks))]
+    logprobs = _logprobs(logits, chosen, chunks)
+    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
-def _logprobs(logits: Floats, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    if num_top is None:
-        return None
-    highest = logits.max()
-    log_sum = highest + np.log(np.exp(logits - highest).sum())
-    top = tuple((int(i), float(logits[i] - log_sum)) for i in _highest_ids(logits, num_top))
-    return TokenLogprobs(token_id, float(logits[token_id] - log_sum), top)
+def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows, not copied where they are all, or one."""
+    if len(rows) == len(values):
+        return values
+    return values[rows[0]][None] if len(rows) == 1 else values[list(rows)]
 
 
-def _highest_ids(values: Floats, count: int) -> NDArray[np.int64]:
-    """Ids of the `count` highest values, highest first, the lower id first among equals."""
-    if count == 0:
-        return np.empty(0, np.int64)
-    count = min(count, len(values))
-    candidates = np.flatnonzero(values >= np.partition(values, -count)[-count])
-    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+def _argmax(values: Tensor) -> list[int]:
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        ids: list[int] = values.numpy().argmax(1).tolist()  # in a sixth of torch's time
+    else:
+        ids = values.argmax(1).tolist()
+    return ids
 
 
-def _adjust(logits: Floats, chunk: Chunk) -> Floats:
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _sums(weights: Tensor) -> Tensor:
+    """[num_rows, 1]. Added in the order of the ids, unlike by `sum`, whatever rows and threads there are."""
+    return weights.cumsum(1)[:, -1:]
+
+
+def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     """Apply the penalties and min_tokens, in place."""
-    params = chunk.sampling
-    if params.repetition_penalty != 1:
-        seen = np.unique(np.asarray(chunk.history, np.int64))
-        values = logits[seen]
-        logits[seen] = np.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-    if (params.frequency_penalty or params.presence_penalty) and chunk.num_output_ids:
-        output_ids, counts = np.unique(np.asarray(chunk.history[-chunk.num_output_ids :]), return_counts=True)
-        logits[output_ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if _must_go_on(chunk):
-        ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
-        ending = {token_id for token_id in ending if token_id < len(logits)}
-        if len(ending) < len(logits):  # else one of them must be chosen
-            logits[list(ending)] = -np.inf
+    for row, chunk in enumerate(chunks):
+        if _is_penalized(chunk.sampling):
+            _penalize(logits[row], chunk)
+        if _must_go_on(chunk) and (ending := _ending(chunk, logits.shape[1])):
+            logits[row, ending] = -torch.inf
     return logits
 
 
-def _choose(logits: Floats, chunk: Chunk) -> int:
-    """Draw from what temperature, top_k, top_p and min_p leave; ids in ascending order."""
+def _penalize(logits: Tensor, chunk: Chunk) -> None:
+    """One row, in place."""
     params = chunk.sampling
-    if not np.isfinite(logits.max()):  # the model has overflowed: no distribution to draw from
-        return int(logits.argmax())
-    weights = np.exp((logits - logits.max()) / params.temperature)  # the highest has weight 1
-    kept = np.arange(len(weights)) if not params.top_k else np.sort(_highest_ids(logits, params.top_k))
-    if params.top_p < 1:
-        kept = kept[_nucleus(weights[kept], params.top_p)]
-    kept = kept[weights[kept] >= params.min_p]
-    cumulative = weights[kept].cumsum()
-    point = uniform(params.seed, len(chunk.history)) * cumulative[-1]
+    history = np.asarray(chunk.history, np.int64)
+    if params.repetition_penalty != 1:
+        seen = torch.from_numpy(history).to(logits.device)  # what occurs twice is written twice, the same
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (params.frequency_penalty or params.presence_penalty) and chunk.num_output_ids:
+        counts = np.bincount(history[-chunk.num_output_ids :])
+        output_ids = np.flatnonzero(counts)
+        penalties = torch.from_numpy(params.frequency_penalty * counts[output_ids] + params.presence_penalty)
+        logits[torch.from_numpy(output_ids).to(logits.device)] -= penalties.to(logits.device)
+
+
+def _ending(chunk: Chunk, vocab_size: int) -> list[int]:
+    """The ids that would end it; none where one of them must be chosen."""
+    params = chunk.sampling
+    ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
+    ending = {token_id for token_id in ending if token_id < vocab_size}
+    return sorted(ending) if len(ending) < vocab_size else []
+
+
+def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:
+    """Draw for each of `rows` from what temperature, top_k, top_p and min_p leave."""
+    ways: dict[_Draw, list[int]] = {}
+    for row in rows:
+        ways.setdefault(_way_to_draw(chunks[row].sampling), []).append(row)
+    drawn: dict[int, int] = {}
+    for draw, own in ways.items():
+        token_ids = draw(_rows(logits, own), _rows(peaks, own)[:, None], [chunks[row] for row in own])
+        drawn |= zip(own, token_ids, strict=True)
+    return [drawn[row] for row in rows]
+
+
+def _way_to_draw(params: SamplingParams) -> _Draw:
+    if params.top_k:
+        return _draw_from_highest
+    return _draw_from_nucleus if params.top_p < 1 or params.min_p else _draw_from_all
+
+
+def _weights(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """The highest has weight 1."""
+    temperatures = _column([chunk.sampling.temperature for chunk in chunks], logits)
+    return (logits - peaks).div_(temperatures).exp_()
+
+
+def _draw_from_all(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    weights = _weights(logits, peaks, chunks)
+    cumulative = weights.cumsum(1)
+    totals = cumulative[:, -1:].contiguous()
+    points = _column([_uniform(chunk) for chunk in chunks], weights) * totals
     # Ids of weight 0 add nothing to the sum, so "right" never stops at one; rounding may pass the last.
-    return int(
-        kept[min(int(np.searchsorted(cumulative, point, side="right")), _last_positive(weights[kept]))]
-    )
+    found = torch.searchsorted(cumulative, points, right=True)
+    token_ids: list[int] = found.minimum(torch.searchsorted(cumulative, totals))[:, 0].tolist()
+    return token_ids
 
 
-def _last_positive(weights: Floats) -> int:
-    return int(np.flatnonzero(weights)[-1])
+def _draw_from_highest(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    """Those with top_k, be there top_p or not."""
+    candidates = _at_least(_floors(logits, [chunk.sampling.top_k for chunk in chunks]), logits)
+    token_ids = []
+    for chunk, peak, (ids, high) in zip(chunks, peaks[:, 0].tolist(), candidates, strict=True):
+        kept = np.sort(_highest(high, chunk.sampling.top_k))
+        weights = np.exp((high[kept] - peak) / chunk.sampling.temperature)
+        token_ids.append(_choose(ids[kept], weights, weights.sum(), chunk))
+    return token_ids
 
 
-def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
-    """Indices, ascending, of the fewest highest weights that hold `top_p` of the sum, at least one."""
-    total = weights.sum()
-    # Weights below this hold together less than 1 - top_p, so none of them is needed; sorts far fewer.
-    candidates = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
-    ranked = candidates[np.argsort(-weights[candidates], kind="stable")]
-    before = np.concatenate(([0.0], weights[ranked].cumsum()[:-1]))
-    return np.sort(ranked[before < top_p * total])
+def _draw_from_nucleus(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    """Those with top_p or min_p, or both."""
+    weights = _weights(logits, peaks, chunks)
+    totals = _sums(weights)
+    # Weights below this hold together less than 1 - top_p, so none of them is needed.
+    floors = _column([1 - chunk.sampling.top_p for chunk in chunks], weights) * totals / weights.shape[1]
+    floors = floors.maximum(_column([chunk.sampling.min_p for chunk in chunks], weights))
+    candidates = _at_least(floors, weights)
+    return [
+        _choose(ids, held, total, chunk)
+        for chunk, total, (ids, held) in zip(chunks, totals[:, 0].tolist(), candidates, strict=True)
+    ]
+
+
+def _choose(ids: Ids, weights: Floats, total: float, chunk: Chunk) -> int:
+    """Draw from what top_p and min_p leave of `ids`; they ascend. `total` is what top_p is a share of."""
+    params = chunk.sampling
+    if params.top_p < 1:
+        kept = _nucleus(weights, params.top_p * total)
+        ids, weights = ids[kept], weights[kept]
+    weights = np.where(weights >= params.min_p, weights, 0.0)
+    cumulative = weights.cumsum()
+    found = np.searchsorted(cumulative, _uniform(chunk) * cumulative[-1], side="right")
+    return int(ids[min(found, np.searchsorted(cumulative, cumulative[-1]))])  # see _draw_from_all
+
+
+def _uniform(chunk: Chunk) -> float:
+    return uniform(chunk.sampling.seed, len(chunk.history))
+
+
+def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
+    """Which are the fewest highest weights that hold `wanted`, at least one; the first ones among equals.
+
+    All of them where they hold less. The least one is found as by quickselect: only a few are sorted.
+    """
+    left, num_higher, held = weights, 0, 0.0  # of the higher ones all are wanted
+    while len(left) > _SORTED:
+        is_higher = left > left[len(left) // 2]
+        if not is_higher.any():
+            is_higher = left == left[len(left) // 2]
+            if is_higher.all():
+                break
+        higher = left[is_higher]
+        if held + (sum_of_higher := float(higher.sum())) >= wanted:
+            left = higher
+        else:
+            left, num_higher, held = left[~is_higher], num_higher + len(higher), held + sum_of_higher
+    ranked = np.sort(left)[::-1]
+    last = int(np.searchsorted(held + ranked.cumsum()[:-1], wanted))  # before those after it `wanted` is held
+    kept: NDArray[np.bool] = weights > ranked[last]
+    equal = np.flatnonzero(weights == ranked[last])
+    kept[equal[: num_higher + last + 1 - np.count_nonzero(kept)]] = True
+    return kept
+
+
+def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:
+    """By row, of those who want them."""
+    counts = {row: c.sampling.logprobs for row, c in enumerate(chunks) if c.sampling.logprobs is not None}
+    if not counts:
+        return {}
+    rows = list(counts)
+    logits = _rows(logits, rows)
+    peaks = logits.amax(1, keepdim=True)
+    log_sums = peaks + _sums((logits - peaks).exp_()).log_()
+    chosen = torch.tensor([token_ids[row] for row in rows], device=logits.device)[:, None]
+    own = torch.cat((log_sums, logits.gather(1, chosen) - log_sums), 1).tolist()
+    candidates = _at_least(_floors(logits, list(counts.values())), logits)
+    found = {}
+    for row, (log_sum, logprob), (ids, high) in zip(rows, own, candidates, strict=True):
+        top = _highest(high, counts[row])
+        pairs = zip(ids[top].tolist(), (high[top] - log_sum).tolist(), strict=True)
+        found[row] = TokenLogprobs(token_ids[row], logprob, tuple(pairs))
+    return found
+
+
+def _floors(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each row a value that at least counts[row] are not below, and few more: [num_rows, 1].
+
+    So many of the stripes that a row is cut into have a highest value at least as high.
+    """
+    width, most = values.shape[1] // _STRIPES, max(1, *counts)
+    if width < most:
+        return values.new_full((len(values), 1), -torch.inf)
+    highest = values[:, : _STRIPES * width].unflatten(1, (_STRIPES, width)).amax(1).topk(most).values
+    which = torch.tensor([max(1, count) - 1 for count in counts], device=values.device)
+    return highest.gather(1, which[:, None])
+
+
+def _at_least(floors: Tensor, values: Tensor) -> list[tuple[Ids, Floats]]:
+    """For each row the ids, ascending, whose value is not below the floor, and these values."""
+    num_rows, vocab_size = values.shape
+    if values.device.type == "cpu":  # numpy takes a fourth of torch's time
+        hits = np.flatnonzero(values.numpy() >= floors.numpy())
+        high = values.numpy().ravel()[hits]
+    else:
+        on_device = (values >= floors).flatten().nonzero()[:, 0]
+        hits, high = on_device.cpu().numpy(), values.flatten()[on_device].cpu().numpy()
+    bounds = np.searchsorted(hits, np.arange(num_rows + 1) * vocab_size).tolist()
+    ids = hits % vocab_size
+    return [(ids[start:end], high[start:end]) for start, end in pairwise(bounds)]
+
+
+def _highest(values: Floats, count: int) -> Ids:
+    """Indices of the `count` highest values, highest first, the lower one first among equals."""
+    count = min(count, len(values))
+    if count == 0:
+        return np.empty(0, np.int64)
+    candidates = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
