@@ -8,6 +8,7 @@ together; *transformers* is one batched forward pass with its DynamicCache and s
 sharing. A step ends with the chosen token ids in Python. `same_tokens` is the share of sequences for which
 plain and transformers choose the same token from the same KV.
 Prefill: one prompt, ours in chunks as an engine runs it, `transformers` in one forward pass.
+Sampling: what choosing the tokens adds to a step, for logits of a large vocabulary, by who asks for what.
 The sides alternate step by step within a run. Ratios are tokens per second over those of `transformers`,
 taken within each round; spreads are the middle half over the median.
 """
@@ -17,7 +18,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -29,12 +30,28 @@ from bench.checkpoint import Size, checkpoint
 from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
 from services.engine.torch.runner import TorchRunner
+from services.engine.torch.sampling import sample
 from services.kv.types import PageId
 from services.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 FIRST_ID = 5
 WARM_UP_ROUNDS = 2  # not counted
+
+SAMPLING_VOCAB_SIZE = 151_936  # that of Qwen
+SAMPLING_BATCHES = (16, 64)
+SAMPLING_HISTORY = 2048  # tokens, half of them generated
+SAMPLING_CASES = {
+    "greedy": SamplingParams(temperature=0),
+    "greedy, logprobs 5": SamplingParams(temperature=0, logprobs=5),
+    "temperature 1": SamplingParams(),
+    "temperature 1, logprobs 5": SamplingParams(logprobs=5),
+    "temperature 0.7, top_p 0.9": SamplingParams(temperature=0.7, top_p=0.9),
+    "top_k 50, top_p 0.9": SamplingParams(top_k=50, top_p=0.9),
+    "min_p 0.05": SamplingParams(min_p=0.05),
+    "greedy, repetition_penalty 1.1": SamplingParams(temperature=0, repetition_penalty=1.1),
+    "temperature 1, frequency_penalty 0.5": SamplingParams(frequency_penalty=0.5),
+}
 
 # (batch, context, tokens/s of what over those of transformers, at least)
 DECODE_GOALS = (
@@ -223,6 +240,29 @@ def prefill_with_transformers(model: PreTrainedModel, prompt: Sequence[int]) -> 
     return int(outputs.logits[0, -1].argmax())
 
 
+def sampling_rows(plan: Plan, seed: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (max(SAMPLING_BATCHES), SAMPLING_VOCAB_SIZE)
+    logits = 3 * torch.randn(shape, generator=generator)
+    history = torch.randint(SAMPLING_VOCAB_SIZE, (SAMPLING_HISTORY,), generator=generator).tolist()
+    return [
+        _sampling_row(case, params, logits[:batch], history, plan.rounds)
+        for batch in SAMPLING_BATCHES
+        for case, params in SAMPLING_CASES.items()
+    ]
+
+
+def _sampling_row(
+    case: str, params: SamplingParams, logits: torch.Tensor, history: Sequence[int], rounds: int
+) -> Row:
+    chunks = [
+        Chunk(history[-1:], len(history) - 1, [], True, replace(params, seed=row), history, len(history) // 2)
+        for row in range(len(logits))
+    ]
+    taken = alternate({"sampling": lambda: sample(logits, chunks)}, rounds)["sampling"]
+    return {"batch": len(logits), "sampling": case, "ms": median(taken) * 1e3, "spread": spread(taken)}
+
+
 def goals(rows: Sequence[Row]) -> list[Row]:
     """What was to be reached at the batches and contexts that were measured."""
     by_case = {(row["batch"], row["context"]): row for row in rows}
@@ -274,12 +314,13 @@ def main() -> None:
     )
     load = os.getloadavg()[0]
     decode, prefills = run(size, plan, arguments.num_threads, arguments.seed)
+    samplings = sampling_rows(plan, arguments.seed)
     met = goals(decode)
-    print("\n\n".join(table(rows) for rows in (decode, prefills, met) if rows))
+    print("\n\n".join(table(rows) for rows in (decode, prefills, samplings, met) if rows))
     print(f"\nload average when it began: {load:.1f}; torch threads: {arguments.num_threads}")
     if arguments.json is not None:
         settings = {k: v for k, v in vars(arguments).items() if k != "json"} | {"load_at_start": load}
-        write_json(arguments.json, "engine", settings, [*decode, *prefills, *met])
+        write_json(arguments.json, "engine", settings, [*decode, *prefills, *samplings, *met])
 
 
 if __name__ == "__main__":
