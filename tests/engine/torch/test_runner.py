@@ -7,7 +7,10 @@ from checkpoints import tiny_checkpoint
 from reference import count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
+from services.engine.torch import runner as torch_runner
+from services.engine.torch import step_view
 from services.engine.torch.runner import TorchRunner
+from services.engine.torch.step_view import view_step
 from services.errors import ConfigError, ProtocolError
 from services.request import SamplingParams
 
@@ -94,8 +97,38 @@ def test_greedy_output_is_that_of_transformers(architecture, page_size):
     assert num_near_ties <= 1
 
 
+@pytest.fixture
+def together(monkeypatch):
+    """Whatever three or more read is read together, as small as it is here; the steps' views."""
+    views = []
+
+    def recording(*args):
+        views.append(view_step(*args))
+        return views[-1]
+
+    monkeypatch.setattr(step_view, "_CALL_BYTES", 0)
+    monkeypatch.setattr(torch_runner, "view_step", recording)
+    return views
+
+
+def runs_of(view):
+    return view.decode.runs if view.decode is not None else ()
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_sequences_share_the_pages_of_their_prefix(page_size):
+    share_a_prefix(page_size)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_sequences_read_the_pages_of_their_prefix_together(page_size, together):
+    share_a_prefix(page_size)
+    runs = [run for view in together for run in runs_of(view)]
+    assert sum(run.num_pages for run in runs) >= 10 * 128 // page_size  # all of the prefix, in most steps
+    assert {run.readers.shape[1] for run in runs} == {3}
+
+
+def share_a_prefix(page_size):
     runner = make_runner(page_size=page_size)
     tables = PageTables(runner)
     prefix = random_prompt(128, seed=1)
@@ -105,8 +138,49 @@ def test_sequences_share_the_pages_of_their_prefix(page_size):
     shared = first.pages[: 128 // page_size]
     others = [Sequence(p, shared + tables.take(72), 16, start=128) for p in prompts[1:]]
     generate(runner, [first, *others], 16)
-    for prompt, sequence in zip(prompts, [first, *others], strict=True):
-        assert count_near_ties(reference_generation(tiny_checkpoint(), prompt, 16), sequence.output_ids) == 0
+    assert_as_transformers(prompts, [first, *others])
+
+
+def assert_as_transformers(prompts, sequences, architecture="llama"):
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        expected = reference_generation(tiny_checkpoint(architecture), prompt, len(sequence.output_ids))
+        assert count_near_ties(expected, sequence.output_ids) == 0
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefixes_of_prefixes_are_read_together_beside_prompts(architecture, page_size, together):
+    runner = make_runner(architecture, page_size)
+    assert runner._pool.kv.shape[1] > 1  # layers
+    outer, inner = random_prompt(128, seed=1), random_prompt(128, seed=2)
+    # In the order of their numbers, so that several pages are one run; in two parts.
+    free = list(range(runner.memory.num_pages))
+    num_pages = 128 // page_size
+    pages_of_outer = free[:num_pages]
+    pages_of_inner = free[num_pages + 1 : 2 * num_pages + 1]
+    free = free[2 * num_pages + 2 :]
+    prompts, sequences = [], []
+
+    def add(prefix, pages, length, start):
+        prompts.append(prefix + random_prompt(length, seed=100 + len(prompts)))
+        count = -(-(length + 24) // page_size)
+        own, free[:] = free[:count], free[count:]
+        sequences.append(Sequence(prompts[-1], pages + own, 16, start=start))
+
+    add(outer + inner, pages_of_outer + pages_of_inner, 5, 0)
+    while not sequences[0].output_ids:
+        step(runner, sequences)
+    for length in (3, 20, 40):
+        add(outer + inner, pages_of_outer + pages_of_inner, length, 256)
+    for length in (1, 60, 33):
+        add(outer, pages_of_outer, length, 128)
+    add((), [], 70, 0)
+    generate(runner, sequences, 12)
+    assert_as_transformers(prompts, sequences, architecture)
+    counts = [{run.readers.shape[1] for run in runs_of(view)} for view in together]
+    assert any(len(c) > 1 for c in counts)  # the inner prefix has fewer readers than the outer one
+    assert any(c and view.chunks for c, view in zip(counts, together, strict=True))
+    assert any(run.num_pages > 1 for view in together for run in runs_of(view))
 
 
 def test_a_page_that_is_lost_or_misplaced_changes_the_output():
