@@ -46,6 +46,15 @@ def test_a_pool_of_hardly_anything_is_not_too_small(num_pages, page_size):
     assert cache.check().free == num_pages
 
 
+@pytest.mark.parametrize(("chunk_size", "prompt_len"), [(512, 512), (1023, 1023), (4096, 1023)])
+def test_the_first_step_is_as_large_as_any_prompt_chunk_can_be(chunk_size, prompt_len, monkeypatch):
+    runner = FakeRunner(num_pages=256, page_size=4)
+    ran = []
+    monkeypatch.setattr(runner, "run", ran.extend)
+    warm_up(runner, PrefixCache(256, 4, 4, "m"), chunk_size)
+    assert [(chunk.start, chunk.end) for chunk in ran] == [(0, prompt_len), (prompt_len, prompt_len + 1)]
+
+
 async def test_what_cannot_compute_does_not_start(monkeypatch):
     def out_of_memory(self, chunks):
         raise RuntimeError("out of memory")

@@ -1,8 +1,8 @@
 """A first step for nobody, before the rank serves.
 
-What a device sets up lazily (kernels, workspaces) is set up now, and a step that does not fit into memory
-fails the start instead of the first client. Its pages are lent like any other's and given back; nothing is
-published.
+What a device sets up lazily (kernels, workspaces) is set up now, and a prompt chunk of full size that does
+not fit into memory fails the start instead of the first client. (What a long context and many sequences
+beside it take on top is not tried.) Its pages are lent like any other's and given back; nothing is published.
 """
 
 from services.engine.paged.runner import Chunk, ModelRunner
@@ -11,18 +11,17 @@ from services.kv.prefix_cache import PrefixCache
 from services.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
-_MAX_TOKENS = 256
 
 
 def warm_up(runner: ModelRunner, cache: PrefixCache, chunk_size: int) -> None:
-    """Compute a prompt of one chunk and a token after it.
+    """Compute a prompt of one chunk, as long as a step may have and the pool holds, and a token after it.
 
     Raises:
         ConfigError: the runner cannot.
     """
     page_size = runner.layout.page_size
     context = min(runner.max_context_tokens, cache.num_pages * page_size)
-    prompt_len = min(chunk_size, _MAX_TOKENS, context - 1)
+    prompt_len = min(chunk_size, context - 1)
     if prompt_len < 1:
         return
     borrowed = cache.open((), "")
