@@ -28,8 +28,8 @@ _Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]  # logits, peaks 
 _MASK64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
-# Logits of a block. The CPU's fit into its cache: 16 rows of 151,936 at once took twice as long as one by
-# one. The device's are as many as make its calls worth while and need little memory beside the pool.
+# Logits of a block. The CPU's fit into its cache: 16 rows of 151,936 at once took half as long again as one
+# by one. The device's are as many as make its calls worth while and need little memory beside the pool.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24
 _STRIPES = 64  # see _floors
