@@ -13,13 +13,13 @@ NUM_REQUESTS = 48
 
 
 async def until_it_is_known_how_long_they_wait(cluster) -> float:
-    """Seconds, by the shortest of the queues as the router knows them."""
+    """Seconds, as the router knows them."""
     async with asyncio.timeout(60):
         while True:
             answer = await cluster.stubs[0].ListRanks(generation_pb2.ListRanksRequest())
-            loads = [status.load for status in answer.ranks if status.rank.worker == "decode-0"]
-            if all(load.waiting >= NUM_REQUESTS // 4 and load.admitted_per_s for load in loads):
-                return min(load.waiting / load.admitted_per_s for load in loads)
+            (load,) = (status.load for status in answer.ranks if status.rank.worker == "decode-0")
+            if load.waiting >= NUM_REQUESTS // 3 and load.admitted_per_s:
+                return load.waiting / load.admitted_per_s
             await asyncio.sleep(0.01)
 
 
@@ -27,7 +27,7 @@ async def until_it_is_known_how_long_they_wait(cluster) -> float:
 async def test_who_would_wait_longer_than_half_of_his_time_is_refused(
     etcd_endpoint, model_dir, cluster_name, plan
 ):
-    slow = {"max_running_requests": 2, "fake_step_s": 0.02}
+    slow = {"decode": (1,), "max_running_requests": 2, "fake_step_s": 0.02}
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=(plan,), **slow) as cluster:
         prompts = [[i, i + 1, 5, 7, 9] for i in range(NUM_REQUESTS)]
         let_in = [asyncio.create_task(cluster.generate(ids, timeout=120)) for ids in prompts]
