@@ -80,8 +80,10 @@ def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkVie
 
 def _gather(pages: Tensor, chunk: ChunkView) -> Tensor:
     """The sequence's K or V in token order: [num_kv_heads, 1, end, head_dim]."""
-    # By heads, then pages: so the result is copied once, not a second time to put the heads first.
-    own = pages.transpose(0, 1).index_select(1, chunk.pages)
+    # By heads, then pages: so it is copied once, not a second time to put the heads first. Selected from the
+    # transposed pool instead, torch would copy all of that.
+    own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
+    torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
     return own.flatten(1, 2)[:, None, : chunk.end]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch import step_view
-from services.engine.torch.attention import IN_PLACE_DTYPES, paged_attention
+from services.engine.torch.attention import IN_PLACE_DTYPES, _gather, paged_attention
 from services.engine.torch.decode_kernel import PageReads, Partials, attend_pages
 from services.engine.torch.step_view import InPlace, view_step
 from services.request import SamplingParams
@@ -252,3 +252,15 @@ def test_what_slots_past_the_end_hold_does_not_matter(in_place):
     torch.testing.assert_close(
         attend(kv, chunks, query, key, value, in_place=InPlace() if in_place else None), expected
     )
+
+
+def test_a_chunks_context_is_copied_and_not_the_pool():
+    """The pool is one page, as often as no memory can hold: a copy of it cannot be had."""
+    num_pages = 2**38
+    page = torch.arange(2 * 16 * 8, dtype=torch.float32).reshape(2, 16, 8)
+    keys, _ = torch.stack([page, -page])[None].expand(num_pages, 2, 2, 16, 8).unbind(1)
+    chunk = SimpleNamespace(pages=torch.tensor([3, num_pages - 1, 5]), end=40)
+    gathered = _gather(keys, chunk)
+    assert torch.equal(gathered[:, 0], torch.cat([page, page, page], dim=1)[:, :40])
+    with pytest.raises(RuntimeError, match="allocate"):
+        keys.transpose(0, 1).contiguous()
