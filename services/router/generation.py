@@ -1,21 +1,18 @@
 """One client request on the router, from prompt to last response.
 
-    checked -> encoded -> its turn -> placed -> started on a decode rank -> outputs -> text -> client
-                             ^                                      |
-                             +------- a rank failed: place again, --+
-                                      with the output so far
+    checked -> encoded -> tokens, over as many ranks as it takes (failover.py) -> text -> client
 
 A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new
 rank gets every token generated so far.
 """
 
-import asyncio
 import logging
 import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -25,18 +22,14 @@ from services.errors import (
     DeadlineExceeded,
     InvalidRequest,
     IsthmusError,
-    NoCapacity,
     NotFound,
-    PeerFailed,
-    StaleGeneration,
-    Unavailable,
 )
-from services.request import Admitted, FinishReason, GenerationRequest, Output, StartCommand
+from services.request import Admitted, FinishReason, Output
 from services.router.admission import allowed_wait_s
 from services.router.chat import ConversationMemory, drift_tokens
-from services.router.cluster import Cluster, Explained, HashedPrompt, Placed
-from services.router.decode_client import DecodeRankLost, OutputStream
+from services.router.cluster import Cluster, Explained
 from services.router.detokenizer import Detokenizer
+from services.router.failover import FailoverStream
 from services.router.finish import finish_of
 from services.router.metrics import RouterMetrics
 from services.router.progress import Checked, Progress
@@ -53,13 +46,7 @@ log = logging.getLogger(__name__)
 _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
-# After these another rank may do; the class says which rank to leave out.
-_DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
-# From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
-# prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
-_PROGRESS_TOKENS = 2
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
-_STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
 
 
 class Generator:
@@ -130,12 +117,12 @@ class Generator:
             with self._track(checked, span, deadline) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
-                run = _Run(self, checked, prompt.ids, progress, deadline)
-                response = await run.next_response()
+                answer = _Answer(self, checked, prompt.ids, progress, deadline)
+                response = await answer.next_response()
                 response.prompt_token_ids.extend(prompt.ids)
                 while not response.HasField("finish"):
                     yield response
-                    response = await run.next_response()
+                    response = await answer.next_response()
         # A client that leaves with its last word in hand has not cancelled anything.
         yield response
 
@@ -230,8 +217,8 @@ class Generator:
         )
 
 
-class _Run:
-    """The tokens of one request, over as many ranks as it takes, turned into responses."""
+class _Answer:
+    """The responses of one request, made of its tokens."""
 
     def __init__(
         self,
@@ -241,163 +228,40 @@ class _Run:
         progress: Progress,
         deadline: float,
     ) -> None:
-        self._generator = generator
         self._cluster = generator._cluster
         self._tokenizer = generator._tokenizer
+        self._memory = generator._memory
+        self._metrics = generator._metrics
         self._clock = generator._clock
         self._checked = checked
         self._prompt = prompt
         self._progress = progress
-        self._deadline = deadline
+        self._stream = FailoverStream(
+            self._cluster,
+            self._metrics,
+            checked,
+            prompt,
+            progress,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            deadline=deadline,
+            max_attempts=generator._max_attempts,
+            allowed_wait_s=partial(generator._allowed_wait_s, checked),
+            clock=self._clock,
+        )
         self._detokenizer = Detokenizer(self._tokenizer)
         self._stop = StopStrings(checked.sampling.stop)
-        remembered = generator._memory.recall(checked.memory_key) if checked.memory_key else None
+        remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt)
-        self._metrics = generator._metrics
         self._metrics.drifted(self._drift or 0)
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
+        """Raises as FailoverStream.next."""
         while True:
-            output = await self._next_output()
+            output = await self._stream.next()
             if output.admitted is not None:
                 self._note_admitted(output.admitted)
             if output.token_ids or output.finished is not None:
                 return self._respond(output)
-
-    # -- tokens -----------------------------------------------------------------------------------
-
-    async def _next_output(self) -> Output:
-        """From the current rank; when it fails, from the next one."""
-        while True:
-            try:
-                if self._progress.stream is None:
-                    prompt = await self._hashed()
-                    await self._turn(prompt)
-                    if self._progress.aborted:  # while it was with no rank
-                        return Output(finished=FinishReason.ABORTED)
-                    self._place(prompt)
-                assert self._progress.stream is not None
-                return await self._read(self._progress.stream)
-            except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
-                if self._only_failed_ones_are_left(error):
-                    await self._give_time(error)
-                else:
-                    self._leave(error)
-
-    async def _read(self, stream: OutputStream) -> Output:
-        """What has come since the last time, in one: a router that is behind has less to do for each token.
-
-        Where a stop string may end the request, it is one at a time, to end with its last token.
-        """
-        remaining_s, all_at_once = self._remaining_s(), not self._checked.sampling.stop
-        if stream.is_ready:
-            return await stream.next(all_at_once=all_at_once)
-        try:
-            async with asyncio.timeout(remaining_s):
-                return await stream.next(all_at_once=all_at_once)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline has passed") from None
-
-    async def _hashed(self) -> HashedPrompt:
-        """The prompt, and what was generated so far."""
-        began = self._clock()
-        ids = self._prompt + tuple(self._progress.output_ids)
-        prompt = await self._cluster.hash(ids, self._checked.tenant)
-        self._progress.route_s += self._clock() - began
-        return prompt
-
-    async def _turn(self, prompt: HashedPrompt) -> None:
-        await self._cluster.turn(prompt, self._checked.memory_key, frozenset(self._progress.excluded))
-
-    def _place(self, prompt: HashedPrompt) -> None:
-        """Choose ranks and send the request there. Raises as `Cluster.place`."""
-        progress, checked = self._progress, self._checked
-        began = self._clock()
-        # What was begun is not refused any more.
-        is_first, remaining_s = progress.attempts == 0, self._remaining_s()
-        max_wait_s = self._generator._allowed_wait_s(checked, remaining_s) if is_first else math.inf
-        progress.attempts += 1
-        progress.tokens_when_placed = len(progress.output_ids)
-        placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded), max_wait_s)
-        progress.placed = placed
-        progress.stream = placed.client.start(self._command(placed))
-        self._cluster.sent(checked.request_id, checked.memory_key, placed)
-        self._metrics.placed(placed)
-        now = self._clock()
-        progress.route_s += now - began
-        progress.sent_s = now - progress.began_s
-
-    def _command(self, placed: Placed) -> StartCommand:
-        checked = self._checked
-        request = GenerationRequest(
-            request_id=checked.request_id,
-            prompt_ids=self._prompt,
-            sampling=checked.sampling,
-            output_ids_so_far=tuple(self._progress.output_ids),
-            cache_salt=checked.tenant,
-            priority=checked.priority,
-            plan=placed.plan,
-            eos_token_ids=self._tokenizer.eos_token_ids,
-        )
-        traceparent = telemetry.traceparent(self._progress.span)
-        return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
-
-    def _leave(self, error: IsthmusError) -> None:
-        """Give up the ranks that failed; raise when nothing is left to try."""
-        progress = self._progress
-        placed, stream = progress.placed, progress.stream
-        progress.stream = progress.placed = None
-        if stream is not None:
-            stream.close()
-        self._cluster.ended(self._checked.request_id)
-        if placed is None or isinstance(error, NoCapacity):
-            raise error
-        if len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
-            progress.begin_anew()
-        progress.failures += 1
-        chosen = placed.decision.chosen
-        if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
-            failed = chosen.decode.id
-        else:
-            failed = chosen.prefill.id
-        progress.excluded.add(failed.key)
-        self._cluster.failed(failed)
-        progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
-        if progress.failures >= self._generator._max_attempts:
-            raise error
-        self._metrics.moved(progress)
-        telemetry.event(
-            log,
-            "request_moved",
-            level=logging.WARNING,
-            request_id=progress.request_id,
-            left=failed,
-            error=repr(str(error)),
-        )
-
-    def _only_failed_ones_are_left(self, error: IsthmusError) -> bool:
-        progress = self._progress
-        nobody = progress.placed is None and isinstance(error, Unavailable)
-        return nobody and bool(progress.excluded) and not progress.gave_time
-
-    async def _give_time(self, error: IsthmusError) -> None:
-        """Let ranks that failed this request be chosen once more: a lost stream is soon there again.
-
-        Raises `error` where the deadline comes first.
-        """
-        if self._remaining_s() <= _STUMBLE_S:
-            raise error
-        self._progress.gave_time = True
-        self._progress.excluded.clear()
-        await asyncio.sleep(_STUMBLE_S)
-
-    def _remaining_s(self) -> float:
-        remaining = self._deadline - self._clock()
-        if remaining <= 0:
-            raise DeadlineExceeded("the deadline has passed")
-        return remaining
-
-    # -- responses --------------------------------------------------------------------------------
 
     def _note_admitted(self, admitted: Admitted) -> None:
         progress = self._progress
@@ -467,6 +331,6 @@ class _Run:
         response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt), self._drift))
         all_ids = self._prompt + tuple(progress.output_ids)
         if self._checked.memory_key:
-            self._generator._memory.remember(self._checked.memory_key, all_ids)
+            self._memory.remember(self._checked.memory_key, all_ids)
         if progress.placed is not None and reason is not FinishReason.ABORTED:
             self._cluster.finished(progress.placed, all_ids)
