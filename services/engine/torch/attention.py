@@ -9,10 +9,9 @@
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
 
-Attending in place never copies a prefix. Pages that several sequences read are read once, by torch's kernel,
-with pages as the batch dimension: each page yields its own softmax. All other pages are read by each sequence
-for itself, which then joins what it reads with what it shares by their log-sum-exps (Milakov and Gimelshein,
-arXiv 1805.02867). Keys carry their positions already (rotary embedding), so pages may be taken in any order.
+Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them;
+what a sequence reads alone and what it shares is joined by the log-sum-exps (Milakov and Gimelshein, arXiv
+1805.02867). Keys carry their positions already (rotary embedding), so pages may be taken in any order.
 """
 
 from typing import Any
@@ -22,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from services.engine.torch.decode_kernel import Partials, attend_pages
-from services.engine.torch.step_view import ChunkView, DecodeView, PageRun, StepView
+from services.engine.torch.decode_kernel import attend_pages
+from services.engine.torch.step_view import ChunkView, DecodeView, StepView
 
 IMPLEMENTATION = "isthmus_paged"
 IN_PLACE_DTYPES = (torch.float32, torch.bfloat16)
@@ -89,36 +88,17 @@ def _gather(pages: Tensor, chunk: ChunkView) -> Tensor:
 
 def attend_in_place(query: Tensor, view: DecodeView, kv: Tensor, layer: int, scaling: float) -> Tensor:
     """`query` and the result are [num_queries, num_heads, head_dim]; `kv` is the pool."""
-    num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
-    grouped = query.unflatten(1, (num_kv_heads, -1)).transpose(1, 2)
-    rows = [_attend_run(grouped, kv[:, layer], run, scaling) for run in view.runs]
-    rows = rows or [(torch.empty(0, head_dim), torch.empty(0))]
-    outputs, log_sums = rows[0] if len(rows) == 1 else map(torch.cat, zip(*rows, strict=True))
     output = attend_pages(
-        query.float().contiguous().numpy(),
+        query.float().numpy(),
         (kv.view(torch.uint16) if kv.dtype == torch.bfloat16 else kv).numpy(),
         layer,
-        view.apart,
-        Partials(view.blocks, view.block_starts, outputs.float().numpy(), log_sums.numpy()),
+        view.pieces,
+        view.joins,
         scaling,
         shares=view.shares,
         executor=view.executor,
     )
     return torch.from_numpy(output).to(query.dtype)
-
-
-def _attend_run(grouped: Tensor, kv: Tensor, run: PageRun, scaling: float) -> tuple[Tensor, Tensor]:
-    """A block of rows (see Partials) for each page and reader: outputs and their log-sum-exps.
-
-    `grouped` is [num_queries, group, num_kv_heads, head_dim], `kv` one layer of the pool.
-    """
-    keys, values = kv[run.first_page : run.first_page + run.num_pages].unbind(1)
-    # All queries that share a KV head, of all readers, are one query sequence for the kernel.
-    query = grouped[run.readers].flatten(1, 2).expand(run.num_pages, -1, -1, -1)
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.transpose(1, 2), keys, values, scale=scaling
-    )
-    return output.transpose(1, 2).flatten(0, 2), log_sum.transpose(1, 2).flatten()
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,9 +1,7 @@
 """What attention must know of a step, worked out once for all layers: who reads which pages.
 
-Single tokens read pages where they lie. Most pages have one reader, or few: each query reads its own, one
-after the other (decode_kernel.py). Neighbouring pages that are read by several queries each are a *run*: one
-strided tensor with pages as the batch dimension, attended to by all its readers at once. So a prefix that
-several sequences share is a run, a prefix of a prefix another one, and nothing of either is copied.
+Single tokens read pages where they lie. Pages that the same queries read, wherever they are, are a *piece*: a
+prefix that several sequences share, a longer prefix that fewer of them share, and what each has for itself.
 """
 
 from collections.abc import Sequence
@@ -13,23 +11,16 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch.decode_kernel import Ids, PageReads
-
-# What a run costs beside the same reads apart, in K and V of one layer that are read meanwhile: a call of
-# torch's kernel, and for each page as much as this many readers of their own.
-_CALL_BYTES = 512 << 10
-_READERS_OF_A_RUN = 2.5
-# A run yields a row for each reader and head of a page: of smaller pages these would outweigh what is read.
-_MIN_PAGE_SIZE_OF_A_RUN = 16
+from services.engine.torch.decode_kernel import Ids, Joins, Pieces
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
-
-_Run = tuple[int, Ids]  # first page, and the queries that read each, [num_pages, readers]
+# To read a page takes as long as to multiply it for so many readers.
+_READERS_OF_A_READ = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +39,12 @@ class ChunkView:
 
 
 @dataclass(frozen=True, slots=True)
-class PageRun:
-    """Neighbouring pages, full of tokens, which are read together."""
-
-    first_page: int
-    num_pages: int
-    readers: Tensor  # int64 [num_pages, readers], queries; [1, readers] where all pages have the same
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeView:
-    """The step's single tokens: query i is the one at offsets[i] of the step.
-
-    The runs yield, in this order, a block of rows for each page and each of its readers, one row for each
-    head. Query i joins blocks[j], for each j from block_starts[i] to block_starts[i + 1].
-    """
+    """The step's single tokens: query i is the one at offsets[i] of the step."""
 
     offsets: Tensor  # int64 [num_queries]
-    apart: PageReads
-    runs: tuple[PageRun, ...]
-    blocks: Ids
-    block_starts: Ids  # [num_queries + 1]
+    pieces: Pieces
+    joins: Joins
     shares: tuple[range, ...]  # of attend_pages
     executor: Executor | None
 
@@ -125,34 +101,42 @@ def _view_chunk(offset: int, chunk: Chunk, page_size: int, device: torch.device)
 
 
 def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, in_place: InPlace) -> DecodeView:
-    pages, tokens, queries = _page_reads([chunk for _, chunk in decodes], kv.shape[4])
-    runs, is_apart = _runs(pages, tokens, queries, kv)
-    block_queries = np.concatenate([run.ravel() for _, run in runs]) if runs else np.zeros(0, np.int64)
-    blocks = np.argsort(block_queries, kind="stable")
-    boundaries = np.arange(len(decodes) + 1)
-    apart = PageReads(
-        pages[is_apart], tokens[is_apart], np.searchsorted(queries[is_apart], boundaries).astype(np.int64)
-    )
+    pieces = _pieces([chunk for _, chunk in decodes], kv.shape[4])
+    readings = np.argsort(pieces.readers, kind="stable")
+    starts = np.searchsorted(pieces.readers[readings], np.arange(len(decodes) + 1))
     return DecodeView(
         offsets=torch.tensor([offset for offset, _ in decodes]),
-        apart=apart,
-        runs=tuple(_page_run(first_page, readers) for first_page, readers in runs),
-        blocks=blocks,
-        block_starts=np.searchsorted(block_queries[blocks], boundaries).astype(np.int64),
-        shares=_shares(apart, kv, in_place.num_threads),
+        pieces=pieces,
+        joins=Joins(readings, starts),
+        shares=_shares(pieces, kv, in_place.num_threads),
         executor=in_place.executor,
     )
 
 
-def _shares(reads: PageReads, kv: Tensor, num_threads: int) -> tuple[range, ...]:
-    """Items of attend_pages, cut where about as many tokens are read on either side."""
-    num_kv_heads, page_size = kv.shape[3:5]
-    tokens = np.diff(np.concatenate([[0], np.cumsum(reads.tokens)])[reads.starts])
-    read = np.cumsum(np.repeat(tokens, num_kv_heads))
-    token_bytes = kv[0, 0].numel() * kv.itemsize // page_size
-    count = max(1, min(num_threads, int(tokens.sum()) * token_bytes // _SHARE_BYTES))
-    cuts = np.searchsorted(read, read[-1] * np.arange(1, count) / count, side="right")
-    return tuple(range(start, end) for start, end in pairwise([0, *cuts.tolist(), len(read)]))
+def _pieces(chunks: Sequence[Chunk], page_size: int) -> Pieces:
+    """Of single tokens, each a query."""
+    pages, tokens, queries = _page_reads(chunks, page_size)
+    # Of a page that is still being filled, every reader may know another part.
+    names = np.where(tokens == page_size, pages, pages.max() + 1 + np.arange(len(pages)))
+    reads = np.argsort(names, kind="stable")
+    _, firsts, counts = np.unique(names[reads], return_index=True, return_counts=True)
+    # By first reader and number of readers: of a tree's pages those with the same ones are neighbours then.
+    by_readers = np.lexsort((counts, queries[reads[firsts]]))
+    firsts, counts = firsts[by_readers], counts[by_readers]
+    starts = _starts(counts)
+    readers = queries[reads[np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], counts)]]
+    stretches: dict[bytes, list[Ids]] = {}  # by readers
+    for start, end in _with_the_same_readers(readers, starts):
+        stretch = reads[firsts[start:end]]
+        stretches.setdefault(readers[starts[start] : starts[start + 1]].tobytes(), []).append(stretch)
+    read = np.concatenate([stretch for of_piece in stretches.values() for stretch in of_piece])
+    return Pieces(
+        pages[read],
+        tokens[read],
+        _starts([sum(map(len, of_piece)) for of_piece in stretches.values()]),
+        np.frombuffer(b"".join(stretches), readers.dtype),
+        _starts([len(of_piece) // readers.itemsize for of_piece in stretches]),
+    )
 
 
 def _page_reads(chunks: Sequence[Chunk], page_size: int) -> tuple[Ids, Ids, Ids]:
@@ -165,32 +149,25 @@ def _page_reads(chunks: Sequence[Chunk], page_size: int) -> tuple[Ids, Ids, Ids]
     return np.concatenate(tables), tokens, np.repeat(np.arange(len(chunks)), counts)
 
 
-def _runs(pages: Ids, tokens: Ids, queries: Ids, kv: Tensor) -> tuple[list[_Run], NDArray[np.bool]]:
-    """The runs, and which reads are left to be made apart."""
-    page_bytes = kv[0, 0].numel() * kv.itemsize
-    is_apart = np.ones(len(pages), bool)
-    if queries[-1] + 1 < _READERS_OF_A_RUN or kv.shape[4] < _MIN_PAGE_SIZE_OF_A_RUN:
-        return [], is_apart
-    order = np.argsort(pages, kind="stable")
-    unique, first, counts = np.unique(pages[order], return_index=True, return_counts=True)
-    counts[np.minimum.reduceat(tokens[order], first) < kv.shape[4]] = 0  # it is still being filled
-    runs = []
-    for start, end in _neighbours(unique, counts):
-        num_pages, readers = end - start, int(counts[start])
-        if num_pages * (readers - _READERS_OF_A_RUN) * page_bytes < _CALL_BYTES:
-            continue
-        reads = order[first[start] : first[start] + num_pages * readers]
-        is_apart[reads] = False
-        runs.append((int(unique[start]), queries[reads].reshape(num_pages, readers)))
-    return runs, is_apart
+def _with_the_same_readers(readers: Ids, starts: Ids) -> list[tuple[int, int]]:
+    """Stretches [start, end) of pages; those of page i are readers[starts[i] : starts[i + 1]]."""
+    counts = np.diff(starts)
+    of_next = np.arange(len(readers)) + np.repeat(counts, counts)
+    are_equal = readers == readers[np.minimum(of_next, len(readers) - 1)]
+    is_like_next = np.logical_and.reduceat(are_equal, starts[:-1])[:-1] & (np.diff(counts) == 0)
+    return list(pairwise([0, *(np.flatnonzero(~is_like_next) + 1).tolist(), len(counts)]))
 
 
-def _neighbours(pages: Ids, counts: Ids) -> list[tuple[int, int]]:
-    """Stretches [start, end) of consecutive pages with equal counts."""
-    is_border = (np.diff(pages) != 1) | (np.diff(counts) != 0)
-    return list(pairwise([0, *(np.flatnonzero(is_border) + 1).tolist(), len(pages)]))
+def _starts(lengths: ArrayLike) -> Ids:
+    return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _page_run(first_page: int, readers: Ids) -> PageRun:
-    are_equal = bool((readers == readers[0]).all())
-    return PageRun(first_page, len(readers), torch.from_numpy(readers[:1] if are_equal else readers))
+def _shares(pieces: Pieces, kv: Tensor, num_threads: int) -> tuple[range, ...]:
+    """Items of attend_pages, cut where there is about as much work on either side."""
+    num_kv_heads = kv.shape[3]
+    num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
+    work = np.cumsum(np.repeat(num_pages * (_READERS_OF_A_READ + num_readers), num_kv_heads))
+    layer_bytes = len(pieces.pages) * kv[0, 0].numel() * kv.itemsize
+    count = max(1, min(num_threads, layer_bytes // _SHARE_BYTES))
+    cuts = np.searchsorted(work, work[-1] * np.arange(1, count) / count, side="right")
+    return tuple(range(start, end) for start, end in pairwise([0, *cuts.tolist(), len(work)]))

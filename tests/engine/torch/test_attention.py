@@ -2,7 +2,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +9,13 @@ from hypothesis import strategies as st
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch import step_view
-from services.engine.torch.attention import IN_PLACE_DTYPES, _gather, paged_attention
-from services.engine.torch.decode_kernel import PageReads, Partials, attend_pages
+from services.engine.torch.attention import (
+    IN_PLACE_DTYPES,
+    _gather,
+    attend_gathered,
+    attend_in_place,
+    paged_attention,
+)
 from services.engine.torch.step_view import InPlace, view_step
 from services.request import SamplingParams
 
@@ -94,9 +98,7 @@ STEPS = {
 
 
 WAYS = [(dtype, "gathered") for dtype in TOLERANCE] + [
-    (dtype, way)
-    for dtype in IN_PLACE_DTYPES
-    for way in ("apart", "shared pages together", "by three threads")
+    (dtype, way) for dtype in IN_PLACE_DTYPES for way in ("in place", "by three threads")
 ]
 
 
@@ -111,8 +113,6 @@ def three_threads():
 def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, way, three_threads, monkeypatch):
     monkeypatch.setattr(step_view, "_SHARE_BYTES", 1)
     in_place = {"gathered": None, "by three threads": three_threads}.get(way, InPlace())
-    if way == "shared pages together":
-        monkeypatch.setattr(step_view, "_CALL_BYTES", 0)
     generator = torch.Generator().manual_seed(0)
     chunks = STEPS[name]
     total = sum(len(c.token_ids) for c in chunks)
@@ -142,6 +142,24 @@ def test_both_paths_agree_at_any_page_size(page_size):
     )
 
 
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 20), (2, 7), (4, 2)])
+@pytest.mark.parametrize("num_readers", [1, 2, 5, 9, 40])
+@pytest.mark.parametrize("head_dim", [3, 8, 20])
+def test_any_number_of_heads_reads_a_page_at_once(kv_heads, group, num_readers, head_dim):
+    """Fewer heads than there are lanes, as many, more; and rows that no number of registers divides."""
+    generator = torch.Generator().manual_seed(num_readers)
+    kv = torch.randn(3 + num_readers, 1, 2, kv_heads, 13, head_dim, generator=generator)
+    chunks = [chunk(1, 26 + i % 13, [2, 0, 3 + i]) for i in range(num_readers)]
+    query = torch.randn(num_readers, kv_heads * group, head_dim, generator=generator)
+    gathered = [view_step(kv, [c], None).chunks[0] for c in chunks]
+    keys, values = kv[:, 0].unbind(1)
+    expected = [attend_gathered(q[None], keys, values, c, 0.3) for q, c in zip(query, gathered, strict=True)]
+    view = view_step(kv, chunks, InPlace()).decode
+    torch.testing.assert_close(
+        attend_in_place(query, view, kv, 0, 0.3), torch.cat(expected), atol=2e-6, rtol=0
+    )
+
+
 @given(
     ends=st.lists(st.integers(1, 200), min_size=1, max_size=12),
     num_threads=st.integers(1, 5),
@@ -156,21 +174,11 @@ def test_threads_share_all_items_and_none_has_much_more_than_its_part(ends, num_
         shares = view_step(kv, chunks, InPlace(num_threads)).decode.shares
     assert [item for share in shares for item in share] == list(range(heads * len(ends)))
     assert 1 <= len(shares) <= num_threads
+    pages = [-(-ends[item // heads] // page_size) for item in range(heads * len(ends))]
     if len(shares) > 1:
-        assert sum(ends) * 2 * heads * 8 * 4 >= len(shares) * share_bytes
-    tokens = [ends[item // heads] for item in range(heads * len(ends))]
-    parts = [sum(tokens[share.start : share.stop]) for share in shares]
-    assert max(parts) <= sum(tokens) / len(shares) + max(tokens)
-
-
-def test_who_reads_nothing_gets_zeros():
-    nothing, nobody = np.zeros(0, np.int64), np.zeros(3, np.int64)
-    reads = PageReads(nothing, nothing, nobody)
-    partials = Partials(nothing, nobody, np.zeros((0, 8), np.float32), np.zeros(0, np.float32))
-    output = attend_pages(
-        np.ones((2, 4, 8), np.float32), np.zeros((1, 1, 2, 2, 4, 8), np.float32), 0, reads, partials, 1.0
-    )
-    assert not output.any()
+        assert sum(pages) * 2 * page_size * 8 * 4 >= len(shares) * share_bytes
+    parts = [sum(pages[share.start : share.stop]) for share in shares]
+    assert max(parts) <= sum(pages) / len(shares) + max(pages)
 
 
 def test_scores_far_apart_join_without_overflow():
@@ -185,59 +193,60 @@ def test_scores_far_apart_join_without_overflow():
     torch.testing.assert_close(got.double(), expected, atol=0.05, rtol=1e-3)
 
 
-def planned(chunks, kv):
-    """Runs as (pages, readers of each), and for each query the (page, tokens) it reads apart."""
-    decode = view_step(kv, chunks, InPlace()).decode
-    runs = [
-        (list(range(r.first_page, r.first_page + r.num_pages)), r.readers.expand(r.num_pages, -1).tolist())
-        for r in decode.runs
-    ]
-    pages, tokens, starts = (array.tolist() for array in decode.apart)
+def planned(chunks, page_size=16):
+    """Pieces as (readers, {page: tokens}), in no order; and that each query joins what it reads."""
+    view = view_step(torch.empty(64, 1, 2, 1, page_size, 8), chunks, InPlace()).decode
+    pages, tokens, page_starts, readers, reader_starts = (array.tolist() for array in view.pieces)
     reads = list(zip(pages, tokens, strict=True))
-    return runs, [reads[start:end] for start, end in pairwise(starts)]
-
-
-def test_neighbouring_pages_with_as_many_readers_are_one_run():
-    kv = torch.empty(24, 1, 2, 1, 16, 1 << 14)  # pages so large that a run of one is worth a call
-    chunks = [
-        chunk(1, 74, [2, 3, 4, 5, 12]),
-        chunk(1, 74, [2, 3, 4, 5, 15]),
-        chunk(1, 77, [2, 3, 4, 5, 16]),
-        chunk(1, 45, [2, 3, 6]),
-        chunk(1, 45, [2, 3, 7]),
-        chunk(1, 15, [22]),
+    for i, (start, end) in enumerate(pairwise(view.joins.starts.tolist())):
+        assert view.joins.readings[start:end].tolist() == [j for j, who in enumerate(readers) if who == i]
+    assert (page_starts[-1], reader_starts[-1]) == (len(pages), len(readers))
+    return [
+        (readers[reader_starts[i] : reader_starts[i + 1]], dict(reads[page_starts[i] : page_starts[i + 1]]))
+        for i in range(len(page_starts) - 1)
     ]
-    runs, apart = planned(chunks, kv)
-    assert runs == [
-        ([2, 3], [[0, 1, 2, 3, 4]] * 2),  # what five share
-        ([4, 5], [[0, 1, 2]] * 2),  # what only three of them share
-    ]
-    assert apart == [[(12, 11)], [(15, 11)], [(16, 14)], [(6, 14)], [(7, 14)], [(22, 16)]]
 
 
-def test_readers_of_a_run_may_differ_from_page_to_page():
-    kv = torch.empty(8, 1, 2, 1, 16, 1 << 14)
-    runs, _ = planned([chunk(1, 20, [2 + i // 3, 4 + i]) for i in range(4)] * 2, kv)
-    assert runs == [([2], [[0, 1, 2, 4, 5, 6]])]
-    runs, _ = planned([chunk(1, 20, [2 + i % 2, 4 + i % 4]) for i in range(8)], kv)
-    assert runs == [([2, 3], [[0, 2, 4, 6], [1, 3, 5, 7]])]
+def test_pages_with_the_same_readers_are_one_piece_wherever_they_are():
+    pieces = planned(
+        [
+            chunk(1, 74, [9, 3, 4, 25, 12]),
+            chunk(1, 74, [9, 3, 4, 25, 15]),
+            chunk(1, 77, [9, 3, 4, 25, 16]),
+            chunk(1, 45, [9, 3, 6]),
+            chunk(1, 15, [22]),
+        ]
+    )
+    assert len(pieces) == 7
+    assert ([0, 1, 2, 3], {9: 16, 3: 16}) in pieces  # what four share
+    assert ([0, 1, 2], {4: 16, 25: 16}) in pieces  # what only three of them share
+    for i, own in enumerate([{12: 11}, {15: 11}, {16: 14}, {6: 14}, {22: 16}]):
+        assert ([i], own) in pieces
 
 
-def test_what_few_read_and_what_is_still_being_filled_is_read_apart():
-    kv = torch.empty(8, 1, 2, 1, 16, 1 << 14)
-    two_readers = [chunk(1, 20, [2, 4]), chunk(1, 20, [2, 5])]
-    assert planned(two_readers, kv) == ([], [[(2, 16), (4, 5)], [(2, 16), (5, 5)]])
-    unfilled = [chunk(1, 9, [2])] * 4
-    assert planned(unfilled, kv) == ([], [[(2, 10)]] * 4)
+def test_of_a_page_that_is_being_filled_each_reads_what_it_knows():
+    pieces = planned([chunk(1, 9, [2]), chunk(1, 11, [2]), chunk(1, 9, [2])])
+    assert sorted(pieces) == [([0], {2: 10}), ([1], {2: 12}), ([2], {2: 10})]
 
 
-def test_pages_so_small_that_a_call_costs_more_are_read_apart():
-    kv = torch.empty(8, 1, 2, 1, 16, 8)
-    runs, apart = planned([chunk(1, 20, [2, 3 + i]) for i in range(4)], kv)
-    assert runs == []
-    small = torch.empty(8, 1, 2, 1, 8, 1 << 16)  # bytes enough, but as many rows come out as go in
-    assert planned([chunk(1, 10, [2, 3 + i]) for i in range(4)], small)[0] == []
-    assert apart == [[(2, 16), (3 + i, 5)] for i in range(4)]
+@given(
+    tables=st.lists(
+        st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True), st.integers(0, 3)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_every_query_reads_its_pages_once_and_pieces_differ_in_readers(tables):
+    """Whatever the sharing looks like, also where it is no tree."""
+    page_size = 4
+    chunks = [chunk(1, len(pages) * page_size - 1 - less, pages) for pages, less in tables]
+    pieces = planned(chunks, page_size)
+    for i, (pages, less) in enumerate(tables):
+        wanted = dict.fromkeys(pages, page_size) | {pages[-1]: page_size - less}
+        read = [read for readers, reads in pieces if i in readers for read in reads.items()]
+        assert sorted(read) == sorted(wanted.items())
+    full = [tuple(readers) for readers, reads in pieces if set(reads.values()) == {page_size}]
+    assert len(full) == len(set(full))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

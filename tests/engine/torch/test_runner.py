@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +9,6 @@ from reference import count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import runner as torch_runner
-from services.engine.torch import step_view
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.step_view import view_step
 from services.errors import ConfigError, ProtocolError
@@ -98,34 +98,29 @@ def test_greedy_output_is_that_of_transformers(architecture, page_size):
 
 
 @pytest.fixture
-def together(monkeypatch):
-    """Whatever three or more read is read together, as small as it is here; the steps' views."""
-    views = []
+def views(monkeypatch):
+    """Those of the steps."""
+    recorded = []
 
     def recording(*args):
-        views.append(view_step(*args))
-        return views[-1]
+        recorded.append(view_step(*args))
+        return recorded[-1]
 
-    monkeypatch.setattr(step_view, "_CALL_BYTES", 0)
     monkeypatch.setattr(torch_runner, "view_step", recording)
-    return views
-
-
-def runs_of(view):
-    return view.decode.runs if view.decode is not None else ()
+    return recorded
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_sequences_share_the_pages_of_their_prefix(page_size):
+def test_sequences_read_the_pages_of_their_prefix_together(page_size, views):
     share_a_prefix(page_size)
+    of_three = [
+        num_pages for view in views if view.decode for num_pages in pages_read_by(3, view.decode.pieces)
+    ]
+    assert sum(of_three) >= 10 * 128 // page_size  # all of the prefix, in most steps
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_sequences_read_the_pages_of_their_prefix_together(page_size, together):
-    share_a_prefix(page_size)
-    runs = [run for view in together for run in runs_of(view)]
-    assert sum(run.num_pages for run in runs) >= 10 * 128 // page_size  # all of the prefix, in most steps
-    assert {run.readers.shape[1] for run in runs} == {3}
+def pages_read_by(num_readers, pieces):
+    return np.diff(pieces.page_starts)[np.diff(pieces.reader_starts) == num_readers]
 
 
 def share_a_prefix(page_size):
@@ -149,16 +144,17 @@ def assert_as_transformers(prompts, sequences, architecture="llama"):
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prefixes_of_prefixes_are_read_together_beside_prompts(architecture, page_size, together):
+def test_prefixes_of_prefixes_are_read_together_beside_prompts(architecture, page_size, views):
     runner = make_runner(architecture, page_size)
     assert runner._pool.kv.shape[1] > 1  # layers
     outer, inner = random_prompt(128, seed=1), random_prompt(128, seed=2)
-    # In the order of their numbers, so that several pages are one run; in two parts.
-    free = list(range(runner.memory.num_pages))
+    free = random.Random(page_size).sample(range(runner.memory.num_pages), runner.memory.num_pages)
     num_pages = 128 // page_size
-    pages_of_outer = free[:num_pages]
-    pages_of_inner = free[num_pages + 1 : 2 * num_pages + 1]
-    free = free[2 * num_pages + 2 :]
+    pages_of_outer, pages_of_inner, free = (
+        free[:num_pages],
+        free[num_pages : 2 * num_pages],
+        free[2 * num_pages :],
+    )
     prompts, sequences = [], []
 
     def add(prefix, pages, length, start):
@@ -177,10 +173,10 @@ def test_prefixes_of_prefixes_are_read_together_beside_prompts(architecture, pag
     add((), [], 70, 0)
     generate(runner, sequences, 12)
     assert_as_transformers(prompts, sequences, architecture)
-    counts = [{run.readers.shape[1] for run in runs_of(view)} for view in together]
-    assert any(len(c) > 1 for c in counts)  # the inner prefix has fewer readers than the outer one
-    assert any(c and view.chunks for c, view in zip(counts, together, strict=True))
-    assert any(run.num_pages > 1 for view in together for run in runs_of(view))
+    of_readers = [np.diff(view.decode.pieces.reader_starts) for view in views if view.decode]
+    assert any({4, 7} <= set(counts.tolist()) for counts in of_readers)  # the inner prefix, the outer one
+    with_prompts = [view.decode.pieces for view in views if view.decode and view.chunks]
+    assert any((np.diff(pieces.reader_starts) > 1).any() for pieces in with_prompts)
 
 
 def test_a_page_that_is_lost_or_misplaced_changes_the_output():

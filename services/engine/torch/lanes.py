@@ -1,0 +1,246 @@
+"""Vectors of float32 for code that numba compiles: one instruction on all lanes, in a register.
+
+Left to itself LLVM makes vectors of the innermost loop only, and stores what it has added up in every round.
+A product of small matrices keeps its sums in registers through its inner loop: that is what these are for.
+
+    zero = zeros(16)                             16 lanes; the type of all that is made like it
+    x = load(numbers, index, zero)               numbers[index : index + 16]
+    store(numbers, index, exp(subtract(x, y)))
+    multiply_rows(8, ...)                        a product of matrices, eight rows of it at once
+
+Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16. Indices are
+not checked and do not count from the end.
+"""
+
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+_FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+# exp as in Cephes' expf: 2**n * e**r, where r is at most half of log 2, log 2 taken off in two parts.
+_LOWEST = -87.0  # e to that is the smallest normal number there is
+_LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+_ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves no bits for a fraction
+_MANTISSA_BITS, _ONE_AS_BITS = 23, 0x3F800000
+
+
+class Lanes(types.Type):
+    """numba's name for a vector of `width` float32."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        super().__init__(name=f"Lanes({width})")
+
+
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, lanes: Lanes) -> None:
+        super().__init__(manager, lanes, _vector(lanes.width))
+
+
+def _vector(width: int, of: ir.Type = _FLOAT) -> ir.VectorType:
+    return ir.VectorType(of, width)
+
+
+def _all(width: int, value: float) -> ir.Constant:
+    (single,) = struct.unpack("f", struct.pack("f", value))
+    return ir.Constant(_vector(width), [single] * width)
+
+
+def _all_int(width: int, value: int) -> ir.Constant:
+    return ir.Constant(_vector(width, _INT32), [value] * width)
+
+
+def _splat(builder: Any, number: Any, width: int) -> Any:
+    undefined = ir.Constant(_vector(width), ir.Undefined)
+    first = builder.insert_element(undefined, number, _INT32(0))
+    return builder.shuffle_vector(first, undefined, _all_int(width, 0))
+
+
+def _fused(builder: Any, x: Any, y: Any, addend: Any) -> Any:
+    """x * y + addend; LLVM makes one instruction of it where there is one."""
+    product = builder.fmul(x, y, flags=("contract",))
+    return builder.fadd(product, addend, flags=("contract",))
+
+
+def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+@intrinsic(prefer_literal=True)
+def zeros(_context: Any, width: Any) -> Any:
+    """As many lanes as the literal `width` says."""
+
+    def build(_context: Any, _builder: Any, signature: Any, _arguments: Any) -> Any:
+        return _all(signature.return_type.width, 0.0)
+
+    return Lanes(width.literal_value)(width), build
+
+
+@intrinsic
+def width_of(_context: Any, lanes: Any) -> Any:
+    """How many lanes: a constant to the compiler."""
+
+    def build(_context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
+        return _INT64(lanes.width)
+
+    return types.int64(lanes), build
+
+
+@intrinsic
+def load(_context: Any, array: Any, index: Any, like: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _load(
+            builder, _row(context, builder, signature.args[0], arguments[0], like.width, arguments[1])
+        )
+
+    return like(array, types.int64, like), build
+
+
+@intrinsic
+def store(_context: Any, array: Any, index: Any, lanes: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        row = _row(context, builder, signature.args[0], arguments[0], lanes.width, arguments[1])
+        builder.store(arguments[2], row).align = 4
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, lanes), build
+
+
+@intrinsic(prefer_literal=True)
+def multiply_rows(
+    _context: Any,
+    num_rows: Any,
+    matrix: Any,
+    first: Any,
+    strides: Any,
+    num_columns: Any,
+    rows: Any,
+    factors: Any,
+    products: Any,
+    kept: Any,
+    ahead: Any,
+) -> Any:
+    """Row i of the products becomes kept times itself plus the sum of matrix[i, k] times row k of factors.
+
+    Both are in `rows`, from the numbers `factors` and `products` on; a row is as many as `kept` has lanes.
+    matrix[i, k] is the number at first + i * strides[0] + k * strides[1], float32 or bfloat16. For each k the
+    cache line of the number at ahead + 8 * k is asked for. `num_rows` is a literal: so many sums are in
+    registers.
+    """
+    width = kept.width
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, first, strides, num_columns, _, factors, products, kept, ahead = arguments
+        row_stride, column_stride = (builder.extract_value(strides, i) for i in range(2))
+        number = partial(_element, context, builder, signature.args[1], arguments[1])
+        row = partial(_row, context, builder, signature.args[5], arguments[5], width)
+        to_rows = [row(builder.add(products, _INT64(i * width))) for i in range(num_rows.literal_value)]
+        sums = [cgutils.alloca_once_value(builder, builder.fmul(kept, _load(builder, to))) for to in to_rows]
+        with cgutils.for_range(builder, num_columns) as column:
+            factor = _load(builder, row(builder.add(factors, builder.mul(column.index, _INT64(width)))))
+            _prefetch(builder, number(builder.add(ahead, builder.mul(column.index, _INT64(8)))))
+            at = builder.add(first, builder.mul(column.index, column_stride))
+            for total in sums:
+                scale = _splat(builder, _float_at(builder, number(at)), width)
+                builder.store(_fused(builder, scale, factor, builder.load(total)), total)
+                at = builder.add(at, row_stride)
+        for to, total in zip(to_rows, sums, strict=True):
+            builder.store(builder.load(total), to).align = 4
+        return context.get_dummy_value()
+
+    index, pair = types.int64, types.UniTuple(types.int64, 2)
+    return types.void(num_rows, matrix, index, pair, index, rows, index, index, kept, index), build
+
+
+def _row(context: Any, builder: Any, array_type: Any, array: Any, width: int, index: Any) -> Any:
+    element = _element(context, builder, array_type, array, index)
+    return builder.bitcast(element, _vector(width).as_pointer())
+
+
+def _load(builder: Any, row: Any) -> Any:
+    vector = builder.load(row)
+    vector.align = 4
+    return vector
+
+
+def _float_at(builder: Any, element: Any) -> Any:
+    number = builder.load(element)
+    if isinstance(number.type, ir.IntType):  # bfloat16: the upper half of a float32
+        return builder.bitcast(builder.shl(builder.zext(number, _INT32), _INT32(16)), _FLOAT)
+    return number
+
+
+def _prefetch(builder: Any, element: Any) -> None:
+    address_type = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [address_type, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+    is_read, keep_in_all_caches, is_data = _INT32(0), _INT32(3), _INT32(1)
+    builder.call(function, [builder.bitcast(element, address_type), is_read, keep_in_all_caches, is_data])
+
+
+def _of_two(name: str) -> Callable[..., Any]:
+    @intrinsic
+    def of_two(_context: Any, left: Any, right: Any) -> Any:
+        def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return getattr(builder, name)(*arguments)
+
+        return left(left, right), build
+
+    made: Callable[..., Any] = of_two
+    return made
+
+
+add, subtract, multiply = _of_two("fadd"), _of_two("fsub"), _of_two("fmul")
+
+
+@intrinsic
+def greater(_context: Any, left: Any, right: Any) -> Any:
+    """The greater one of each lane; where `left` is NaN, `right`."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return left(left, right), build
+
+
+@intrinsic
+def exp(_context: Any, lanes: Any) -> Any:
+    """To within 2e-7 of e**x for x of at most 88; below -87 that of -87 (1e-38). NaN stays NaN."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        width = lanes.width
+        lowest = _all(width, _LOWEST)
+        x = builder.select(builder.fcmp_ordered("<", arguments[0], lowest), lowest, arguments[0])
+        # Its lowest bits are n, the whole power of two, as an integer.
+        rounded = _fused(builder, x, _all(width, _LOG2_E), _all(width, _ROUNDING))
+        n = builder.fsub(rounded, _all(width, _ROUNDING))
+        r = _fused(builder, n, _all(width, -_LOG_2_HIGH), x)
+        r = _fused(builder, n, _all(width, -_LOG_2_LOW), r)
+        polynomial = _all(width, _EXP_COEFFICIENTS[0])
+        for coefficient in _EXP_COEFFICIENTS[1:]:
+            polynomial = _fused(builder, polynomial, r, _all(width, coefficient))
+        power = _fused(builder, builder.fmul(polynomial, r), r, r)
+        power = builder.fadd(power, _all(width, 1.0))
+        integers = _vector(width, _INT32)
+        exponent = builder.shl(builder.bitcast(rounded, integers), _all_int(width, _MANTISSA_BITS))
+        two_to_n = builder.add(exponent, _all_int(width, _ONE_AS_BITS))
+        return builder.fmul(power, builder.bitcast(two_to_n, _vector(width)))
+
+    return lanes(lanes), build
