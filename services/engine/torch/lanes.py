@@ -191,8 +191,9 @@ def _prefetch(builder: Any, element: Any) -> None:
     address_type = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [address_type, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-    is_read, keep_in_all_caches, is_data = _INT32(0), _INT32(3), _INT32(1)
-    builder.call(function, [builder.bitcast(element, address_type), is_read, keep_in_all_caches, is_data])
+    # Into the second cache: the first one is full of what is being read now.
+    is_read, locality, is_data = _INT32(0), _INT32(2), _INT32(1)
+    builder.call(function, [builder.bitcast(element, address_type), is_read, locality, is_data])
 
 
 def _of_two(name: str) -> Callable[..., Any]:

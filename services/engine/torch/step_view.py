@@ -116,6 +116,8 @@ def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, in_place: In
 def _pieces(chunks: Sequence[Chunk], page_size: int) -> Pieces:
     """Of single tokens, each a query."""
     pages, tokens, queries = _page_reads(chunks, page_size)
+    if len(chunks) == 1:  # as below, without the search: where there is one alone, every microsecond counts
+        return Pieces(pages, tokens, _starts([len(pages)]), queries[:1], _starts([1]))
     # Of a page that is still being filled, every reader may know another part.
     names = np.where(tokens == page_size, pages, pages.max() + 1 + np.arange(len(pages)))
     reads = np.argsort(names, kind="stable")
@@ -134,7 +136,7 @@ def _pieces(chunks: Sequence[Chunk], page_size: int) -> Pieces:
         pages[read],
         tokens[read],
         _starts([sum(map(len, of_piece)) for of_piece in stretches.values()]),
-        np.frombuffer(b"".join(stretches), readers.dtype),
+        np.frombuffer(b"".join(stretches), readers.dtype).copy(),  # else read-only, to numba another type
         _starts([len(of_piece) // readers.itemsize for of_piece in stretches]),
     )
 
@@ -165,6 +167,8 @@ def _starts(lengths: ArrayLike) -> Ids:
 def _shares(pieces: Pieces, kv: Tensor, num_threads: int) -> tuple[range, ...]:
     """Items of attend_pages, cut where there is about as much work on either side."""
     num_kv_heads = kv.shape[3]
+    if num_threads == 1:
+        return (range((len(pieces.page_starts) - 1) * num_kv_heads),)
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
     work = np.cumsum(np.repeat(num_pages * (_READERS_OF_A_READ + num_readers), num_kv_heads))
     layer_bytes = len(pieces.pages) * kv[0, 0].numel() * kv.itemsize

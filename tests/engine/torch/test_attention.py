@@ -2,13 +2,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch import step_view
+from services.engine.torch import decode_kernel, step_view
 from services.engine.torch.attention import (
     IN_PLACE_DTYPES,
     _gather,
@@ -124,6 +125,19 @@ def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, way, t
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, atol=TOLERANCE[dtype], rtol=0)
     assert torch.equal(kv.double(), kv_after)  # the chunks' own slots and no others
+
+
+def test_the_kernel_is_compiled_once_whatever_a_step_looks_like():
+    """It takes seconds, in which a rank stands still."""
+    for chunks in STEPS.values():
+        total = sum(len(c.token_ids) for c in chunks)
+        kv = torch.zeros(12, NUM_LAYERS, 2, NUM_KV_HEADS, 16, HEAD_DIM)
+        query = torch.zeros(1, NUM_KV_HEADS * GROUP, total, HEAD_DIM)
+        key = torch.zeros(1, NUM_KV_HEADS, total, HEAD_DIM)
+        attend(kv, chunks, query, key, key, in_place=InPlace())
+    pools = [types[1] for types in decode_kernel._attend_pieces.signatures]
+    assert numba.float32[::1] in pools
+    assert len(pools) == len(set(pools))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
