@@ -27,14 +27,19 @@ _KeepAliveStream = EtcdStream[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeep
 
 
 class Lease:
-    """A lease under which keys live; `lost` is set once it is gone or may be. Made by `grant`."""
+    """A lease under which keys live; `lost` is set once it is gone or may be. Made by `grant`.
+
+    `reopened` is set each time it has been kept alive on a new stream; clear it.
+    """
 
     def __init__(self, etcd: Etcd, lease_id: int, ttl_s: int, deadline: float) -> None:
         self.id = lease_id
         self.ttl_s = ttl_s
         self.lost = asyncio.Event()
+        self.reopened = asyncio.Event()
         self._etcd = etcd
         self._deadline = deadline  # on etcd.clock
+        self._streams = 0  # on which it has been kept alive
         self._task = asyncio.create_task(self._keep_alive())
 
     @classmethod
@@ -84,10 +89,14 @@ class Lease:
         except TimeoutError:
             raise Unavailable("etcd did not answer before the lease's deadline") from None
         try:
+            await self._renew(stream)
+            self._streams += 1
+            if self._streams > 1:
+                self.reopened.set()
             while True:
-                await self._renew(stream)
                 backoff.reset()
-                await asyncio.sleep(self.ttl_s / 3)
+                await stream.read(self.ttl_s / 3)  # nothing comes; if the stream breaks, we know at once
+                await self._renew(stream)
         finally:
             stream.close()
 

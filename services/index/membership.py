@@ -130,12 +130,12 @@ class Membership:
             self.publisher.detach()
 
     async def _lost_or_disputed(self, lease: Lease) -> None:
-        waits = [asyncio.create_task(event.wait()) for event in (lease.lost, self.publisher.disputed)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        ends = (lease.lost, self.publisher.disputed)
+        while not any(event.is_set() for event in ends):
+            await _first_of(*ends, lease.reopened)
+            if lease.reopened.is_set():
+                lease.reopened.clear()
+                self.publisher.doubt()  # whoever answers now may have been restored from a backup
         self.lease_losses += lease.lost.is_set()
 
     def _lease_lapses_within_s(self) -> float:
@@ -176,3 +176,13 @@ class Membership:
                 await self._lease.revoke()
         except (IsthmusError, TimeoutError) as error:
             logger.warning("membership.lapses rank=%s error=%r", self._registration.id, error)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Returns when one is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -7,13 +7,14 @@
 
 Every write is a transaction that holds only while `head` is the one that we wrote (or, before our first
 one, found): of two lives of a rank the later one's head ends the writing of the earlier one, whatever
-its lease says.
+its lease says. And it holds only while the record before it is as we wrote it: an etcd restored from a
+backup, whose leases live on, has the same head and not all that came after it.
 """
 
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.errors import IsthmusError, ProtocolError, StaleGeneration
 from services.index.etcd import Etcd, delete_range_op, prefix_end, put_op, unchanged
@@ -46,23 +47,32 @@ class LogLimits:
     max_chunk_hashes: int = (1 << 20) // HASH_BYTES - 64  # with its header below 1 MiB
 
 
-class HeadMoved(IsthmusError):
-    """The head is not the one that we knew: look at it, then go on or give up."""
+class RecordsMoved(IsthmusError):
+    """The head or the record before is not the one that we knew: look at the head, go on or give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """What a write stands on: the head and, since, the newest record of ours, and when they were written."""
+
+    head_revision: int  # 0: there is none
+    newest: bytes | None = None  # None: the head
+    newest_revision: int = 0
 
 
 @dataclass(slots=True)
 class _Log:
-    """The epoch that deltas are appended to. `head_revision`: when our head was written."""
+    """The epoch that deltas are appended to."""
 
     epoch: int
-    head_revision: int
+    stand: _Stand
     snapshot_bytes: int
     deltas: int = 0
     size_bytes: int = 0
 
 
 class PrefixWriter:
-    """Every method raises StaleGeneration when a later life rules, HeadMoved, Unavailable, EtcdNoSpace,
+    """Every method raises StaleGeneration when a later life rules, RecordsMoved, Unavailable, EtcdNoSpace,
     LeaseNotFound. After an error nobody knows what was written: call `start_over`.
     """
 
@@ -109,7 +119,7 @@ class PrefixWriter:
         )
         value = encode_delta(delta)
         put = put_op(self._keys.log(self._rank.key, delta.seq), value, lease_id)
-        await self._write([put], log.head_revision, idempotent=True)
+        log.stand = await self._put(put, log.stand)
         self._next_seq += 1
         log.deltas += 1
         log.size_bytes += len(value)
@@ -118,20 +128,28 @@ class PrefixWriter:
         self, held: Sequence[int], age_s: float, lease_id: int, pause: Callable[[], Awaitable[None]]
     ) -> None:
         """A snapshot of all that is held; `pause` is awaited between two of its chunks."""
-        head_revision = self._log.head_revision if self._log else await self._check_head()
+        # What the log says since its head counts no more, so nothing stands on it.
+        stand = _Stand(self._log.stand.head_revision if self._log else await self._check_head())
         # A number of its own for every attempt: the chunks of one that failed are never mixed in.
         self._epoch += 1
         size = self._limits.max_chunk_hashes
-        puts: list[etcd_pb2.RequestOp] = []
+        chunks: list[etcd_pb2.RequestOp] = []
         for number, start in enumerate(range(0, len(held), size)):
-            if puts:
-                await self._write(puts, head_revision, idempotent=True)
+            if chunks:
+                stand = await self._put(chunks[0], stand)
                 await pause()
-            puts = [self._chunk_op(number, array("Q", held[start : start + size]), lease_id)]
+            chunks = [self._chunk_op(number, array("Q", held[start : start + size]), lease_id)]
         num_chunks = -(-len(held) // size)
-        revision = await self._flip(puts, num_chunks, age_s, head_revision, lease_id)
+        revision = await self._flip(chunks, num_chunks, age_s, stand, lease_id)
         self._has_ruled = True
-        self._log = _Log(self._epoch, revision, len(held) * HASH_BYTES)
+        self._log = _Log(self._epoch, _Stand(revision), len(held) * HASH_BYTES)
+
+    async def is_intact(self) -> bool:
+        """False: etcd has not the newest record as we wrote it. Only with a log; raises Unavailable."""
+        assert self._log is not None, "without a log there is no newest record"
+        stand = self._log.stand
+        found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))
+        return (found.mod_revision if found else 0) == (stand.newest_revision or stand.head_revision)
 
     def _chunk_op(self, number: int, hashes: "array[int]", lease_id: int) -> etcd_pb2.RequestOp:
         snapshot = PrefixSnapshot(self._rank.generation, self._epoch, number, hashes)
@@ -163,7 +181,7 @@ class PrefixWriter:
         last_chunk: list[etcd_pb2.RequestOp],
         num_chunks: int,
         age_s: float,
-        head_revision: int,
+        stand: _Stand,
         lease_id: int,
     ) -> int:
         rank, epoch = self._rank.key, self._epoch
@@ -178,14 +196,21 @@ class PrefixWriter:
                 delete_range_op(all_snapshots, ours),
                 delete_range_op(prefix_end(ours), prefix_end(all_snapshots)),
             ],
-            head_revision,
+            stand,
         )
 
+    async def _put(self, put: etcd_pb2.RequestOp, stand: _Stand) -> _Stand:
+        """Returns what comes next stands on."""
+        revision = await self._write([put], stand, idempotent=True)
+        return replace(stand, newest=put.request_put.key, newest_revision=revision)
+
     async def _write(
-        self, operations: list[etcd_pb2.RequestOp], head_revision: int, *, idempotent: bool = False
+        self, operations: list[etcd_pb2.RequestOp], stand: _Stand, *, idempotent: bool = False
     ) -> int:
-        guard = unchanged(self._keys.head(self._rank.key), head_revision)
-        result = await self._etcd.txn([guard], operations, idempotent=idempotent)
+        guards = [unchanged(self._keys.head(self._rank.key), stand.head_revision)]
+        if stand.newest is not None:
+            guards.append(unchanged(stand.newest, stand.newest_revision))
+        result = await self._etcd.txn(guards, operations, idempotent=idempotent)
         if not result.succeeded:
-            raise HeadMoved("the head was written by someone else")
+            raise RecordsMoved("the head was written by someone else, or etcd has lost what came after it")
         return result.revision

@@ -5,6 +5,7 @@
        +--- lease lost ----|---------------------------+--etcd full: wait long, write less---+
        +--- another life --|---------------------------+                                     |
             has the head   +----- then a snapshot: nothing told before counts <--------------+
+                                                  (or: what was written last is not in etcd) ^
 
 Events are collected into memory at any time and merged there, so the engine never waits for etcd, and
 however long etcd is away, what waits for it is never more than the pool can hold.
@@ -68,6 +69,7 @@ class Publisher:
         self._writer = PrefixWriter(etcd, keys, rank, self._settings.log)
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
+        self._doubted = False
         self._began_at = 0.0  # the present write
 
     def __repr__(self) -> str:
@@ -102,6 +104,13 @@ class Publisher:
         """The lease is lost, or the rank: only collect, until the next `attach`."""
         self._lease_id = _NO_LEASE
         self.degraded = Degraded.NO_LEASE
+
+    def doubt(self) -> None:
+        """etcd has been away, and may have been restored from a backup: look whether it still has what was
+        written last. A rank with nothing new to write would never find out."""
+        self._doubted = True
+        self.pace.scatter(self._etcd.clock(), self._etcd.rng.random())
+        self._wake.set()
 
     def record(self, events: CacheEvents) -> None:
         """Never blocks."""
@@ -139,6 +148,8 @@ class Publisher:
 
         After an error nothing told counts: the next flush writes a snapshot. Raises as PrefixWriter.
         """
+        if self._doubted:
+            await self._look_again()
         lease_id = self._lease_id
         if lease_id == _NO_LEASE or self.idle:
             return
@@ -161,12 +172,25 @@ class Publisher:
         self.trouble, self.degraded = str(error), reason_of(error)
         logger.warning("publisher.retry rank=%s lag_s=%.3f error=%s", self._rank, self.lag_s, error)
 
+    async def _look_again(self) -> None:
+        self._doubted = False  # first: there may be a new doubt while we wait
+        try:
+            intact = not self._writer.has_log or await self._writer.is_intact()
+        except BaseException:
+            self._doubted = True
+            raise
+        if not intact:
+            logger.warning("publisher.restored rank=%s etcd has lost what was written last", self._rank)
+            self._start_over()
+        elif self._writer.has_log:
+            self.trouble = self.degraded = None
+
     def _start_over(self) -> None:
         self._writer.start_over()
         self._ledger.forget_told()
 
     async def _due(self) -> None:
-        while self._lease_id == _NO_LEASE or self.idle:
+        while self._lease_id == _NO_LEASE or (self.idle and not self._doubted):
             self._wake.clear()
             await self._wake.wait()
 

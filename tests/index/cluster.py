@@ -52,10 +52,17 @@ def registration(worker: str = "d0", generation: int = 1, role: Role = Role.DECO
 class FakeRank:
     """An engine's cache events by hand, and what the tree then holds."""
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, its: Registration, ttl_s: int = 5) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        its: Registration,
+        ttl_s: int = 5,
+        settings: PublisherSettings = EAGER,
+    ) -> None:
         self.id = its.id
         self.held: set[int] = set()
-        self.membership = Membership(etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=EAGER)
+        self.membership = Membership(etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=settings)
         self._events: asyncio.Queue[CacheEvents] = asyncio.Queue()
 
     def store(self, *blocks: int) -> None:

@@ -75,6 +75,15 @@ class FakeEtcd:
         gone = [kv.key for kv in self.kvs.values() if kv.lease_id == lease_id]
         self._commit([self._remove(key) for key in gone])
 
+    def restore(self, revision: int) -> None:
+        """What came after this revision has never been; the leases live on."""
+        self.kvs = {
+            change.key: KeyValue(change.key, change.value or b"", change.mod_revision)
+            for change in self.state_at(revision).values()
+        }
+        self.revision = revision
+        del self.history[revision + 1 :]
+
     def state_at(self, revision: int) -> dict[bytes, KeyChange]:
         """What a listing at this revision shows."""
         state: dict[bytes, KeyChange] = {}

@@ -6,7 +6,7 @@ from services.index.etcd_errors import LeaseNotFound
 from services.index.keys import ClusterKeys, HeadKey, LogKey, ParsedKey, SnapshotKey
 from services.index.prefix_codec import decode_record
 from services.index.prefix_records import PrefixDelta, PrefixHead
-from services.index.prefix_writer import LogLimits
+from services.index.prefix_writer import LogLimits, RecordsMoved
 from services.index.publisher import Publisher, PublisherSettings
 from services.kv.types import BlockHash, CacheEvents, Generation, RankId, RankKey
 
@@ -87,6 +87,47 @@ async def test_an_aborted_snapshot_leaves_no_chunks_once_the_next_one_is_written
     etcd.fault = None
     await writer.flush()
     assert parsed(etcd) == [HeadKey(RANK), *(SnapshotKey(RANK, 2, chunk) for chunk in range(3))]
+
+
+async def test_a_delta_is_not_appended_to_a_log_that_etcd_has_lost() -> None:
+    """The head is as it was; so is the lease."""
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    await writer.flush()
+    backup = etcd.revision
+    store(writer, 1)
+    await writer.flush()
+    etcd.restore(backup)
+    store(writer, 2)
+    with pytest.raises(RecordsMoved):
+        await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK)]
+    await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 2, 0)] and writer.idle
+
+
+async def test_a_snapshot_whose_first_chunk_etcd_has_lost_never_takes_effect() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    await writer.flush()
+    store(writer, *range(10))
+    backup = etcd.revision
+    txn = etcd.txn
+
+    async def restore_after_the_first_chunk(*arguments, **options):
+        result = await txn(*arguments, **options)
+        if result.revision == backup + 1:
+            etcd.restore(backup)
+        return result
+
+    etcd.txn = restore_after_the_first_chunk  # type: ignore[method-assign]
+    writer._writer.start_over()
+    with pytest.raises(RecordsMoved):
+        await writer.flush()
+    assert head(etcd).snapshot_chunks == 0
+    etcd.txn = txn  # type: ignore[method-assign]
+    await writer.flush()
+    assert head(etcd).snapshot_chunks == 3
 
 
 async def test_a_delta_says_how_long_its_oldest_event_waited() -> None:

@@ -15,7 +15,7 @@ from services.index.keys import ClusterKeys
 from services.index.prefix_codec import decode_record
 from services.index.prefix_index import PrefixIndex
 from services.index.prefix_records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
-from services.index.prefix_writer import HeadMoved, LogLimits
+from services.index.prefix_writer import LogLimits, RecordsMoved
 from services.index.publisher import Publisher, PublisherSettings
 from services.index.rank_history import RankHistory, Verdict
 from services.index.watch import KeyChange
@@ -49,7 +49,7 @@ class Life:
         )
 
     async def flush(self) -> None:
-        with contextlib.suppress(Unavailable, LeaseNotFound, StaleGeneration, HeadMoved):
+        with contextlib.suppress(Unavailable, LeaseNotFound, StaleGeneration, RecordsMoved):
             await self.publisher.flush()
 
     async def flush_all(self) -> None:
@@ -174,6 +174,36 @@ def test_leases_that_lapse_and_records_that_come_again(story: list[tuple], data:
         reader.take(change)
         for earlier in data.draw(st.lists(st.integers(0, number), max_size=2), label="again"):
             reader.take(everything[earlier])
+    assert reader.history.current
+    assert reader.blocks == life.held
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(operations, max_size=30), st.lists(operations, max_size=5), st.data())
+def test_what_an_etcd_restored_under_a_living_lease_has_lost_is_told_again(
+    before: list[tuple], after: list[tuple], data: st.DataObject
+) -> None:
+    def of_one_life(story: list[tuple]) -> list[tuple]:
+        return [operation for operation in story if operation[0] in ("change", "flush")]
+
+    etcd, life = asyncio.run(play(of_one_life(before)))
+    etcd.restore(data.draw(st.integers(1, etcd.revision), label="backup"))
+
+    async def go_on() -> None:
+        life.publisher.doubt()
+        for operation in of_one_life(after):
+            if operation[0] == "change":
+                life.change(operation[2], operation[3], cleared=operation[4] == 0)
+            else:
+                etcd.fault, etcd.writes_until_fault = operation[2], operation[3]
+                await life.flush()
+        etcd.fault = None
+        await life.flush()  # whatever it finds, it has news after that or etcd has everything
+        await life.flush_all()
+
+    asyncio.run(go_on())
+    reader = Reader()
+    reader.list_at(etcd, etcd.revision)
     assert reader.history.current
     assert reader.blocks == life.held
 

@@ -13,6 +13,7 @@ from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys
 from services.index.mirror import Mirror, RankState
 from services.index.pins import PinSettings, PinWriter
+from services.index.publisher import PublisherSettings
 from services.kv.types import Generation, RankId
 
 KEYS = ClusterKeys("c")
@@ -148,3 +149,42 @@ async def test_a_restored_etcd_that_has_overtaken_a_reader_is_listed_anew(tmp_pa
             await server.start()
             await until(lambda: mirror.listings == 2 and stays.is_mirrored_by(mirror))
             assert not mirror.ranks[gone.id.key].registered
+
+
+async def test_while_leases_live_on_what_the_backup_lacks_is_told_again(tmp_path: Path) -> None:
+    """Of the busy rank and of the idle one the head is as it was, and not all that came after it."""
+    backup = tmp_path / "backup"
+    async with (
+        EmbeddedEtcd(tmp_path / "etcd", extra_arguments=FAST) as server,
+        client(server.endpoint) as etcd,
+        client(server.endpoint) as reader,
+        mirroring(reader, KEYS) as mirror,
+    ):
+        busy, idle = (
+            FakeRank(etcd, KEYS, registration(worker), ttl_s=120, settings=PublisherSettings(flush_s=0.001))
+            for worker in ("busy", "idle")
+        )
+        async with running(busy.run(), idle.run()):
+            for rank in (busy, idle):
+                rank.store(1, 2)
+                await until(lambda r=rank: r.is_mirrored_by(mirror))
+                rank.store(3)  # a delta: the head stays
+                await until(lambda r=rank: r.is_mirrored_by(mirror))
+            await save(server, backup)
+            for number in range(10, 14):
+                busy.store(number)
+                await until(lambda: busy.is_mirrored_by(mirror))
+            idle.store(9)
+            idle.evict(1)
+            await until(lambda: idle.is_mirrored_by(mirror))
+            await server.kill()
+            await restore(server, backup)
+            await server.start()
+            busy.store(50)
+            await until(
+                lambda: mirror.listings == 2 and all(rank.is_mirrored_by(mirror) for rank in (busy, idle)),
+                timeout_s=30.0,
+            )
+            assert not mirror.index.holds(idle.id.key, 1)
+            assert all(mirror.is_current(rank.id.key) for rank in (busy, idle))
+            assert busy.membership.lease_losses == idle.membership.lease_losses == 0
