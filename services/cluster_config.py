@@ -20,7 +20,9 @@ class ClusterConfig:
     etcd_ca: Path | None = setting(None, "PEM of etcd's authority; turns TLS to etcd on")
     etcd_cert: Path | None = setting(None, "PEM of our certificate for etcd")
     etcd_key: Path | None = setting(None, "PEM of its key")
-    etcd_user: str = setting("", "etcd user")
+    etcd_user: str = setting(
+        "", "etcd user; its role needs readwrite on the prefix /isthmus/CLUSTER/, no more"
+    )
     etcd_password_file: Path | None = setting(None, "file that holds the etcd user's password")
     tls_ca: Path | None = setting(None, "PEM of the authority of the services' certificates")
     tls_cert: Path | None = setting(None, "PEM of this service's certificate; turns TLS on")

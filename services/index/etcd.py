@@ -135,9 +135,9 @@ class Etcd:
         response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key, revision=revision))
         return _key_value(response.kvs[0]) if response.kvs else None
 
-    async def current_revision(self) -> int:
-        """The store's revision, agreed on by a majority (a linearizable read)."""
-        request = etcd_pb2.RangeRequest(key=b"\0", count_only=True)
+    async def current_revision(self, key: bytes = b"\0") -> int:
+        """The store's revision, agreed on by a majority (a linearizable read of a key that we may read)."""
+        request = etcd_pb2.RangeRequest(key=key, count_only=True)
         return (await self.connection.unary(_RANGE, request)).header.revision
 
     async def snapshot(self, prefix: bytes, page_keys: int = _FIRST_PAGE_KEYS) -> tuple[int, list[KeyValue]]:

@@ -213,7 +213,7 @@ class PrefixWatch:
     async def _check_not_rewound(self) -> None:
         """Raises EtcdCompacted when etcd was restored, and has not the past that we were told."""
         # A member that lags is behind us, too; only an agreed read tells it from a restored cluster.
-        now = await self._etcd.current_revision()
+        now = await self._etcd.current_revision(self._prefix)
         if now < self.revision:
             self._rewound = True
             raise EtcdCompacted(f"etcd is at revision {now}, before our {self.revision}")

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from index.etcd_users import require_users
 from index.real_etcd import FAST, client
 from services.errors import ConfigError, ProtocolError, Unavailable
 from services.index.etcd import _RANGE, Etcd, delete_range_op, prefix_end, put_op, unchanged
 from services.index.etcd_errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound
-from services.index.etcd_server import EmbeddedEtcd, etcd_binary
+from services.index.etcd_server import EmbeddedEtcd
 from services.index.etcd_settings import EtcdSettings, EtcdTls
 from services.index.keys import ClusterKeys
 from services.index.watch import PrefixWatch
@@ -134,18 +135,10 @@ async def test_a_restart_costs_a_retry_and_no_error(own_server: EmbeddedEtcd) ->
         assert found is not None and found.value == b"1"
 
 
-async def test_users_log_in_and_log_in_again(own_server: EmbeddedEtcd, tmp_path: Path) -> None:
-    def etcdctl(*arguments: str) -> None:
-        binary = etcd_binary().with_name("etcdctl")
-        subprocess.run(
-            [binary, "--endpoints", own_server.endpoint, *arguments], check=True, capture_output=True
-        )
-
-    etcdctl("user", "add", "root", "--new-user-password=secret")
-    etcdctl("user", "grant-role", "root", "root")
+async def test_users_log_in_and_log_in_again(own_server: EmbeddedEtcd) -> None:
     async with client(own_server.endpoint, user="root", password="secret", timeout_s=15.0) as etcd:
         await etcd.put(b"early", b"")  # authentication is off yet: no token is needed
-        etcdctl("auth", "enable")
+        require_users(own_server)
         await etcd.put(b"a", b"1")
         watch = PrefixWatch(etcd, b"a").batches()
         assert len((await anext(watch)).changes) == 1
