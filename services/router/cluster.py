@@ -125,7 +125,7 @@ class Cluster:
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
         self._stop_listening: Callable[[], None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], DecodeClient | PrefillWatch] = {}
 
     async def start(self) -> None:
         self._stop_listening = self._mirror.subscribe(self._changed)
@@ -137,9 +137,9 @@ class Cluster:
             self._stop_listening()
         self._outdated = False
         connections: list[DecodeClient | PrefillWatch] = [*self._clients.values(), *self._watches.values()]
-        for connection in connections:
+        for connection in (*connections, *self._retiring.values()):
             await connection.close()
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._retiring)
 
     @property
     def degraded(self) -> str | None:
@@ -259,14 +259,20 @@ class Cluster:
             self._balance.failed(life.key)
 
     def dead(self, life: RankId) -> None:
-        """A rank whose lease has lapsed does not answer health checks either: forget it."""
+        """A rank whose lease has lapsed does not answer health checks either: forget it, unless its stream
+        speaks. One that is told to stop while it has no key says that it does not serve, and cannot register
+        as draining; what runs there is to end well."""
         view = self._view_of(life)
         if view is not None:
             self._balance.failed(life.key)
-            if not view.registered:
+            if not view.registered and not self._speaks(life):
                 self._mirror.mark_dead(life.key)
 
     # -- internals --------------------------------------------------------------------------------
+
+    def _speaks(self, life: RankId) -> bool:
+        client = self._clients.get(life.key)
+        return client is not None and client.address.id == life and client.connected.is_set()
 
     def _view_of(self, life: RankId) -> RankView | None:
         view = self._mirror.ranks.get(life.key)
@@ -386,7 +392,8 @@ class Cluster:
             asyncio.get_running_loop().call_soon(self._refresh)
 
     def _refresh(self) -> None:
-        """Open a stream to every rank that appeared, close those of lives that ended."""
+        """Open a stream to every rank that appeared, retire those of lives that ended: a rank that drains is
+        forgotten when its lease lapses, and so is the life before, and either may still speak."""
         if not self._outdated:
             return
         self._outdated = False
@@ -433,9 +440,9 @@ class Cluster:
         for rank, connection in list(connections.items()):
             if wanted.get(rank) != connection.address:
                 del connections[rank]
-                task = asyncio.create_task(connection.close(), name=f"close-{rank}")
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                task = asyncio.create_task(connection.retire(), name=f"retire-{rank}")
+                self._retiring[task] = connection
+                task.add_done_callback(self._retiring.pop)
         for rank, address in wanted.items():
             if rank not in connections:
                 connections[rank] = open_one(address)

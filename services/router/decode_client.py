@@ -1,6 +1,7 @@
 """The router's end of one decode rank's Attach stream, shared by all its requests.
 
     run:  connect -> read StepOutputs -> (stream lost: every request fails with DecodeRankLost) -> connect ...
+    retire:  no new requests -> those that run end, or the stream is lost -> closed
 
 A rank reports at least every half second, so silence is a sign: a stopped process is found out as
 surely as a dead one.
@@ -98,6 +99,8 @@ class DecodeClient:
         self._on_lost = on_lost
         self._commands: asyncio.Queue[decode_pb2.Command] = asyncio.Queue()
         self._streams: dict[str, OutputStream] = {}
+        self._idle = asyncio.Event()  # no request runs
+        self._idle.set()
         self._silent_ticks = 0
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
@@ -122,6 +125,7 @@ class DecodeClient:
                 f"the request is too large: {size_bytes} bytes, and a message holds {rpc.MAX_MESSAGE_BYTES}"
             )
         stream = self._streams[request_id] = OutputStream(self, request_id)
+        self._idle.clear()
         self._commands.put_nowait(message)
         return stream
 
@@ -131,8 +135,17 @@ class DecodeClient:
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    async def retire(self) -> None:
+        """The rank is forgotten, or begins a new life: close, but let the requests that run there end."""
+        self._on_load = _unheard  # it may be taken for the next life's
+        await self._idle.wait()
+        await self.close()
 
     async def close(self) -> None:
+        """Requests that run there fail with DecodeRankLost."""
         self.connected.clear()
         self._task.cancel()
         with suppress(asyncio.CancelledError):
@@ -205,6 +218,11 @@ class DecodeClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.put(DecodeRankLost(f"decode rank {self.address.id} was lost: {reason}"))
+        self._idle.set()
+
+
+def _unheard(load: RankLoad) -> None:
+    pass
 
 
 async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:

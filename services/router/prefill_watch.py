@@ -42,6 +42,10 @@ class PrefillWatch:
         self._retry_s = _FIRST_RETRY_S
         self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
 
+    async def retire(self) -> None:
+        """The rank is to be forgotten, or begins a new life."""
+        await self.close()
+
     async def close(self) -> None:
         self._task.cancel()
         with suppress(asyncio.CancelledError):

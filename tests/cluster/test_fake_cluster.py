@@ -8,7 +8,9 @@ import grpc
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
+from index.real_etcd import client
 from services.engine.fake import continuation
+from services.index.keys import ClusterKeys
 from services.router.balance import Balance
 from services.router.prompt import PromptEncoder
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -396,4 +398,37 @@ async def test_a_prefill_rank_that_drains_costs_nobody_a_retry(
         await asyncio.gather(*asking)
         moves = router.generator._metrics._moves
         assert moves.labels("retry")._value.get() == moves.labels("migration")._value.get() == 0
+        await cluster.assert_nothing_held()
+
+
+async def test_what_runs_on_a_decode_rank_that_drains_ends_there_though_its_lease_is_lost(
+    etcd_endpoint, model_dir, cluster_name
+):
+    """A key that goes while the rank drains looks as if the rank had left; but its stream speaks."""
+    settings = dict(decode=(1,), fake_step_s=0.01)
+    async with (
+        FakeCluster(etcd_endpoint, model_dir, cluster_name, **settings) as cluster,
+        client(etcd_endpoint) as etcd,
+    ):
+        router, leaving = cluster.routers[0], cluster.ranks["decode-0/0"]
+        key, prompt = leaving.address.id.key, prompt_of(1)
+        request = asyncio.create_task(cluster.generate(prompt, 300))
+        forgotten = []
+        async with asyncio.timeout(20):
+            while not router.mirror.index.num_blocks(key):
+                await asyncio.sleep(0.005)
+            draining = asyncio.create_task(leaving.drain())
+            while not router.mirror.ranks[key].draining:
+                await asyncio.sleep(0.005)
+            router.mirror.subscribe(lambda rank: forgotten.append(rank not in router.mirror.ranks))
+            registered = await etcd.get(ClusterKeys(cluster_name).registration(key))
+            await etcd.revoke_lease(registered.lease_id)
+            while True not in forgotten:
+                await asyncio.sleep(0.005)
+        assert not request.done()
+        tokens, _ = await request
+        assert tokens == continuation(prompt, 300)
+        moves = router.generator._metrics._moves
+        assert moves.labels("retry")._value.get() == moves.labels("migration")._value.get() == 0
+        await draining
         await cluster.assert_nothing_held()

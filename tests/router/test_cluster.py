@@ -120,6 +120,17 @@ async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, m
     assert mirror.dead == [D0_KEY]
 
 
+async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror):
+    """It was told to stop while it had no key: it says that it does not serve, and finishes what runs."""
+    mirror.set(replace(D0, registered=False))
+    two_decodes.dead(D0.registration.id)
+    assert mirror.dead == []
+    assert two_decodes._balance.excluded(D0_KEY) == "failed"
+    two_decodes._clients[D0_KEY].connected.clear()
+    two_decodes.dead(D0.registration.id)
+    assert mirror.dead == [D0_KEY]
+
+
 async def test_a_rank_that_went_without_a_word_is_missed_for_a_while(cluster, mirror, clock):
     leaving = view(Role.DECODE, 1, draining=True)
     mirror.set(D0, leaving, P0)

@@ -109,6 +109,30 @@ async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
         await client.connected.wait()
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_who_is_retired_lets_what_runs_end(monkeypatch, lost):
+    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+    rank = Reporter()
+    async with client_of(rank) as (client, _):
+        streams = [client.start(COMMAND) for _ in range(2)]
+        retiring = asyncio.create_task(client.retire())
+        if lost:
+            rank.silent = True
+            for stream in streams:
+                with pytest.raises(DecodeRankLost, match="silent"):
+                    await stream.next()
+        else:
+            streams[0].close()
+            step = rank.step
+            while rank.step < step + 5:
+                await asyncio.sleep(0.01)
+            assert client.connected.is_set() and not retiring.done()
+            streams[1].close()
+        async with asyncio.timeout(20):
+            await retiring
+        assert not client.connected.is_set()
+
+
 async def test_a_request_that_no_message_holds_fails_alone(monkeypatch):
     """Its write would end the stream, and with it every request of the rank."""
     monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", 1_000)
