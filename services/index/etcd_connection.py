@@ -119,6 +119,13 @@ class EtcdStream(Generic[_Request, _Response]):
         message: _Response = response
         return message
 
+    def silent(self, error: IsthmusError) -> IsthmusError:
+        """Nothing came where something had to: the endpoint is left. Returns `error`, to be raised.
+
+        A member that falls silent looks connected until gRPC's own pings have failed.
+        """
+        return self._failed(error)
+
     def close(self) -> None:
         self._call.cancel()
         if self._reading is not None:

@@ -105,7 +105,7 @@ class Lease:
         await stream.write(etcd_pb2.LeaseKeepAliveRequest(ID=self.id))
         response = await stream.read(max(0.0, min(self.ttl_s / 3, self._left_s())))
         if response is None:
-            raise Unavailable("etcd did not answer a keep-alive in time")
+            raise stream.silent(Unavailable("etcd did not answer a keep-alive in time"))
         if response.TTL <= 0:
             raise LeaseNotFound(f"etcd no longer knows the lease {self.id:x}")
         # From the time of sending: the answer may have been under way for long.

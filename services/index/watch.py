@@ -157,10 +157,12 @@ class PrefixWatch:
         try:
             await stream.write(self._create_request())
             events: list[etcd_pb2.Event] = []
+            created = False
             while True:
-                response = await self._read(stream)
+                response = await self._read(stream, created)
                 self._check(response)
                 if response.created:
+                    created = True
                     if not first_since_listing or response.header.revision < self.revision:
                         await self._check_not_rewound()
                     self.trouble = None
@@ -188,19 +190,21 @@ class PrefixWatch:
             )
         )
 
-    async def _read(self, stream: _WatchStream) -> etcd_pb2.WatchResponse:
+    async def _read(self, stream: _WatchStream, created: bool) -> etcd_pb2.WatchResponse:
         """The next response. Asks for a sign of life when idle; raises _Silent when none comes.
 
         The answer is a sign of life only: its revision may be ahead of events that are still to come
         (etcd issue 15220), so it never moves `revision`. Newer members give none to a watch that waits
-        for its first event (etcd pull request 20229), so silence costs a new stream and is no trouble.
+        for its first event (etcd pull request 20229), so silence costs a new stream and is no trouble. Only a
+        member that does not even say that the watch is `created` is left for another.
         """
         response = await stream.read(self._idle_timeout_s / 2)
         if response is None:
             await stream.write(etcd_pb2.WatchRequest(progress_request=etcd_pb2.WatchProgressRequest()))
             response = await stream.read(self._idle_timeout_s / 2)
         if response is None:
-            raise _Silent(f"etcd's watch was silent for {self._idle_timeout_s} s")
+            error = _Silent(f"etcd's watch was silent for {self._idle_timeout_s} s")
+            raise error if created else stream.silent(error)
         return response
 
     def _check(self, response: etcd_pb2.WatchResponse) -> None:

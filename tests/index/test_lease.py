@@ -1,6 +1,7 @@
 import asyncio
 
 from index.real_etcd import client, until
+from index.silent_member import SilentMember
 from services.index.etcd import Etcd
 from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys
@@ -41,6 +42,20 @@ async def test_a_short_outage_loses_nothing(own_server: EmbeddedEtcd) -> None:
         await own_server.start()
         await until(lambda: lease._deadline > before)
         assert not lease.lost.is_set()
+        await lease.revoke()
+
+
+async def test_a_member_that_falls_silent_is_left_in_time(etcd_endpoint: str) -> None:
+    async with (
+        SilentMember(etcd_endpoint) as member,
+        client(member.endpoint, etcd_endpoint) as etcd,
+    ):
+        etcd.connection._current = 0
+        lease = await Lease.grant(etcd, 6)
+        await until(lambda: lease._streams == 1)
+        await member.fall_silent()
+        await until(lambda: lease._streams == 2 or lease.lost.is_set())
+        assert not lease.lost.is_set() and lease.reopened.is_set()
         await lease.revoke()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from index.real_etcd import FAST, client, running, until
+from index.silent_member import SilentMember
 from services.errors import Unavailable
 from services.index.etcd import _DELETE, Etcd, delete_op, put_op
 from services.index.etcd_connection import EtcdStream
@@ -212,6 +213,21 @@ async def test_a_quiet_watch_is_no_trouble(
         await etcd.put(keys.prefix + b"a", b"1")
         await until(lambda: follower.state == {b"a": b"1"})
         assert follower.watch.listings == 1
+
+
+async def test_a_member_that_falls_silent_is_left_by_the_watch(
+    etcd: Etcd, etcd_endpoint: str, keys: ClusterKeys
+) -> None:
+    async with (
+        SilentMember(etcd_endpoint) as member,
+        client(member.endpoint, etcd_endpoint) as reader,
+    ):
+        reader.connection._current = 0
+        async with following(reader, keys.prefix, idle_timeout_s=0.5) as follower:
+            await member.fall_silent()
+            await etcd.put(keys.prefix + b"a", b"1")
+            await until(lambda: follower.state == {b"a": b"1"})
+            assert follower.watch.listings == 1
 
 
 async def test_what_compaction_took_from_a_quiet_etcd_is_listed_once(
