@@ -1,9 +1,9 @@
 """One rank's place in the cluster: lease, registration and published blocks, for as long as it runs.
 
 run --> schema checked --> lease --> registered --> publisher attached --drain--> registered as draining
-                             ^                            |                             |
-                             +-lease lost, or another life publishes: publisher detached,-+
-                               the engine notices nothing
+             ^                                            |                             |
+             +--------- lease lost, or another life publishes: publisher detached, -----+
+                        the engine notices nothing
 cancelled --> lease revoked: everything of the rank is gone from etcd
 
 What etcd does after it has once let us register never ends a rank: whatever it says, we try again.
@@ -128,6 +128,7 @@ class Membership:
             await self._lost_or_disputed(lease)
             self.registered.clear()
             self.publisher.detach()
+            checked = False  # with the lease etcd may have lost all else
 
     async def _lost_or_disputed(self, lease: Lease) -> None:
         ends = (lease.lost, self.publisher.disputed)

@@ -1,9 +1,11 @@
 """The cluster's schema and the ranks' registrations."""
 
+import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.errors import ConfigError, ProtocolError, StaleGeneration, Unavailable
+from services.errors import ConfigError, IsthmusError, ProtocolError, StaleGeneration, Unavailable
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.message import fill, to_bytes
@@ -102,6 +104,30 @@ async def check_schema(etcd: Etcd, keys: ClusterKeys, schema: Schema) -> None:
         if await etcd.create(keys.schema, value):
             return None
     raise Unavailable("the cluster's schema key appears and disappears")
+
+
+async def keep_schema(
+    etcd: Etcd, keys: ClusterKeys, schema: Schema, listings: Callable[[], int], interval_s: float = 1.0
+) -> None:
+    """For ever: check the schema, and again whenever etcd has been listed anew. It may have lost everything;
+    then nobody else may write it for long, and whoever comes first decides what those after it must have.
+
+    Raises ConfigError as check_schema the first time only: later it is the other who is wrong.
+    """
+    checked_at = -1  # so many listings
+    while True:
+        if (now := listings()) != checked_at:
+            try:
+                await check_schema(etcd, keys, schema)
+                checked_at = now
+            except ConfigError as error:
+                if checked_at < 0:
+                    raise
+                checked_at = now
+                logger.error("registry.schema_refused error=%s", error)
+            except IsthmusError as error:
+                logger.warning("registry.schema_unchecked error=%s", error)
+        await asyncio.sleep(interval_s)
 
 
 def _compare(cluster: str, value: bytes, ours: Schema) -> None:

@@ -16,14 +16,14 @@ import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import rpc, telemetry
-from services.errors import ConfigError, IsthmusError, root_cause
+from services.errors import ConfigError, root_cause
 from services.index import garbage
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
 from services.index.mirror import Mirror
 from services.index.pins import PinWriter
-from services.index.registry import Schema, check_schema
+from services.index.registry import Schema, keep_schema
 from services.kv.block_hash import SCHEME
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
@@ -40,7 +40,6 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 _RANKS_LATE_S = 10.0
 _INDEX_TIMEOUT_S = 1.0
-_SCHEMA_RETRY_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,8 @@ async def open_router(
         mirror = Mirror(etcd, keys, name, fleet=config.served_name, observe_staleness=observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
         registry.register(telemetry.OnLoop(MirrorCollector(mirror, pins)))
-        for work in (mirror.run(), pins.run(), _check_schema(etcd, keys, config), garbage.freeze(mirror)):
+        schema = keep_schema(etcd, keys, Schema(config.index_block, SCHEME), lambda: mirror.listings)
+        for work in (mirror.run(), pins.run(), schema, garbage.freeze(mirror)):
             await stack.enter_async_context(_background(work, failed))
         cluster = Cluster(
             _cluster_settings(config),
@@ -141,18 +141,6 @@ def _cluster_settings(config: RouterConfig) -> ClusterSettings:
         plans=config.plan_set,
         placer=PlacerSettings(config.index_block, config.chunk_size, Weights(itl_weight=config.itl_weight)),
     )
-
-
-async def _check_schema(etcd: Etcd, keys: ClusterKeys, config: RouterConfig) -> None:
-    """Refuse a cluster whose blocks are hashed otherwise; wait for etcd as long as it takes."""
-    while True:
-        try:
-            return await check_schema(etcd, keys, Schema(config.index_block, SCHEME))
-        except ConfigError:
-            raise
-        except IsthmusError as error:
-            log.warning("schema_unchecked error=%s", error)
-            await asyncio.sleep(_SCHEMA_RETRY_S)
 
 
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from index.cluster import FakeRank, mirroring, registration
+from index.cluster import SCHEMA, FakeRank, mirroring, registration
 from index.real_etcd import FAST, client, running, until
 from services.errors import ConfigError, StaleGeneration
 from services.index import block_mirror
@@ -18,7 +18,7 @@ from services.index.keys import ClusterKeys, LogKey, pin_name
 from services.index.mirror import Mirror, RankState
 from services.index.pins import Pin, encode_pin
 from services.index.prefix_codec import decode_record
-from services.index.registry import Schema, check_schema, register
+from services.index.registry import Schema, check_schema, keep_schema, register
 from services.kv.types import Generation, RankId, RankKey
 
 
@@ -359,6 +359,8 @@ async def test_an_etcd_that_lost_everything_is_filled_again(tmp_path: Path) -> N
                     rank.store(99)
                     await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
                     assert mirror.ranks[rank.id.key].state is RankState.LIVE
+                    with pytest.raises(ConfigError):  # the cluster's schema was written again
+                        await check_schema(etcd, keys, Schema(128, SCHEMA.hash_scheme))
 
 
 async def test_before_the_first_listing_it_says_so() -> None:
@@ -476,3 +478,30 @@ async def test_the_schema_is_created_once_and_then_compared(etcd: Etcd, keys: Cl
     with pytest.raises(ExceptionGroup) as raised:
         await other.run()
     assert raised.group_contains(ConfigError, match="sha256")
+
+
+async def test_a_router_writes_the_schema_again_when_etcd_is_listed_anew(
+    etcd: Etcd, keys: ClusterKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    listings = 0
+    async with running(keep_schema(etcd, keys, SCHEMA, lambda: listings, 0.001)) as (task,):
+
+        async def until_compared_with(schema: Schema) -> None:
+            async with asyncio.timeout(10.0):
+                while await etcd.get(keys.schema) is None:
+                    await asyncio.sleep(0.005)
+            await check_schema(etcd, keys, schema)
+
+        await until_compared_with(SCHEMA)
+        await etcd.delete(keys.schema)
+        listings = 1
+        await until_compared_with(SCHEMA)
+        await etcd.delete(keys.schema)
+        await check_schema(etcd, keys, Schema(128, SCHEMA.hash_scheme))  # another was first
+        listings = 2
+        await until(lambda: "registry.schema_refused" in caplog.text)
+        assert not task.done()
+    await etcd.delete(keys.schema)
+    await check_schema(etcd, keys, Schema(128, SCHEMA.hash_scheme))
+    with pytest.raises(ConfigError):
+        await keep_schema(etcd, keys, SCHEMA, lambda: 0)
