@@ -51,6 +51,8 @@ class ClusterConfig:
         if self.etcd_ca is None and (self.etcd_cert or self.etcd_key):
             raise ConfigError("--etcd-cert and --etcd-key need --etcd-ca, which turns TLS to etcd on")
         tls = EtcdTls(self.etcd_ca, self.etcd_cert, self.etcd_key) if self.etcd_ca else None
+        if self.etcd_password_file is not None and not self.etcd_user:
+            raise ConfigError("--etcd-password-file needs --etcd-user, whose password it is")
         password = ""
         if self.etcd_password_file is not None:
             try:

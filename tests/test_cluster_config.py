@@ -36,3 +36,8 @@ def test_a_server_without_a_certificate_is_refused(flags):
 def test_a_certificate_for_etcd_without_its_authority_is_refused(flags):
     with pytest.raises(ConfigError, match="--etcd-ca"):
         ClusterConfig(etcd=("localhost:2379",), **flags).etcd_settings()
+
+
+def test_a_password_without_its_user_is_refused():
+    with pytest.raises(ConfigError, match="--etcd-user"):
+        ClusterConfig(etcd=("localhost:2379",), etcd_password_file=Path("password")).etcd_settings()

@@ -19,7 +19,8 @@ _TRANSIENT = frozenset(
         _Code.INTERNAL,
     }
 )
-_TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_NO_USER_TEXT = "user name is empty"  # INVALID_ARGUMENT: we came without a token
+_TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old", _NO_USER_TEXT)
 
 
 class EtcdCompacted(IsthmusError):
@@ -57,7 +58,8 @@ def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
         return EtcdTooLarge(text)
     if code is _Code.NOT_FOUND:
         return NotFound(f"etcd: {text}")
-    if code in (_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED) or "authentication failed" in text:
+    refused = code in (_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED)
+    if refused or "authentication failed" in text or _NO_USER_TEXT in text:
         return ConfigError(f"etcd refuses this user: {text}")
     if code in (_Code.INVALID_ARGUMENT, _Code.FAILED_PRECONDITION, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED):
         return ProtocolError(f"etcd refuses the call: {text}")

@@ -1,12 +1,17 @@
 """Ranks and routers at an etcd that knows users."""
 
+import asyncio
 from pathlib import Path
+
+import pytest
 
 from index.cluster import FakeRank, mirroring, registration
 from index.etcd_users import CHEAP, add_user, require_users
 from index.real_etcd import FAST, client, running, until
+from services.errors import ConfigError
 from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys
+from services.index.mirror import Mirror
 from services.index.pins import PinSettings, PinWriter
 from services.kv.types import Generation, RankId
 
@@ -38,3 +43,14 @@ async def test_a_role_for_the_clusters_prefix_is_enough(tmp_path: Path) -> None:
                 await until(lambda: rank.is_mirrored_by(mirror) and mirror.pin("after") is not None, 30.0)
                 await until(lambda: mirror.degraded is None, 30.0)
                 assert mirror.listings == 1
+
+
+async def test_who_has_forgotten_the_user_ends(tmp_path: Path) -> None:
+    """It can never work: nobody is served by trying for ever."""
+    async with EmbeddedEtcd(tmp_path / "etcd", extra_arguments=(*FAST, CHEAP)) as server:
+        require_users(server)
+        async with client(server.endpoint) as etcd:
+            for run in (FakeRank(etcd, KEYS, registration()).run(), Mirror(etcd, KEYS, "r0").run()):
+                with pytest.raises(ExceptionGroup) as raised:
+                    await asyncio.wait_for(run, 30.0)
+                assert raised.group_contains(ConfigError, match="user name is empty")
