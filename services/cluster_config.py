@@ -43,6 +43,8 @@ class ClusterConfig:
     grace_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
 
     def __post_init__(self) -> None:
+        if self.index_block < 1:
+            raise ConfigError(f"--index-block must be 1 or more, got {self.index_block}")
         if not 0 <= self.trace_sample_ratio <= 1:
             raise ConfigError(f"--trace-sample-ratio is between 0 and 1, got {self.trace_sample_ratio:g}")
 

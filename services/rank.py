@@ -89,7 +89,7 @@ class RankConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
-        positive = ("dp_size", "kv_pages", "page_size", "chunk_size", "max_running_requests", "index_block")
+        positive = ("dp_size", "kv_pages", "page_size", "chunk_size", "max_running_requests")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")

@@ -6,6 +6,7 @@ import pytest
 
 from services.cluster_config import ClusterConfig
 from services.errors import ConfigError
+from services.router.config import RouterConfig
 from services.rpc import TlsConfig
 
 CA, CERT, KEY = Path("ca.pem"), Path("cert.pem"), Path("key.pem")
@@ -41,3 +42,11 @@ def test_a_certificate_for_etcd_without_its_authority_is_refused(flags):
 def test_a_password_without_its_user_is_refused():
     with pytest.raises(ConfigError, match="--etcd-user"):
         ClusterConfig(etcd=("localhost:2379",), etcd_password_file=Path("password")).etcd_settings()
+
+
+@pytest.mark.parametrize("flags", [{"index_block": 0}, {"chunk_size": -5}, {"max_attempts": 0}], ids=str)
+def test_a_router_refuses_sizes_that_cannot_work(flags):
+    """The first process of a cluster decides on its schema."""
+    (name,) = flags
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be 1 or more"):
+        RouterConfig(model="/m", **flags)

@@ -37,8 +37,9 @@ class RouterConfig(ClusterConfig):
         ClusterConfig.__post_init__(self)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
-        if self.max_attempts < 1:
-            raise ConfigError(f"--max-attempts must be 1 or more, got {self.max_attempts}")
+        for name in ("chunk_size", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
         for name in ("max_wait_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 flag = name.replace("_", "-")
