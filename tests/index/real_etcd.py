@@ -29,8 +29,13 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def running(*loops: Any) -> AsyncIterator[list["asyncio.Task[None]"]]:
-    """Run coroutines that never end in the background, and cancel them at the end."""
+async def running(
+    *loops: Any, ends_with: tuple[type[BaseException], ...] = ()
+) -> AsyncIterator[list["asyncio.Task[None]"]]:
+    """Run coroutines in the background, and cancel them at the end.
+
+    They never end by themselves: raises what one ended with, unless the test expects that.
+    """
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
         yield tasks
@@ -38,5 +43,5 @@ async def running(*loops: Any) -> AsyncIterator[list["asyncio.Task[None]"]]:
         for task in tasks:
             task.cancel()
         for task in tasks:
-            with suppress(asyncio.CancelledError, ExceptionGroup):
+            with suppress(asyncio.CancelledError, *ends_with):
                 await task

@@ -291,7 +291,10 @@ async def test_a_torn_registration_and_head_of_its_own_are_written_over(
 async def test_a_new_life_takes_over_and_the_old_one_is_told(etcd: Etcd, keys: ClusterKeys) -> None:
     # Should the lease of the new one lapse, where all stands still, the old one would take its place again.
     old, new = (FakeRank(etcd, keys, registration(generation=number), ttl_s=2) for number in (1, 2))
-    async with mirroring(etcd, keys) as mirror, running(old.run()) as (old_task,):
+    async with (
+        mirroring(etcd, keys) as mirror,
+        running(old.run(), ends_with=(ExceptionGroup,)) as (old_task,),
+    ):
         old.store(1, 2, 3)
         await until(lambda: old.is_mirrored_by(mirror))
         async with running(new.run()):
@@ -310,7 +313,10 @@ async def test_a_new_life_takes_over_and_the_old_one_is_told(etcd: Etcd, keys: C
 
 async def test_an_old_life_that_wakes_up_does_not_come_back(etcd: Etcd, keys: ClusterKeys) -> None:
     old, new = (FakeRank(etcd, keys, registration(generation=number), ttl_s=1) for number in (1, 2))
-    async with mirroring(etcd, keys) as mirror, running(old.run()) as (old_task,):
+    async with (
+        mirroring(etcd, keys) as mirror,
+        running(old.run(), ends_with=(ExceptionGroup,)) as (old_task,),
+    ):
         await until(lambda: old.is_mirrored_by(mirror))
         async with running(new.run()):
             await until(lambda: new.is_mirrored_by(mirror))

@@ -137,14 +137,16 @@ async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
         await until(lambda: writer.written == 2)
 
 
-async def test_the_queue_is_bounded_while_etcd_is_away() -> None:
+async def test_the_queue_is_bounded_while_etcd_is_away(caplog: pytest.LogCaptureFixture) -> None:
     async with client("127.0.0.1:1", timeout_s=0.1) as nowhere:
         writer = PinWriter(nowhere, ClusterKeys("c"), unknown, SETTINGS)
         async with running(writer.run()) as (task,):
             for number in range(300):
                 writer.pin(f"{number}", D0)
             assert (len(writer._queue), writer.dropped) == (250, 50)
-            await until(lambda: writer._wake.is_set())
+            await until(lambda: caplog.text.count("pins.retry queued=250") >= 2)
+            writer.pin("300", D0)
+            assert (len(writer._queue), writer.dropped) == (250, 51)
             assert not task.done()
 
 
