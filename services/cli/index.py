@@ -65,8 +65,9 @@ async def _read_etcd(config: IndexConfig) -> str:
 
 
 def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
-    """Pages are in use (of which evictable) / all; `pending` is in prompt tokens."""
-    headings = (*_BASE, "trust", "running", "waiting", "pending", "tokens/s", "pages", "note")
+    """`behind`: what is known of the rank. Pages are in use (of which evictable) / all; `pending`: prompt
+    tokens."""
+    headings = (*_BASE, "behind", "trust", "running", "waiting", "pending", "tokens/s", "pages", "note")
     table = format_table(headings, [_answered(rank) for rank in answer.ranks])
     lines = [f"the index is {answer.staleness_s:.3f} s behind the ranks"]
     if answer.degraded:
@@ -85,6 +86,7 @@ def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
         rank.epoch,
         rank.next_sequence,
         _age(rank.record_age_s, rank.current),
+        f"{rank.staleness_s:.3f} s",
         f"{rank.trust:.2f}",
         load.running,
         load.waiting,

@@ -95,6 +95,7 @@ class RankStatus:
     now: RankNow
     excluded: str
     unregistered_s: float
+    staleness_s: float
 
 
 class Cluster:
@@ -349,6 +350,7 @@ class Cluster:
             balance.now(key),
             self._exclusion(view.registration, 1, frozenset(), math.inf),
             self._mirror.unregistered_s(view),
+            self._mirror.rank_staleness_s(key),
         )
 
     def _exclusion(

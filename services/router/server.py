@@ -169,4 +169,5 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
         prefill_tokens_per_s=status.now.tokens_per_s,
         excluded=status.excluded,
         unregistered_s=status.unregistered_s,
+        staleness_s=status.staleness_s,
     )

@@ -91,6 +91,7 @@ def test_the_index_shows_trust_and_load():
         epoch=2,
         next_sequence=34,
         record_age_s=0.056,
+        staleness_s=0.3,
         current=True,
         trust=0.5,
         load=load,
@@ -99,7 +100,7 @@ def test_the_index_shows_trust_and_load():
         excluded="draining",
     )
     gap = generation_pb2.RankStatus(
-        rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect", unregistered_s=61.7
+        rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect", unregistered_s=61.7, staleness_s=90.25
     )
     answer = generation_pb2.ListRanksResponse(ranks=[rank, gap], staleness_s=0.25)
     said, headings, _, first, second = format_answer(answer).splitlines()
@@ -113,6 +114,8 @@ def test_the_index_shows_trust_and_load():
         "34",
         "0.056",
         "s",
+        "0.300",
+        "s",
         "0.50",
         "3",
         "2",
@@ -121,7 +124,7 @@ def test_the_index_shows_trust_and_load():
         "5+90/100",
         "draining",
     ]
-    assert "incomplete" in second and second.endswith("no key in etcd for 62 s")
+    assert "incomplete  90.250 s" in second and second.endswith("no key in etcd for 62 s")
 
 
 def test_an_empty_cluster():

@@ -27,6 +27,17 @@ async def test_the_ranks_are_read_from_etcd_alone(etcd_endpoint, model_dir, clus
         await cluster.assert_nothing_held()
 
 
+async def test_a_router_says_how_far_each_rank_is_behind(
+    monkeypatch, etcd_endpoint, model_dir, cluster_name, capsys
+):
+    monkeypatch.setattr(Mirror, "rank_staleness_s", lambda mirror, rank: 7.5 + rank.rank)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        flags = [f"--router=127.0.0.1:{cluster.routers[0].server.port}"]
+        assert await asyncio.to_thread(index.run, flags) == 0
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert [f"{7.5 + number:.3f} s" in row for row, number in zip(rows, (0, 1, 0), strict=True)] == [True] * 3
+
+
 async def test_what_etcd_refuses_is_said_at_once(monkeypatch, etcd_endpoint, cluster_name):
     async def refused(mirror):
         raise ExceptionGroup("of a TaskGroup", [ConfigError("etcd refuses the user")])

@@ -216,7 +216,7 @@ class ListRanksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded", "unregistered_s")
+    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded", "unregistered_s", "staleness_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,7 @@ class RankStatus(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     UNREGISTERED_S_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_S_FIELD_NUMBER: _ClassVar[int]
     rank: _common_pb2.RankId
     role: _common_pb2.Role
     state: str
@@ -249,7 +250,8 @@ class RankStatus(_message.Message):
     prefill_tokens_per_s: float
     excluded: str
     unregistered_s: float
-    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ..., unregistered_s: _Optional[float] = ...) -> None: ...
+    staleness_s: float
+    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ..., unregistered_s: _Optional[float] = ..., staleness_s: _Optional[float] = ...) -> None: ...
 
 class ListRanksResponse(_message.Message):
     __slots__ = ("ranks", "staleness_s", "degraded")
