@@ -16,9 +16,10 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
 
@@ -39,6 +40,7 @@ _Metadata = tuple[tuple[str, str], ...]
 # A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).
 _HAS_LEADER: _Metadata = (("hasleader", "true"),)
 _MAX_RESPONSE_BYTES = 128 << 20
+_MAX_AHEAD = 8  # messages of a stream that wait for its reader; beyond that, HTTP/2 holds up the sender
 _AUTH_OFF = ""  # in place of a token
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -82,12 +84,20 @@ def unobserved(method: str, took_s: float, failed: bool) -> None:
 
 
 class EtcdStream(Generic[_Request, _Response]):
-    """One open bidirectional stream; any error ends it. Close it always."""
+    """One open bidirectional stream; any error ends it. Close it always.
+
+    What comes is received by one task for the whole stream, a little ahead of the reader: a watch brings
+    thousands of messages a second, and a task, a wait and a timer for each cost as much as receiving it.
+    """
 
     def __init__(self, call: Any, failed: Callable[[BaseException], IsthmusError]) -> None:
         self._call = call
         self._failed = failed
-        self._reading: asyncio.Future[Any] | None = None
+        self._received: deque[_Response] = deque()
+        self._room = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for
+        self._receiving = asyncio.create_task(self._receive())
+        self._receiving.add_done_callback(self._ended)
 
     async def write(self, request: _Request) -> None:
         """Raises Unavailable, or what `rename` says."""
@@ -101,23 +111,14 @@ class EtcdStream(Generic[_Request, _Response]):
 
         Raises Unavailable when the stream has ended, or what `rename` says.
         """
-        # A cancelled read would cancel the whole RPC, so the reading outlives our patience.
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._call.read())
-            # What it raises after `close` is nobody's concern.
-            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
-        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
-        if not done:
-            return None
-        reading, self._reading = self._reading, None
-        try:
-            response = reading.result()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
-            raise self._failed(error) from error
-        if response is grpc.aio.EOF:
-            raise self._failed(Unavailable("etcd ended the stream"))
-        message: _Response = response
-        return message
+        if not self._received and not self._receiving.done():
+            await self._wait_for_news(timeout_s)
+        if self._received:
+            self._room.set()
+            return self._received.popleft()
+        if self._receiving.done():
+            self._raise_end()
+        return None
 
     def silent(self, error: IsthmusError) -> IsthmusError:
         """Nothing came where something had to: the endpoint is left. Returns `error`, to be raised.
@@ -128,8 +129,42 @@ class EtcdStream(Generic[_Request, _Response]):
 
     def close(self) -> None:
         self._call.cancel()
-        if self._reading is not None:
-            self._reading.cancel()
+        self._receiving.cancel()
+
+    async def _wait_for_news(self, timeout_s: float) -> None:
+        # A cancelled read would cancel the whole RPC: only the waiting for it is given up.
+        loop = asyncio.get_running_loop()
+        self._news = loop.create_future()
+        timer = loop.call_later(timeout_s, self._tell)
+        try:
+            await self._news
+        finally:
+            timer.cancel()
+            self._news = None
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def _receive(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            self._received.append(message)
+            self._tell()
+            while len(self._received) >= _MAX_AHEAD:
+                self._room.clear()
+                await self._room.wait()
+
+    def _ended(self, receiving: asyncio.Task[None]) -> None:
+        if not receiving.cancelled():
+            receiving.exception()  # is told to who reads next; after `close` it is nobody's concern
+        self._tell()
+
+    def _raise_end(self) -> NoReturn:
+        try:
+            self._receiving.result()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            raise self._failed(error) from error
+        raise self._failed(Unavailable("etcd ended the stream"))
 
 
 class EtcdConnection:
