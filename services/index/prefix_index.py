@@ -28,6 +28,7 @@ class PrefixIndex:
         # Two tables, so that a look-up finds the set without an object on the way there.
         self._blocks: dict[RankKey, set[int]] = {}
         self._generations: dict[RankKey, Generation] = {}  # of the life that holds them
+        self.total_blocks = 0  # kept up, for every rank's snapshot asks for it
         self._filter = HolderFilter()
         self._columns: dict[RankKey, int] = {}  # of the filter
         self._by_column: dict[int, tuple[RankKey, set[int]]] = {}
@@ -50,10 +51,6 @@ class PrefixIndex:
         known = self._blocks
         return next((key for key in ranks if block in known.get(key, ())), None)
 
-    @property
-    def total_blocks(self) -> int:
-        return sum(map(len, self._blocks.values()))
-
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
         """The rank holds exactly these; whatever was known of this or another life is forgotten."""
         self.take_snapshot(rank, set(hashes))
@@ -66,6 +63,7 @@ class PrefixIndex:
         (see garbage.py) stays so.
         """
         key, known = rank.key, self._blocks.get(rank.key)
+        self.total_blocks += len(hashes) - len(known or ())
         if known is None or self._generations[key] != rank.generation:
             self._blocks[key], self._generations[key] = hashes, rank.generation
         else:
@@ -87,13 +85,15 @@ class PrefixIndex:
         if self._generations.get(key) != rank.generation:
             return False
         blocks = self._blocks[key]
+        before = len(blocks)
         blocks.difference_update(removed)
         blocks.update(added)
+        self.total_blocks += len(blocks) - before
         self._filter.add(self._columns[key], added)
         return True
 
     def remove_rank(self, key: RankKey) -> None:
-        self._blocks.pop(key, None)
+        self.total_blocks -= len(self._blocks.pop(key, ()))
         self._generations.pop(key, None)
         column = self._columns.pop(key, None)
         if column is not None:
@@ -112,6 +112,7 @@ class PrefixIndex:
             return 0
         before = len(blocks)
         blocks.difference_update(hashes[present_depth:])
+        self.total_blocks -= before - len(blocks)
         return before - len(blocks)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:

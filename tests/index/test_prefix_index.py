@@ -86,6 +86,28 @@ def test_a_later_snapshot_of_the_same_life_replaces_all(first: set[int], second:
         assert {block for block in range(21) if index.holds(life(0).key, block)} == blocks
 
 
+small_sets = st.sets(st.integers(0, 9))
+verbs = st.sampled_from(["snapshot", "delta", "correct", "remove"])
+
+
+@given(st.lists(st.tuples(verbs, st.integers(0, 2), st.integers(1, 2), small_sets, small_sets)))
+def test_the_total_is_what_the_ranks_hold_together(
+    steps: list[tuple[str, int, int, set[int], set[int]]],
+) -> None:
+    index = PrefixIndex()
+    for verb, rank, generation, some, others in steps:
+        match verb:
+            case "snapshot":
+                index.apply_snapshot(life(rank, generation), some)
+            case "delta":
+                index.apply_delta(life(rank, generation), some, others - some)
+            case "correct":
+                index.correct(life(rank).key, sorted(some), 2)
+            case "remove":
+                index.remove_rank(life(rank).key)
+        assert index.total_blocks == sum(index.num_blocks(life(rank).key) for rank in range(3))
+
+
 def test_another_life_changes_nothing_but_its_snapshot_replaces_all() -> None:
     index, key = PrefixIndex(), life(0).key
     assert not index.apply_delta(life(0), [1], [])
