@@ -73,7 +73,10 @@ def prefix_end(prefix: bytes) -> bytes:
 
 
 def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
-    return etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=key, value=value, lease=lease_id))
+    operation = etcd_pb2.RequestOp()
+    put = operation.request_put  # filled in place: a message that is handed over is written out and parsed
+    put.key, put.value, put.lease = key, value, lease_id
+    return operation
 
 
 def delete_op(key: bytes) -> etcd_pb2.RequestOp:
