@@ -15,12 +15,15 @@ from services.kv.types import CacheEvents
 
 Blocks = NDArray[np.int64]
 _RANDOM_BITS = 24
+# Drawn once for all ranks, and no two alike: drawing costs more than all the rest.
+_RANDOM: Blocks = np.random.default_rng(0).permutation(1 << 20)
+_RANDOM.flags.writeable = False
 
 
-def stamps(now_s: float, count: int, rng: np.random.Generator) -> Blocks:
+def stamps(now_s: float, count: int, seed: int) -> Blocks:
     """Hashes that say when they were made, to the microsecond."""
-    first = int(now_s * 1e6) << _RANDOM_BITS
-    return first + rng.integers(0, 1 << _RANDOM_BITS, count)
+    start = seed % (len(_RANDOM) - count)
+    return (int(now_s * 1e6) << _RANDOM_BITS) + _RANDOM[start : start + count]
 
 
 def stamped_s(block: int) -> float:
@@ -34,9 +37,10 @@ class SimulatedLedger(HashLedger):
         super().__init__()
         self._blocks_per_s = blocks_per_s
         self._clock = clock
-        self._rng = np.random.default_rng(seed)
+        self._seed = seed
         self._drawn_s = clock()
-        self._ring = stamps(self._drawn_s, capacity, self._rng)  # oldest first
+        self._ring = self._draw(capacity)
+        self._oldest = 0  # where in the ring
 
     def __repr__(self) -> str:
         return f"SimulatedLedger(blocks={len(self._ring)})"
@@ -54,19 +58,27 @@ class SimulatedLedger(HashLedger):
     def take_delta(self, max_hashes: int) -> tuple["array[int]", "array[int]"]:  # type: ignore[override]
         count = min(self._num_due(), max_hashes // 2, len(self._ring))
         # Stamped with the time of the oldest: nothing of the delta is older.
-        added = stamps(self._drawn_s, count, self._rng)
-        removed, self._ring = self._ring[:count], np.concatenate((self._ring[count:], added))
+        added, oldest = self._draw(count), self._oldest
+        at_end = min(count, len(self._ring) - oldest)
+        removed = _packed(self._ring[oldest : oldest + at_end]) + _packed(self._ring[: count - at_end])
+        self._ring[oldest : oldest + at_end] = added[:at_end]
+        self._ring[: count - at_end] = added[at_end:]
+        self._oldest = (oldest + count) % len(self._ring)
         self._drawn_s = self._clock()
-        return _packed(added), _packed(removed)
+        return _packed(added), removed
 
     def take_snapshot(self) -> "array[int]":  # type: ignore[override]
         self.take_delta(len(self._ring))
         self.needs_snapshot = False
         return _packed(self._ring)
 
+    def _draw(self, count: int) -> Blocks:
+        self._seed += 7919 * count  # another part of what is drawn for every delta
+        return stamps(self._drawn_s, count, self._seed)
+
     def _num_due(self) -> int:
         return int(self._blocks_per_s * (self._clock() - self._drawn_s))
 
 
 def _packed(blocks: Blocks) -> "array[int]":
-    return array("Q", blocks.astype(np.uint64).tobytes())
+    return array("Q", blocks.tobytes())
