@@ -181,11 +181,12 @@ async def _measured(
 ) -> Row:
     await asyncio.sleep(_WARM_UP_S)
     router.process.send_signal(10)  # SIGUSR1
-    pid = _etcd_pid(server)
-    revision, cpu_s, started = await etcd.current_revision(), _cpu_s(pid), time.monotonic()
+    pids = [_etcd_pid(server), *(publisher.process.pid for publisher in publishers)]
+    revision, cpu_s, started = await etcd.current_revision(), _cpu_s(pids), time.monotonic()
     sampled = await _sample(etcd, minutes * 60)
     took_s = time.monotonic() - started
-    etcd_cpu_s, revisions = _cpu_s(pid) - cpu_s, await etcd.current_revision() - revision
+    etcd_cpu_s, *publisher_cpu_s = (after - before for before, after in zip(cpu_s, _cpu_s(pids), strict=True))
+    revisions = await etcd.current_revision() - revision
     seen = await router.last_report()
     written = [await publisher.last_report() for publisher in publishers]
     half = len(sampled.db_bytes) // 2
@@ -203,7 +204,8 @@ async def _measured(
         "in use MiB max": max(sampled.db_in_use_bytes) / 2**20,
         "etcd CPU": etcd_cpu_s / took_s,
         "mirror CPU": seen["cpu_s"] / took_s,
-        "publishers CPU": sum(one["cpu_s"] for one in written) / (took_s + _WARM_UP_S),
+        "publishers CPU": sum(publisher_cpu_s) / took_s,
+        "CPU us a write": (etcd_cpu_s + seen["cpu_s"] + sum(publisher_cpu_s)) / revisions * 1e6,
         "stall ms": seen["stall_s"] * 1000,
         "entries": seen["blocks"],
         "gaps": seen["gaps"],
@@ -229,6 +231,7 @@ def _etcd_pid(server: EmbeddedEtcd) -> int:
     return server.pid
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+def _cpu_s(pids: list[int]) -> list[float]:
+    """What each process has used so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return [(int(one[11]) + int(one[12])) / _TICKS_PER_S for one in fields]

@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import random
-import resource
 import signal
 from collections.abc import AsyncIterator
 
@@ -102,15 +101,13 @@ def _member(arguments: argparse.Namespace, etcd: Etcd, keys: ClusterKeys, number
     return Membership(etcd, keys, SCHEMA, its, publisher_settings=settings, ledger=ledger)
 
 
-def _summary(members: list[Membership]) -> dict[str, float]:
+def _summary(members: list[Membership]) -> dict[str, int]:
     publishers = [member.publisher for member in members]
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "deltas": sum(publisher.deltas_written for publisher in publishers),
         "snapshots": sum(publisher.snapshots_written for publisher in publishers),
         "failures": sum(publisher.failures for publisher in publishers),
         "lease_losses": sum(member.lease_losses for member in members),
-        "cpu_s": usage.ru_utime + usage.ru_stime,
     }
 
 
