@@ -1,14 +1,15 @@
 """Whether a process has started, takes requests and lives, and the answers to those who probe it.
 
-    starting --> serving --> stopping          a child's phases, as services/notify.py reports them
-                    |
-                    +-- not heard of for a minute: it hangs, and its parent ends it
-                           |
-                           +-- nor for another half: not even that helped
+    starting --> waiting --> serving --> stopping     a child's phases, as services/notify.py reports them
+                 |---------------------|
+                    not heard of for a minute: it hangs, and its parent ends it
+                    nor for another half: not even that helped
+
+It waits when nothing but etcd is missing, however long that takes.
 
 On --health-port, for a kubelet's probes:
 
-    GET /startup   200 once it has served: until then a model may be loading for minutes
+    GET /startup   200 once it has waited: until then a model may be loading for minutes
     GET /ready     200 while it takes requests
     GET /live      200 unless nothing but a restart would help
 
@@ -32,6 +33,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 class Phase(Enum):
     STARTING = "starting"
+    WAITING = "waiting for etcd"
     SERVING = "serving"
     STOPPING = "stopping"
 
@@ -52,23 +54,28 @@ class Lifecycle:
     name: str
     clock: Callable[[], float] = time.monotonic
     phase: Phase = Phase.STARTING
-    has_served: bool = False  # in this life or in an earlier one
+    has_started: bool = False  # in this life or in an earlier one
     last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.has_served = self.has_served or phase is Phase.SERVING
+        self.has_started = self.has_started or phase in (Phase.WAITING, Phase.SERVING)
 
     def begin(self) -> None:
         """Another life."""
         self.phase, self.last_beat = Phase.STARTING, None
 
+    @property
+    def beats(self) -> bool:
+        """Is it to be heard of every few seconds?"""
+        return self.phase in (Phase.WAITING, Phase.SERVING)
+
     def health(self) -> Health:
         silent_s = 0.0
-        if self.phase is Phase.SERVING and self.last_beat is not None:
+        if self.beats and self.last_beat is not None:
             silent_s = self.clock() - self.last_beat
         return Health(
-            startup="" if self.has_served else f"{self.name} is {self.phase.value}",
+            startup="" if self.has_started else f"{self.name} is {self.phase.value}",
             ready="" if self.phase is Phase.SERVING else f"{self.name} is {self.phase.value}",
             live="" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s",
         )
@@ -85,7 +92,7 @@ class Silence:
     _heard: float | None = None
 
     def look(self, lifecycle: Lifecycle) -> None:
-        beat = lifecycle.last_beat if lifecycle.phase is Phase.SERVING else None
+        beat = lifecycle.last_beat if lifecycle.beats else None
         self.looks = self.looks + 1 if beat is not None and beat == self._heard else 0
         self._heard = beat
 

@@ -1,7 +1,8 @@
 """A child process tells its parent how it is: sd_notify(3), which systemd understands too.
 
-    READY=1 --> WATCHDOG=1 every few seconds --> STOPPING=1
+    X_WAITING=1 --> READY=1 --> STOPPING=1        and WATCHDOG=1 every few seconds
 
+X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it.
 Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread, which a parent that forks must not
 have.
 """
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
 _BEAT_S = 5.0
 _MAX_MESSAGE_BYTES = 4096
+_WAITING, _READY, _STOPPING = "X_WAITING=1", "READY=1", "STOPPING=1"
+_PHASES = {_WAITING: Phase.WAITING, _READY: Phase.SERVING, _STOPPING: Phase.STOPPING}
 
 
 @contextlib.contextmanager
@@ -44,10 +47,8 @@ def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
 def _hear(receiver: socket.socket, child: Lifecycle) -> None:
     with contextlib.suppress(BlockingIOError):
         for line in receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace").splitlines():
-            if line == "READY=1":
-                child.enter(Phase.SERVING)
-            elif line == "STOPPING=1":
-                child.enter(Phase.STOPPING)
+            if (phase := _PHASES.get(line)) is not None:
+                child.enter(phase)
             child.last_beat = child.clock()
 
 
@@ -67,12 +68,17 @@ class Notifier:
             except OSError as error:
                 log.warning("notify_failed message=%s error=%r", message, str(error))
 
-    async def serve_until(self, stopping: asyncio.Event) -> None:
-        """READY=1 now, WATCHDOG=1 as long as this loop runs, STOPPING=1 once `stopping` is set."""
-        self.send("READY=1")
+    def waits(self) -> None:
+        self.send(_WAITING)
+
+    def serves(self) -> None:
+        self.send(_READY)
+
+    async def beat_until(self, stopping: asyncio.Event) -> None:
+        """WATCHDOG=1 as long as this loop runs, STOPPING=1 once `stopping` is set."""
         while not stopping.is_set():
             self.send("WATCHDOG=1")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BEAT_S):
                     await stopping.wait()
-        self.send("STOPPING=1")
+        self.send(_STOPPING)

@@ -235,18 +235,22 @@ async def run_ranks(
     """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError as open_rank."""
     notifier, stopping = Notifier(), rpc.stop_on_signals()
     async with AsyncExitStack() as stack:
+        beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
+        stack.callback(beating.cancel)
         ranks = []
         for config, own_id, role in zip(configs, own_ids, roles, strict=True):
-            rank = await stack.enter_async_context(open_rank(config, own_id, role, stopping))
+            opening = open_rank(config, own_id, role, stopping, notifier.waits)
+            rank = await stack.enter_async_context(opening)
             ranks.append(rank)
             if stopping.is_set():
                 return
             watchdog = asyncio.create_task(_forward(rank.failed, stopping))
             stack.callback(watchdog.cancel)
             _tell_ready(rank, role)
+        notifier.serves()
         grace_s = configs[0].grace_s
         await asyncio.gather(
-            notifier.serve_until(stopping),
+            beating,
             *(rpc.serve_until_stopped(rank.server, stopping, grace_s, rank.drain) for rank in ranks),
         )
         failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
@@ -269,11 +273,15 @@ def _tell_ready(rank: OpenRank, role: RankRole) -> None:
 
 @asynccontextmanager
 async def open_rank(
-    config: RankConfig, own_id: RankId, role: RankRole, stopping: asyncio.Event | None = None
+    config: RankConfig,
+    own_id: RankId,
+    role: RankRole,
+    stopping: asyncio.Event | None = None,
+    waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
     """A rank from its engine's start to its engine's stop. Raises ConfigError.
 
-    It is open once it is registered, or `stopping` is set.
+    It is open once it is registered, or `stopping` is set. `waits` is called when only etcd is missing.
     """
     stopping = stopping or asyncio.Event()
     registry, failed, engine = CollectorRegistry(), asyncio.Event(), role.engine
@@ -293,6 +301,7 @@ async def open_rank(
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
+        waits()
         membership = await _join(stack, config, role, address, registry, failed, stopping)
         await server.set_serving(not stopping.is_set())
 

@@ -190,7 +190,7 @@ class _Rank:
         return process.returncode
 
     async def _hangs(self) -> None:
-        """Returns when the rank has served and then fallen silent: no signal that asks would be heard."""
+        """Returns when the rank has stood and then fallen silent: no signal that asks would be heard."""
         silence = Silence()
         while silence.looks * _SILENCE_CHECK_S < SILENT_S:
             await asyncio.sleep(_SILENCE_CHECK_S)

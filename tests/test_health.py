@@ -39,20 +39,28 @@ def test_serving_passes_every_probe_and_stopping_all_but_ready():
     assert lifecycle.health() == Health(ready="it is stopping")
 
 
-def test_another_life_is_started_for_a_probe_but_not_ready():
+def test_one_that_waits_for_etcd_has_started_and_is_not_ready():
     lifecycle = Lifecycle("it")
-    lifecycle.enter(Phase.SERVING)
+    lifecycle.enter(Phase.WAITING)
+    assert lifecycle.health() == Health(ready="it is waiting for etcd")
+
+
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SERVING])
+def test_another_life_is_started_for_a_probe_but_not_ready(phase):
+    lifecycle = Lifecycle("it")
+    lifecycle.enter(phase)
     lifecycle.begin()
     assert lifecycle.health() == Health(ready="it is starting")
 
 
-def test_only_one_that_serves_can_be_too_silent():
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SERVING])
+def test_only_one_that_has_started_can_be_too_silent(phase):
     clock = Clock()
     lifecycle = Lifecycle("it", clock)
     lifecycle.last_beat = clock.now
     clock.now += DEAF_S
     assert lifecycle.health().live == ""
-    lifecycle.enter(Phase.SERVING)
+    lifecycle.enter(phase)
     assert lifecycle.health().live == "it has been silent for 90 s"
     lifecycle.last_beat = clock.now
     assert lifecycle.health().live == ""
@@ -136,8 +144,13 @@ async def test_a_child_tells_its_parent(monkeypatch):
         monkeypatch.setenv(NOTIFY_SOCKET, environment[NOTIFY_SOCKET])
         notifier = Notifier()
         assert NOTIFY_SOCKET not in os.environ  # a grandchild must not speak for it
-        task = asyncio.create_task(notifier.serve_until(stopping))
-        await until(lambda: child.phase is Phase.SERVING and child.last_beat is not None)
+        task = asyncio.create_task(notifier.beat_until(stopping))
+        await until(lambda: child.last_beat is not None)
+        assert child.phase is Phase.STARTING
+        notifier.waits()
+        await until(lambda: child.phase is Phase.WAITING)
+        notifier.serves()
+        await until(lambda: child.phase is Phase.SERVING)
         stopping.set()
         await until(lambda: child.phase is Phase.STOPPING)
         await task
@@ -147,7 +160,7 @@ async def test_a_child_tells_its_parent(monkeypatch):
 async def test_a_parent_that_is_gone_is_no_reason_to_fail(monkeypatch, caplog):
     with listening(Lifecycle("child")) as environment:
         notifier = Notifier(environment[NOTIFY_SOCKET])
-    notifier.send("READY=1")
+    notifier.serves()
     assert "notify_failed" in caplog.text
 
 
@@ -155,4 +168,4 @@ async def test_nobody_asked(monkeypatch):
     monkeypatch.delenv(NOTIFY_SOCKET, raising=False)
     stopping = asyncio.Event()
     stopping.set()
-    await Notifier().serve_until(stopping)
+    await Notifier().beat_until(stopping)

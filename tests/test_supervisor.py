@@ -172,8 +172,8 @@ async def test_a_command_that_cannot_start_is_tried_again(tmp_path, caplog):
         await until(lambda: lines(tmp_path / "marks") == ["up"])
 
 
-def announcing(before: str) -> list[str]:
-    """A rank that runs `before`, says that it serves, and says that it stops when it is told to."""
+def announcing(before: str, what: str = "serves") -> list[str]:
+    """A rank that runs `before`, says that it serves (or waits), and that it stops when it is told to."""
     code = (
         "import asyncio, subprocess, sys\n"
         "from services import rpc\n"
@@ -181,10 +181,12 @@ def announcing(before: str) -> list[str]:
         "async def run():\n"
         "    stopping = rpc.stop_on_signals()\n"
         "    subprocess.run(sys.argv[1], shell=True, check=True)\n"
-        "    await Notifier().serve_until(stopping)\n"
+        "    notifier = Notifier()\n"
+        "    getattr(notifier, sys.argv[2])()\n"
+        "    await notifier.beat_until(stopping)\n"
         "asyncio.run(run())\n"
     )
-    return [sys.executable, "-c", code, before]
+    return [sys.executable, "-c", code, before, what]
 
 
 async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
@@ -208,17 +210,20 @@ async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
         assert await asyncio.wait_for(task, LONG_S) == 0
 
 
-async def test_a_rank_that_hangs_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("what", "health"), [("serves", Health()), ("waits", Health(ready="rank 0 is waiting for etcd"))]
+)
+async def test_a_rank_that_hangs_is_killed_and_started_again(what, health, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "_SILENCE_CHECK_S", 0.01)
     marks = tmp_path / "marks"
-    async with supervising([announcing(f"echo >>{marks}")]) as task:
+    async with supervising([announcing(f"echo >>{marks}", what)]) as task:
         (rank,) = task.ranks
-        await until(lambda: rank.health() == Health())
+        await until(lambda: rank.health() == health)
         await asyncio.to_thread(kill_rank, marks, signal.SIGSTOP)
         monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
         await until(lambda: len(lines(marks)) == 2)
         monkeypatch.setattr(supervisor, "SILENT_S", 60.0)
-        await until(lambda: rank.health() == Health())
+        await until(lambda: rank.health() == health)
     assert "rank_hangs" in caplog.text
 
 

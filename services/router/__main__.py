@@ -26,9 +26,13 @@ def main() -> None:
 async def _run(config: RouterConfig, name: str) -> None:
     """Until SIGTERM, or until it cannot go on."""
     stopping, lifecycle = rpc.stop_on_signals(), Lifecycle("the router")
+
+    def waits() -> None:
+        lifecycle.enter(Phase.WAITING)
+
     async with (
         health.answering(config.host, config.health_port, lifecycle.health),
-        open_router(config, name, stopping) as router,
+        open_router(config, name, stopping, waits) as router,
     ):
         if not stopping.is_set():
             _tell_ready(config, router)

@@ -7,7 +7,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +64,14 @@ class OpenRouter:
 
 @contextlib.asynccontextmanager
 async def open_router(
-    config: RouterConfig, name: str, stopping: asyncio.Event | None = None
+    config: RouterConfig,
+    name: str,
+    stopping: asyncio.Event | None = None,
+    waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRouter]:
     """A router from its first look at etcd to its last answer. Raises ConfigError.
 
-    It is open once it knows the ranks, or `stopping` is set.
+    It is open once it knows the ranks, or `stopping` is set. `waits` is called when only etcd is missing.
     """
     stopping, failed = stopping or asyncio.Event(), asyncio.Event()
     registry = CollectorRegistry()
@@ -120,6 +123,7 @@ async def open_router(
             config.host, config.metrics_port, registry, labels
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
+        waits()
         await _wait_for_index(mirror, failed, stopping)
         await server.set_serving(not stopping.is_set())
         yield OpenRouter(name, server, http, metrics_port, generator, cluster, mirror, failed)

@@ -18,9 +18,9 @@ async def probes(port):
             return {}
 
 
-STARTING = {"startup": 503, "ready": 503, "live": 200}
+WAITING = {"startup": 200, "ready": 503, "live": 200}
 SERVING = {"startup": 200, "ready": 200, "live": 200}
-STOPPING = {"startup": 200, "ready": 503, "live": 200}
+STOPPING = WAITING
 
 
 async def until_probes(port, expected):
@@ -42,14 +42,15 @@ async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
         worker = await start_like(
             cluster, "decode", "--worker=probed", "--dp-size=2", f"--health-port={worker_port}"
         )
-        # Without etcd no rank can register, and a router knows none: they live, and heed a signal.
+        # Without etcd no rank can register, and a router knows none: they have started all the same, for a
+        # kubelet ends what does not within its time; they live, and heed a signal.
         waiting_port, ignorant_port = free_ports("127.0.0.1", 2)
         flags = ("--worker=waiting", "--etcd=127.0.0.1:1", f"--health-port={waiting_port}")
         waiting = await start_like(cluster, "decode", *flags)
         flags = ("--port=0", "--http-port=0", "--name=ignorant", "--etcd=127.0.0.1:1")
         ignorant = await start_like(cluster, "router", *flags, f"--health-port={ignorant_port}")
-        await until_probes(waiting_port, STARTING)
-        await until_probes(ignorant_port, STARTING)
+        await until_probes(waiting_port, WAITING)
+        await until_probes(ignorant_port, WAITING)
         await until(lambda: cluster.events("membership.retry", "waiting/0"), "it has only to register")
         assert await waiting.stop() == await ignorant.stop() == 0
         (exited,) = cluster.events("rank_exited", "waiting")
