@@ -1,6 +1,6 @@
 """What every rank process does around its engine, in either role.
 
-    engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
+    /metrics served -> engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
             -> deregistered -> engine stopped
 
@@ -170,6 +170,14 @@ class RankRole:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """/metrics of a rank: of its process alone until there is an engine."""
+
+    registry: CollectorRegistry
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpenRank:
     """A rank that serves and is registered. `failed` is set when it can never work again."""
 
@@ -237,9 +245,14 @@ async def run_ranks(
     async with AsyncExitStack() as stack:
         beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
         stack.callback(beating.cancel)
+        # All of them before the first engine starts: with SGLang that one's start is everybody's.
+        pages = [
+            await stack.enter_async_context(serving_metrics(config, role.role, own_id))
+            for config, own_id, role in zip(configs, own_ids, roles, strict=True)
+        ]
         ranks = []
-        for config, own_id, role in zip(configs, own_ids, roles, strict=True):
-            opening = open_rank(config, own_id, role, stopping, notifier.waits)
+        for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
+            opening = open_rank(config, own_id, role, page, stopping, notifier.waits)
             rank = await stack.enter_async_context(opening)
             ranks.append(rank)
             if stopping.is_set():
@@ -272,10 +285,27 @@ def _tell_ready(rank: OpenRank, role: RankRole) -> None:
 
 
 @asynccontextmanager
+async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> AsyncIterator[MetricsPage]:
+    """From before the engine starts: a model may load for longer than a process may be out of sight.
+
+    Raises ConfigError when the address cannot be bound.
+    """
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    labels = _process_labels(config, role, own_id)
+    port, stop = telemetry.serve_metrics(config.host, config.metrics_port, registry, labels)
+    try:
+        yield MetricsPage(registry, port)
+    finally:
+        await asyncio.to_thread(stop)
+
+
+@asynccontextmanager
 async def open_rank(
     config: RankConfig,
     own_id: RankId,
     role: RankRole,
+    page: MetricsPage,
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
@@ -284,25 +314,20 @@ async def open_rank(
     It is open once it is registered, or `stopping` is set. `waits` is called when only etcd is missing.
     """
     stopping = stopping or asyncio.Event()
-    registry, failed, engine = CollectorRegistry(), asyncio.Event(), role.engine
+    failed, engine = asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
         name = f"{role.role.value}-{own_id}"
         stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
         await engine.start()
         stack.push_async_callback(engine.stop)
-        ProcessCollector(registry=registry)
-        services = role.make_services(registry)
+        services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
         listen = f"{config.host}:{config.port}"
         server = await rpc.open_server(listen, services.register, services.names, config.tls(), serving=False)
         stack.push_async_callback(server.stop)
-        metrics_port, stop_metrics = telemetry.serve_metrics(
-            config.host, config.metrics_port, registry, _process_labels(config, role.role, own_id)
-        )
-        stack.push_async_callback(asyncio.to_thread, stop_metrics)
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
         waits()
-        membership = await _join(stack, config, role, address, registry, failed, stopping)
+        membership = await _join(stack, config, role, address, page.registry, failed, stopping)
         await server.set_serving(not stopping.is_set())
 
         async def drain() -> None:
@@ -312,7 +337,7 @@ async def open_rank(
 
         watchdog = asyncio.create_task(_note_crash(engine, failed))
         stack.callback(watchdog.cancel)
-        yield OpenRank(address, engine, server, drain, metrics_port, failed)
+        yield OpenRank(address, engine, server, drain, page.port, failed)
 
 
 async def _be_noticed() -> None:

@@ -12,7 +12,7 @@ from pair import settled
 from services import rpc
 from services.decode.role import decode_role
 from services.prefill.role import prefill_role
-from services.rank import RankConfig, open_rank, own_rank_id
+from services.rank import RankConfig, open_rank, own_rank_id, serving_metrics
 from services.router.app import open_router
 from services.router.config import RouterConfig
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -95,10 +95,11 @@ class FakeCluster:
     async def start_rank(self, role, worker, index, port=0):
         config = replace(self.base, worker=worker, rank_index=index, port=port)
         own_id = own_rank_id(config)
-        make_role = decode_role if role == "decode" else prefill_role
+        own_role = (decode_role if role == "decode" else prefill_role)(config, own_id)
         stack = AsyncExitStack()
+        page = await stack.enter_async_context(serving_metrics(config, own_role.role, own_id))
         self.ranks[f"{worker}/{index}"] = await stack.enter_async_context(
-            open_rank(config, own_id, make_role(config, own_id))
+            open_rank(config, own_id, own_role, page)
         )
         self._stacks[f"{worker}/{index}"] = stack
 

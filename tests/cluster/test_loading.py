@@ -1,0 +1,42 @@
+"""What a worker's process shows while its model loads."""
+
+import asyncio
+import urllib.request
+from dataclasses import replace
+
+from cluster.harness import FAKE_RANK
+from services import rank, rpc
+from services.decode.role import decode_role
+from services.engine.paged.decode import PagedDecodeEngine
+from services.ports import free_ports
+
+
+async def page(port):
+    url = f"http://127.0.0.1:{port}/metrics"
+    return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+
+
+async def test_every_rank_of_a_process_can_be_scraped_while_the_first_engine_starts(monkeypatch):
+    loading = asyncio.Event()
+
+    async def load(engine):
+        loading.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(PagedDecodeEngine, "start", load)
+    monkeypatch.setattr(rpc, "stop_on_signals", asyncio.Event)
+    ports = free_ports("127.0.0.1", 2)
+    base = replace(FAKE_RANK, etcd=("127.0.0.1:1",), cluster="c")
+    configs = [replace(base, rank_index=index, metrics_port=port) for index, port in enumerate(ports)]
+    own_ids = [rank.own_rank_id(config) for config in configs]
+    roles = [decode_role(config, own_id) for config, own_id in zip(configs, own_ids, strict=True)]
+    running = asyncio.create_task(rank.run_ranks(configs, own_ids, roles))
+    try:
+        async with asyncio.timeout(20):
+            await loading.wait()
+        for index, port in enumerate(ports):
+            labels = f'cluster="c",rank="{index}",role="decode",worker="w"'
+            assert f"process_start_time_seconds{{{labels}}}" in await page(port)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
