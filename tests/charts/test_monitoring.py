@@ -68,19 +68,23 @@ def test_every_file_that_is_there_is_rendered():
         assert len(json.dumps(config_map)) < 1_000_000  # Kubernetes takes a mebibyte
 
 
-def test_the_alert_for_targets_that_are_down_finds_ours():
-    """Prometheus's operator names a job after its Service."""
-    objects = render(ON)
+@pytest.mark.parametrize("release", ["isthmus", "a-release-with-a-name-of-more-than-forty-letters"])
+def test_the_alert_for_targets_that_are_down_finds_ours(release):
+    """Prometheus's operator would name a job after its Service, whose name is cut."""
+    objects = render(ON, release=release)
     (expression,) = {
         rule["expr"]
-        for item in of_release(objects, "PrometheusRule", "alerts-").values()
+        for item in objects.of("PrometheusRule").values()
         for group in item["spec"]["groups"]
         for rule in group["rules"]
         if rule["expr"].startswith("up{")
     }
     pattern = re.search(r'job=~"([^"]+)"', expression)[1]
-    for service in objects.of("Service").values():
-        assert re.fullmatch(pattern, service["metadata"]["name"])
+    monitors = objects.of("ServiceMonitor").values()
+    relabelings = [item for m in monitors for end in m["spec"]["endpoints"] for item in end["relabelings"]]
+    assert {item["targetLabel"] for item in relabelings} == {"job"}
+    jobs = {item["replacement"] for item in relabelings}
+    assert len(jobs) == 4 and all(re.fullmatch(pattern, job) for job in jobs)
 
 
 def test_every_metrics_port_is_scraped_through_a_service_that_has_it():
