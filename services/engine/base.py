@@ -49,7 +49,8 @@ class Engine(Protocol):
         """Prompt and output together never exceed it."""
 
     async def start(self) -> None:
-        """Load the model and start the engine's thread. Raises ConfigError with the reason."""
+        """Load the model and start the engine's thread. Raises ConfigError with the reason, or Unavailable
+        where another start may do."""
 
     async def stop(self) -> None:
         """End every request with Unavailable and stop the thread; returns when it has. May be repeated."""

@@ -65,6 +65,11 @@ class SglangProcess:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal that killed it."""
+        return None if self._process is None else self._process.returncode
+
     def last_error(self) -> str:
         """The line that most probably says why it ended."""
         telling = [line for line in self._lines if "Error" in line or "error:" in line]

@@ -43,9 +43,9 @@ from services.ports import free_ports
 
 log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 900.0  # weights of a large model are read from a cold disk
 _ACTIVE_TIMEOUT_S = 15.0
 _HEALTH_POLL_S = 0.2
+_REFUSED = 2  # argparse's exit code
 _LOAD_POLL_S = 0.25
 _REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
 _MAX_ROOMS = 4096
@@ -112,7 +112,12 @@ class SglangWorker:
     # -- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Started by the first of its ranks; the others wait. Raises ConfigError."""
+        """Started by the first of its ranks; the others wait, as long as SGLang takes to load.
+
+        Raises:
+            ConfigError: SGLang refuses its flags, or runs without our plugin.
+            Unavailable: it ended; it may start another time, for memory or a GPU may be taken.
+        """
         async with self._starting:
             self._users += 1
             if self._users > 1:
@@ -173,15 +178,14 @@ class SglangWorker:
             self._folder.cleanup()
 
     async def _until_healthy(self) -> None:
+        """However long that takes: how long a model may load is the start-up probe's to know."""
         assert self._process is not None
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                while not await self.http.healthy():
-                    if self._process.ended.is_set():
-                        raise ConfigError(f"SGLang ended while starting: {self._process.last_error()}")
-                    await asyncio.sleep(_HEALTH_POLL_S)
-        except TimeoutError:
-            raise ConfigError(f"SGLang was not healthy within {_START_TIMEOUT_S:g} s") from None
+        while not await self.http.healthy():
+            if self._process.ended.is_set() or self._broken.is_set():
+                refused = self._process.exit_code == _REFUSED
+                error = ConfigError if refused else Unavailable
+                raise error(f"SGLang ended while starting: {self._process.last_error()}")
+            await asyncio.sleep(_HEALTH_POLL_S)
 
     async def _until_active(self) -> None:
         """Every process that holds KV must have told us that our plugin is active in it."""

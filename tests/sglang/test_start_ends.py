@@ -1,0 +1,40 @@
+"""How SGLang's start ends where it does; in its place is a process that does what a test wants."""
+
+import sys
+
+import pytest
+
+from services.errors import ConfigError, Unavailable
+from services.kv.types import Generation, RankId
+from sglang_settings import sglang_settings
+
+
+@pytest.fixture
+def start(checkpoint, monkeypatch):
+    """Starts a worker whose SGLang is `python *command`."""
+    from services.engine.sglang import worker
+
+    async def run(*command):
+        class Program(worker.SglangProcess):
+            def __init__(self, arguments, environment):
+                super().__init__(arguments, environment)
+                self._command = [sys.executable, *command]
+
+        monkeypatch.setattr(worker, "SglangProcess", Program)
+        await worker.SglangWorker(sglang_settings(checkpoint), {0: RankId("w", 0, Generation(1))}).start()
+
+    return run
+
+
+async def test_a_flag_that_sglang_refuses_is_a_setting_that_cannot_work(start):
+    with pytest.raises(ConfigError, match="error: unrecognized arguments: --no-such-flag"):
+        await start("-m", "sglang.launch_server", "--model-path=m", "--no-such-flag")
+
+
+@pytest.mark.parametrize(
+    "code", ["raise MemoryError('CUDA out of memory')", "import os; print('MemoryError'); os.abort()"]
+)
+async def test_an_sglang_that_ends_may_start_another_time(start, code):
+    """Its memory or its GPU may be taken: exit code 78 would say that only a person can help."""
+    with pytest.raises(Unavailable, match=r"SGLang ended while starting: .*MemoryError"):
+        await start("-c", code)
