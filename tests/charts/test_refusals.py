@@ -1,5 +1,7 @@
 """Nonsense is refused before anything is installed, with a sentence that names the value."""
 
+import json
+
 import helm_python
 import pytest
 
@@ -117,23 +119,64 @@ def test_what_does_not_go_together_is_refused(case):
     assert sentence in str(refusal.value)
 
 
-def founded_with(chart, members):
-    """As if the cluster had an etcd of so many members: rendered offline, Helm finds nothing there."""
-    refusals = chart / "templates" / "_refusals.tpl"
+TLS = {"etcd": {"tls": {"secretName": "s"}}}
+STATEFUL_SET = 'lookup "apps/v1" "StatefulSet" .Release.Namespace $name'
+CLAIM = (
+    'lookup "v1" "PersistentVolumeClaim" $.Release.Namespace (printf "data-%s-%d" $name $member)'
+)  # fmt: skip
+
+
+def found(chart, lookup, instead):
+    """As if the cluster had that: rendered offline, Helm finds nothing there."""
+    refusals = chart / "templates" / "_etcd_refusals.tpl"
     text = refusals.read_text()
-    lookup = 'lookup "apps/v1" "StatefulSet" .Release.Namespace $name'
     assert text.count(lookup) == 1
-    refusals.write_text(text.replace(lookup, f'dict "spec" (dict "replicas" {members})'))
+    refusals.write_text(text.replace(lookup, instead))
+
+
+def running(chart, values):
+    """The etcd that the values give."""
+    spec = json.dumps(json.dumps(render(values).of("StatefulSet")["etcd"]))
+    found(chart, STATEFUL_SET, f"fromJson {spec}")
+
+
+def refused(values, chart):
+    with pytest.raises(helm_python.HelmRenderError) as refusal:
+        render(merged(LEAST, values), chart)
+    return str(refusal.value)
 
 
 def test_the_members_of_an_etcd_that_runs_stay_as_many(chart_copy):
-    founded_with(chart_copy, 3)
+    running(chart_copy, LEAST)
     assert render(LEAST, chart_copy).of("StatefulSet")["etcd"]["spec"]["replicas"] == 3
-    with pytest.raises(helm_python.HelmRenderError) as refusal:
-        render(merged(LEAST, {"etcd": {"replicas": 5}}), chart_copy)
-    assert "etcd.replicas is 5, and isthmus-etcd has 3 members" in str(refusal.value)
+    assert "etcd.replicas is 5, and isthmus-etcd has 3 members" in refused(
+        {"etcd": {"replicas": 5}}, chart_copy
+    )
     external = {"etcd": {"replicas": 5, "external": {"endpoints": ["e:2379"]}}}
     assert "etcd" not in render(merged(LEAST, external), chart_copy).of("StatefulSet")
+
+
+@pytest.mark.parametrize(("now", "wanted", "how"), [({}, TLS, "without TLS"), (TLS, {}, "with TLS")])
+def test_members_that_know_each_other_by_their_urls_keep_them(now, wanted, how, chart_copy):
+    running(chart_copy, merged(LEAST, now))
+    render(merged(LEAST, now), chart_copy)
+    sentence = f"etcd.tls.secretName: the members of isthmus-etcd know each other {how}"
+    assert sentence in refused(wanted, chart_copy)
+
+
+def test_a_single_member_needs_no_other_s_url(chart_copy):
+    one = merged(LEAST, {"etcd": {"replicas": 1}})
+    running(chart_copy, one)
+    render(merged(one, TLS), chart_copy)
+
+
+def test_the_volumes_of_an_earlier_release_fit_as_many_members(chart_copy):
+    """helm uninstall leaves them."""
+    found(chart_copy, CLAIM, "lt $member 3")
+    render(LEAST, chart_copy)
+    sentence = "etcd.replicas is 1, and of an earlier isthmus-etcd with 3 members the volume claims are left"
+    assert sentence in refused({"etcd": {"replicas": 1}}, chart_copy)
+    render(merged(LEAST, {"etcd": {"replicas": 1, "persistence": {"enabled": False}}}), chart_copy)
 
 
 @pytest.mark.parametrize("component", ["router", "prefill", "decode"])

@@ -90,7 +90,7 @@ def test_notes_tell_how_to_send_the_first_request():
     assert "random" not in notes
     assert "The model is small and random" in rendered("laptop").notes
     assert "etcd keeps its data in its pod only" in rendered("laptop").notes
-    assert "etcd has 3 member(s) for good" in notes
+    assert "etcd has 3 member(s), without TLS between them, for good" in notes
     assert "--cacert ca.crt" in rendered("production").notes
     assert "https://isthmus:8000" in rendered("production").notes
     assert "--cert " not in rendered("production").notes

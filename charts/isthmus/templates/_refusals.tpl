@@ -31,19 +31,7 @@
 {{- if and .Values.tls.mutual (not .Values.tls.secretName) -}}
 {{- fail "tls.mutual needs tls.secretName" -}}
 {{- end -}}
-{{- $etcd := .Values.etcd -}}
-{{- if not $etcd.external.endpoints -}}
-{{- $replicas := int $etcd.replicas -}}
-{{- if and (not $etcd.persistence.enabled) (ne $replicas 1) -}}
-{{- fail (printf "etcd.replicas is %d: without etcd.persistence a member that is replaced can never join the others again; set it to 1" $replicas) -}}
-{{- end -}}
-{{- $name := printf "%s-etcd" (include "isthmus.fullname" .) -}}
-{{- with lookup "apps/v1" "StatefulSet" .Release.Namespace $name -}}
-{{- if ne (int .spec.replicas) $replicas -}}
-{{- fail (printf "etcd.replicas is %d, and %s has %d members: that is fixed at the first install. Keep it, or delete that StatefulSet and its volumes first" $replicas $name (int .spec.replicas)) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
+{{- if not .Values.etcd.external.endpoints }}{{ include "isthmus.etcdRefusals" . }}{{ end -}}
 {{- if and .Values.etcd.external.user (not .Values.etcd.external.endpoints) -}}
 {{- fail "etcd.external.user is for etcd.external.endpoints: the chart's own etcd has no users" -}}
 {{- end -}}
