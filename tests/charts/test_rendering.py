@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,19 @@ def test_pins_agree_with_those_of_the_services():
 
     ours, theirs = pins("constraints.txt"), pins("constraints-charts.txt")
     assert {name: version for name, version in theirs.items() if ours.get(name, version) != version} == {}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md"])
+def test_an_install_that_is_shown_starts_from_a_sample(page):
+    """The defaults alone have no room for a model of any size."""
+    text = (CHART.parents[1] / page).read_text().replace("\\\n", "")
+    commands = re.findall(r"^helm install .*charts/isthmus .*$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        file, settings = re.search(r"-f (\S+)", command), re.findall(r"--set (\S+)=(\S+)", command)
+        assert file and Path(file[1]).stem in SAMPLES, command
+        values = sample(Path(file[1]).stem)
+        for name, value in settings:
+            parent, key = name.split(".")
+            values = merged(values, {parent: {key: value}})
+        render(values)
