@@ -43,7 +43,7 @@ def render(values: dict[str, Any], chart: Path = CHART, release: str = RELEASE) 
         texts = loaded.render(values, name=release, namespace=NAMESPACE)
     notes = texts.pop("isthmus/templates/NOTES.txt")
     objects = [found for text in texts.values() for found in yaml.safe_load_all(text) if found]
-    return Objects(objects, notes)
+    return Objects(objects, notes, release)
 
 
 @cache
@@ -56,11 +56,12 @@ def rendered(name: str) -> "Objects":
 class Objects:
     all: list[dict[str, Any]]
     notes: str
+    release: str = RELEASE  # one that contains isthmus, so that names begin with it
 
     def of(self, kind: str) -> dict[str, dict[str, Any]]:
         """By name without the release's."""
         found = [item for item in self.all if item["kind"] == kind]
-        return {item["metadata"]["name"].removeprefix(f"{RELEASE}-"): item for item in found}
+        return {item["metadata"]["name"].removeprefix(f"{self.release}-"): item for item in found}
 
     def workloads(self) -> dict[str, dict[str, Any]]:
         return self.of("Deployment") | self.of("StatefulSet")
@@ -79,7 +80,7 @@ class Objects:
         """Of its pod `number`, as the container gets them."""
         container = self.container(component)
         variables = {env["name"]: env.get("value") for env in container["env"]}
-        variables["POD_NAME"] = f"{RELEASE}-{component}-{number}"
+        variables["POD_NAME"] = f"{self.release}-{component}-{number}"
         return [_expand(text, variables) for text in container["args"]]
 
     def config(self, component: str) -> Any:

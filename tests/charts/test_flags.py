@@ -59,6 +59,15 @@ def test_engines_accept_their_settings(name, role, tmp_path):
         assert "--enable-dp-attention" in worker.arguments(1)
 
 
+def test_releases_are_clusters_of_their_own():
+    """They may share an etcd, where two of one name would register the same ranks, and a Prometheus."""
+    for component in OURS:
+        assert render(LEAST).config(component).cluster == "llm-isthmus"
+        assert render(LEAST, release="isthmus-b").config(component).cluster == "llm-isthmus-b"
+        assert render(merged(LEAST, {"flags": {"cluster": "c"}})).config(component).cluster == "c"
+    assert "--cluster=llm-isthmus" in render(LEAST).notes
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_all_services_of_a_release_are_one_cluster(name):
     configs = [rendered(name).config(component) for component in OURS]

@@ -40,7 +40,13 @@
 {{- end -}}
 {{- with $values.etcd.external.user }}{{ $_ := set $set "etcd-user" . }}{{ end -}}
 {{- if $values.etcd.external.passwordSecret }}{{ $_ := set $set "etcd-password-file" "/etc/isthmus/etcd-password/password" }}{{ end -}}
+{{- $_ := set $set "cluster" (include "isthmus.cluster" .root) -}}
 {{- include "isthmus.flags" (mergeOverwrite (deepCopy $values.flags) .values.flags .own $set) -}}
+{{- end -}}
+
+{{/* Releases that share an etcd, or a Prometheus, are told apart by it. */}}
+{{- define "isthmus.cluster" -}}
+{{- index .Values.flags "cluster" | default (printf "%s-%s" .Release.Namespace .Release.Name) -}}
 {{- end -}}
 
 {{- define "isthmus.etcdEndpoints" -}}
