@@ -112,7 +112,7 @@ dashboards: $(OBSERVE_STAMP) ## write the chart's Grafana dashboards
 setup-observe: $(STAMP) $(OBSERVE_STAMP) $(OBSERVE)/.check ## install what alerts and dashboards are checked with (needs npm)
 
 observe-check: setup-observe ## alerts through promtool, dashboards against Grafana's types
-	$(OBSERVE_TESTS) tests/alerts tests/observe/test_types.py
+	$(OBSERVE_TESTS) tests/alerts tests/observe/test_types.py tests/observe/test_expressions.py
 
 observe-test: observe-check $(OBSERVE)/.draw ## a real Prometheus watches a cluster; Grafana's panels draw it (needs chromium)
 	$(OBSERVE_TESTS) tests/observe/test_live.py tests/observe/test_screenshots.py

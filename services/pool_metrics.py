@@ -24,6 +24,7 @@ class RequestMetrics:
             ["outcome"],
             registry=registry,
         )
+        self._requests.labels("finished")  # alerts compare with it from the beginning
         self._transfer_failures = Counter(
             "isthmus_transfer_failures",
             "Requests of this rank that ended because the rank at the other end of the transfer failed.",

@@ -22,6 +22,7 @@ from services.pool_metrics import RequestMetrics
 def test_each_end_has_its_name(ends_with, outcome):
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry)
+    assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": "finished"}) == 0
     try:
         with metrics.counted():
             if ends_with is not None:

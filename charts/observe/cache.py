@@ -23,6 +23,8 @@ def _increase(metric: str, by: str = "") -> str:
 
 def cache() -> Dashboard:
     placed = _rate("isthmus_placed_prompt_tokens_total", _BY_RANK, RANK)
+    # A rank that nothing was ever sent to has no series of its own.
+    ranks = f"count by (role) (max by ({_BY_RANK}) (isthmus_rank_up{{{RANK}}}) == 1)"
     return board(
         "isthmus-cache",
         "Isthmus / Cache and routing",
@@ -93,9 +95,9 @@ def cache() -> Dashboard:
                     graph(
                         "How evenly prompts are spread",
                         "short",
-                        "Prompt tokens of the busiest rank against the mean of its role: 1 is perfectly even, "
+                        "Prompt tokens of the busiest rank against the mean of those of its role that are up: 1 is even, "
                         "the number of ranks means that one takes everything.",
-                        Query(f"max by (role) ({placed}) / avg by (role) ({placed})", "{{role}}"),
+                        Query(f"max by (role) ({placed}) / (sum by (role) ({placed}) / {ranks})", "{{role}}"),
                     ),
                     graph(
                         "Conversations with a pin",
