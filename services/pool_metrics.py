@@ -11,7 +11,9 @@ from prometheus_client.registry import Collector
 from services.errors import DeadlineExceeded, PeerFailed
 from services.kv.types import RankLoad
 
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+# Up to what a request may wait: the routers' --max-wait-s.
+SECONDS = (*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class RequestMetrics:

@@ -279,7 +279,8 @@ class _Answer:
             progress.span.add_event("first_token")
             self._metrics.first_token(progress)
         else:
-            self._metrics.tokens(num_tokens, now - progress.last_tokens_at_s)
+            self._metrics.next_tokens(num_tokens, now - progress.last_tokens_at_s)
+        self._metrics.generated(num_tokens)
         progress.last_tokens_at_s = now
 
     def _stages(self) -> Stages:

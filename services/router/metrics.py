@@ -15,7 +15,9 @@ from services.router.cluster import Cluster, Placed
 from services.router.progress import Progress
 from services.router.stages import STAGES
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# Up to what a request may wait (--max-wait-s), and whole requests to their time (--request-timeout-s).
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REQUEST_SECONDS = (*_SECONDS, 1200.0, 3600.0)
 _STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
 _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
 _RANK = ("role", "worker", "rank")
@@ -45,7 +47,10 @@ class RouterMetrics:
             registry=registry,
         )
         self._duration = Histogram(
-            "isthmus_request_seconds", "Request received until its end.", buckets=_SECONDS, registry=registry
+            "isthmus_request_seconds",
+            "Request received until its end.",
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
         )
         self._requests = Counter(
             "isthmus_requests",
@@ -98,7 +103,10 @@ class RouterMetrics:
             for stage, seconds in progress.stages.seconds():
                 self._stages.labels(stage).observe(seconds, exemplar)
 
-    def tokens(self, num_tokens: int, took_s: float) -> None:
+    def generated(self, num_tokens: int) -> None:
+        self._completion.inc(num_tokens)
+
+    def next_tokens(self, num_tokens: int, took_s: float) -> None:
         """One more step's tokens of a stream, `took_s` after the ones before."""
         for _ in range(num_tokens):
             self._itl.observe(took_s / num_tokens)
@@ -125,7 +133,6 @@ class RouterMetrics:
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()
         self._duration.observe(took_s, telemetry.exemplar(progress.span))
-        self._completion.inc(len(progress.output_ids))
 
     def _tokens(self, name: str, documentation: str, registry: CollectorRegistry) -> Counter:
         return Counter(f"isthmus_{name}_tokens", documentation, registry=registry)

@@ -1,10 +1,20 @@
 """What routers and ranks show Prometheus of requests whose course is known."""
 
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from cluster.harness import FakeCluster, ids_request
 from cluster.metrics_page import samples, value
+from services.decode.metrics import DecodeMetrics
+from services.kv.types import RankLoad
+from services.prefill.metrics import PrefillMetrics
+from services.router.config import RouterConfig
+from services.router.metrics import RouterMetrics
 from services.router.stages import STAGES
 
 PROMPT = [(11 * i) % 500 for i in range(40)]
@@ -55,6 +65,36 @@ async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_di
     for rank in (decode, prefill):
         assert value(rank, "isthmus_rank_requests_total", outcome="finished") == 2
         assert value(rank, "isthmus_transfer_failures_total") == 0
+
+
+async def test_the_tokens_of_a_stream_that_runs_are_counted(etcd_endpoint, model_dir, cluster_name):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_step_s=0.02)
+    async with cluster:
+        call = cluster.stubs[0].Generate(ids_request(PROMPT, 400))
+        read = sum([len((await call.read()).token_ids) for _ in range(5)])
+        router = await samples(cluster.routers[0], cluster)
+        call.cancel()
+    assert read and value(router, "isthmus_completion_tokens_total") >= read
+    assert value(router, "isthmus_request_seconds_count") == 0
+
+
+def test_histograms_reach_as_far_as_a_request_may_wait():
+    """Beyond its last edge a histogram says nothing: the quantiles of panels end there."""
+    engine, edges = SimpleNamespace(load=RankLoad), defaultdict(float)
+    for registry, make in (
+        (CollectorRegistry(), RouterMetrics),
+        (CollectorRegistry(), partial(DecodeMetrics, engine=engine)),
+        (CollectorRegistry(), partial(PrefillMetrics, engine=engine)),
+    ):
+        make(registry)
+        for sample in (sample for family in registry.collect() for sample in family.samples):
+            edge = sample.labels.get("le", "+Inf")
+            if edge != "+Inf":
+                edges[sample.name] = max(edges[sample.name], float(edge))
+    assert edges.pop("isthmus_itl_seconds_bucket") == 5.0  # of one step
+    config = RouterConfig(model="m")
+    assert edges["isthmus_request_seconds_bucket"] >= config.request_timeout_s
+    assert len(edges) == 7 and min(edges.values()) >= config.max_wait_s
 
 
 async def test_a_refusal_at_the_door_is_counted_and_not_timed(etcd_endpoint, model_dir, cluster_name):
