@@ -47,6 +47,9 @@ CHART_VALUES = {
     "dp-size": "dpSize",
     "engine": "engine",
     "device": "gpus",
+    "transport": "none",  # pods share no memory
+    "fake-step-s": "none",
+    "fake-prompt-token-s": "none",
 }
 # What all services must agree on, so the chart takes it for all of them only.
 SHARED = ("cluster", "index-block", "model-name")
@@ -74,7 +77,8 @@ Services and commands take flags only, as `--name=value`; `...` marks those that
 In the chart every flag is listed in one place: those of all services under `flags`, the others under
 `router.flags`, `prefill.flags` and `decode.flags`, by their names here without the dashes. Where the column
 *chart* names something else, the chart makes the flag from that value; *set* means that it sets the flag
-itself. `values.schema.json` refuses such flags, and those that do not exist.
+itself, *none* that the flag is of no use in pods. `values.schema.json` refuses such flags, and those that
+do not exist.
 """
 
 
@@ -132,7 +136,7 @@ def _table(section: Section) -> str:
         cells = [f"`--{flag.name}={_cell(flag.hint)}`" + (" ..." if flag.repeated else ""), _default(flag)]
         if section.chart_values is not None:
             value = section.chart_values.get(flag.name, "")
-            cells.append(value if value in ("", "set") else f"`{value}`")
+            cells.append(value if value in ("", "set", "none") else f"`{value}`")
         rows.append("| " + " | ".join([*cells, _cell(flag.help)]) + " |")
     return "\n".join(rows)
 

@@ -92,14 +92,14 @@ def test_values_of_every_kind_reach_the_service():
         "kv-pages": 12_000_000,  # Helm reads it as the float 1.2e+07
         "write-lease-s": 2.5,
         "fence-margin-s": 4,
-        "transport": "local",
+        "decode-cache": "off",
         "log-level": "debug",
     }
     values = merged(LEAST, {"decode": {"flags": flags}, "router": {"flags": {"plans": ["local", "remote"]}}})
     objects = render(values)
     config = objects.config("decode")
     assert (config.kv_pages, config.write_lease_s, config.fence_margin_s) == (12_000_000, 2.5, 4.0)
-    assert (config.transport, config.log_level) == ("local", "debug")
+    assert (config.decode_cache, config.log_level) == ("off", "debug")
     assert objects.config("prefill").log_level == "info"
     assert objects.config("router").plans == ("local", "remote")
 

@@ -23,6 +23,8 @@ BY_SCHEMA = {
     "the device, which gpus says": ({"decode": {"flags": {"device": "cuda"}}}, "device"),
     "the cluster, which is everybody's": ({"decode": {"flags": {"cluster": "b"}}}, "cluster"),
     "the chunk size, which is prefill's": ({"router": {"flags": {"chunk-size": 3}}}, "chunk-size"),
+    "memory that pods would have to share": ({"decode": {"flags": {"transport": "local"}}}, "transport"),
+    "the speed of the engine for tests": ({"decode": {"flags": {"fake-step-s": 1}}}, "fake-step-s"),
     "a flag of the wrong type": ({"decode": {"flags": {"kv-pages": "many"}}}, "/decode/flags/kv-pages"),
     "a flag of no known value": ({"router": {"flags": {"log-level": "loud"}}}, "/router/flags/log-level"),
     "a list that is none": ({"router": {"flags": {"plans": "remote"}}}, "/router/flags/plans"),
@@ -65,6 +67,20 @@ BY_TEMPLATE = {
     "torch with more GPUs than it uses": ({"prefill": {"gpus": 2}}, "would share the first GPU"),
     "SGLang's flags for torch": (
         {"decode": {"flags": {"engine-arg": ["--x"]}}}, "engine-arg is for engine sglang"
+    ),
+    "pages of two sizes": ({"decode": {"flags": {"page-size": 32}}}, "page-size is 64 for prefill and 32"),
+    "KV of two types": (
+        {"prefill": {"flags": {"dtype": "float16"}}, "decode": {"flags": {"dtype": "bfloat16"}}},
+        "dtype is float16 for prefill and bfloat16",
+    ),
+    "a page larger than a block": (
+        {"prefill": {"flags": {"page-size": 128}}, "decode": {"flags": {"page-size": 128}}},
+        "flags.index-block is 64, which prefill.flags.page-size 128 does not divide",
+    ),
+    "blocks that pages do not fill": ({"flags": {"index-block": 96}}, "page-size 64 does not divide"),
+    "no page": ({"prefill": {"flags": {"page-size": 0}}}, "prefill.flags.page-size is 0"),
+    "a target that SGLang does not keep": (
+        {"prefill": GPU, "decode": GPU | {"flags": {"itl-target-ms": 40}}}, "decode.flags.itl-target-ms is"
     ),
     "two engines": ({"decode": GPU}, "must be the same"),
     "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
@@ -179,6 +195,16 @@ def test_the_volumes_of_an_earlier_release_fit_as_many_members(chart_copy):
     render(merged(LEAST, {"etcd": {"replicas": 1, "persistence": {"enabled": False}}}), chart_copy)
 
 
+def test_what_goes_together_is_not_refused():
+    pages = {"flags": {"page-size": 16, "dtype": "bfloat16"}}
+    render(merged(LEAST, {"prefill": pages, "decode": pages, "flags": {"index-block": 48}}))
+    render(merged(LEAST, {"prefill": {"flags": {"page-size": 64, "dtype": "bfloat16"}}}))
+    blocks = merged(LEAST, {"flags": {"index-block": None}})
+    objects = render(blocks)
+    # The sentences reckon with these where nothing is set.
+    assert (objects.config("decode").page_size, objects.config("decode").index_block) == (64, 64)
+
+
 @pytest.mark.parametrize("component", ["router", "prefill", "decode"])
 def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
     """None can be said in two places, and none is forgotten."""
@@ -195,4 +221,5 @@ def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
     optional = {"otlp-endpoint", "etcd-user", "etcd-password-file", "rank-index", "chunk-size"}
     optional |= {f"{of}-{file}" for of in ("tls", "etcd") for file in ("ca", "cert", "key")}
     optional |= {"tls-mutual", "tls-server-name"}
+    optional |= {"transport", "fake-step-s", "fake-prompt-token-s"}  # of no use in pods
     assert known - flags - shared - optional <= set_by_chart

@@ -24,7 +24,11 @@
 {{- if and (eq $worker.engine "torch") (hasKey $worker.flags "engine-arg") -}}
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
 {{- end -}}
+{{- if and (eq $worker.engine "sglang") (hasKey $worker.flags "itl-target-ms") -}}
+{{- fail (printf "%s.flags.itl-target-ms is for engine torch: SGLang chooses its batches itself" $role) -}}
 {{- end -}}
+{{- end -}}
+{{- include "isthmus.pageRefusals" . -}}
 {{- if ne (eq .Values.prefill.engine "sglang") (eq .Values.decode.engine "sglang") -}}
 {{- fail "prefill.engine and decode.engine must be the same: KV of one engine is not the other's" -}}
 {{- end -}}
@@ -56,5 +60,31 @@
 {{- $scaling := .Values.router.autoscaling -}}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- fail "router.autoscaling.minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Prefill writes pages into decode's pool, and blocks of the index are made of whole pages. */}}
+{{- define "isthmus.pageRefusals" -}}
+{{- $block := index .Values.flags "index-block" | default 64 | int -}}
+{{- $sizes := list -}}
+{{- $dtypes := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $flags := (index $.Values $role).flags -}}
+{{- $size := 64 -}}
+{{- if not (kindIs "invalid" (index $flags "page-size")) }}{{ $size = index $flags "page-size" | int }}{{ end -}}
+{{- if lt $size 1 -}}
+{{- fail (printf "%s.flags.page-size is %d: it must be 1 or more" $role $size) -}}
+{{- end -}}
+{{- if ne (mod $block $size) 0 -}}
+{{- fail (printf "flags.index-block is %d, which %s.flags.page-size %d does not divide" $block $role $size) -}}
+{{- end -}}
+{{- $sizes = append $sizes $size -}}
+{{- with index $flags "dtype" }}{{ $dtypes = append $dtypes . }}{{ end -}}
+{{- end -}}
+{{- if ne (first $sizes) (last $sizes) -}}
+{{- fail (printf "flags.page-size is %d for prefill and %d for decode: KV of one is not the other's" (first $sizes) (last $sizes)) -}}
+{{- end -}}
+{{- if gt (uniq $dtypes | len) 1 -}}
+{{- fail (printf "flags.dtype is %s for prefill and %s for decode: KV of one is not the other's" (first $dtypes) (last $dtypes)) -}}
 {{- end -}}
 {{- end -}}
