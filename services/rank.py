@@ -331,6 +331,9 @@ async def open_rank(
         await server.set_serving(not stopping.is_set())
 
         async def drain() -> None:
+            if failed.is_set():  # what comes before routers hear of it cannot be served: refused at once
+                await asyncio.gather(services.drain(), membership.drain())
+                return
             if await membership.drain():
                 await _be_noticed()
             await services.drain()

@@ -19,7 +19,7 @@ from services.engine.base import RemotePrefill
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.sampling import check_sampling, sampling_arguments
 from services.engine.sglang.worker import SglangWorker
-from services.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration
+from services.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
 from services.kv.transfer_plan import delta_bytes
 from services.kv.types import CacheEvents, KvLayout, PageBooks, Plan, RankId, RankLoad, Rendezvous, Room
 from services.request import Admitted, FinishReason, GenerationRequest, Output, PrefillResult
@@ -116,8 +116,9 @@ class SglangDecodeEngine(SglangRank):
         finished = False
         try:
             async with aclosing(self._worker.stream(body)) as chunks:
-                first, prefill = await _both(chunks, leg)
-                admitted = await self._admitted(request, room, prefill, time.monotonic() - began)
+                with self._worker.blaming_ourselves():
+                    first, prefill = await _both(chunks, leg)
+                    admitted = await self._admitted(request, room, prefill, time.monotonic() - began)
                 async for output in _outputs(request, first, chunks, admitted):
                     finished = output.finished is not None
                     yield output
@@ -200,13 +201,16 @@ async def _leg(
 async def _both(
     chunks: AsyncGenerator[dict[str, Any], None], leg: "asyncio.Task[PrefillResult]"
 ) -> tuple[dict[str, Any], PrefillResult]:
-    """The first chunk and the leg's result; raises what the first of the two to fail raised."""
+    """The first chunk and the leg's result; raises what the first of the two to fail raised.
+
+    Of two that failed at once, that our own SGLang is gone tells more.
+    """
     first = asyncio.ensure_future(_next(chunks))
     try:
         await asyncio.wait({first, leg}, return_when=asyncio.FIRST_EXCEPTION)
-        for task in (leg, first):
-            if task.done():
-                task.result()
+        failures = [error for task in (leg, first) if task.done() and (error := task.exception())]
+        if failures:
+            raise next((error for error in failures if isinstance(error, Unavailable)), failures[0])
         return await first, await leg
     finally:
         if not first.done():
@@ -218,7 +222,7 @@ async def _both(
 async def _next(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
     async for chunk in chunks:
         return chunk
-    raise PeerFailed("SGLang ended the request without a word")
+    raise Unavailable("SGLang ended the request without a word")
 
 
 async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
@@ -243,7 +247,11 @@ async def _outputs(
     output = _output(first, stops)
     yield Output(output.token_ids, (), admitted, output.finished)
     while output.finished is None:
-        output = _output(await _next(chunks), stops)
+        try:
+            chunk = await _next(chunks)
+        except PeerFailed as error:  # prefill's part is over: this is SGLang's own failure
+            raise Unavailable(str(error)) from error
+        output = _output(chunk, stops)
         yield output
 
 

@@ -47,7 +47,12 @@ class SglangHttp:
             raise Unavailable(f"SGLang does not answer {path}: {error}") from error
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of one request. Raises InvalidRequest or PeerFailed when SGLang gives it up."""
+        """The chunks of one request.
+
+        Raises:
+            InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
+            Unavailable: SGLang itself is gone.
+        """
         url = f"{self._base}/generate"
         try:
             async with self._session.post(url, json={**body, "stream": True}) as response:
@@ -58,7 +63,7 @@ class SglangHttp:
                     if chunk is not None:
                         yield chunk
         except _CLIENT_ERRORS as error:
-            raise PeerFailed(f"SGLang broke off: {error!r}") from error
+            raise Unavailable(f"SGLang broke off: {error!r}") from error
 
     async def abort(self, rid: str) -> None:
         """No error when there is no such request, or no SGLang any more."""

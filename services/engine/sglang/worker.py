@@ -11,8 +11,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -253,16 +253,31 @@ class SglangWorker:
         return self._http
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of one request. Raises as SglangHttp.stream, or Unavailable when we stop."""
-        if self.stopping:
-            raise Unavailable("the engine is stopping")
-        try:
+        """The chunks of one request. Raises as SglangHttp.stream, or Unavailable when we end."""
+        if self.ending:
+            raise Unavailable(self.ending)
+        with self.blaming_ourselves():
             async with aclosing(self.http.stream(body)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    @property
+    def ending(self) -> str:
+        """Why no request can come to a good end here any more; empty while all is well."""
+        if self.stopping:
+            return "the engine is stopping"
+        gone = self._broken.is_set() or (self._process is not None and self._process.ended.is_set())
+        return "SGLang has ended" if gone else ""
+
+    @contextmanager
+    def blaming_ourselves(self) -> Iterator[None]:
+        """When our own SGLang ends, its peers lose their streams and fail the request as well: no fault of
+        theirs, for which a router would leave them alone."""
+        try:
+            yield
         except PeerFailed as error:
-            if self.stopping:
-                raise Unavailable("the engine is stopping") from error
+            if self.ending:
+                raise Unavailable(self.ending) from error
             raise
 
     @property

@@ -1,0 +1,32 @@
+"""A rank whose engine has died takes nothing more from that moment on."""
+
+import asyncio
+
+import pytest
+
+from cluster.harness import FakeCluster
+from services import rank
+
+
+@pytest.mark.parametrize("failed", [False, True])
+async def test_only_a_rank_that_still_can_serves_until_routers_know(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, failed
+):
+    noticing, noticed = asyncio.Event(), asyncio.Event()
+
+    async def be_noticed():
+        noticing.set()
+        await noticed.wait()
+
+    monkeypatch.setattr(rank, "_be_noticed", be_noticed)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        decode = cluster.ranks["decode-0/0"]
+        if failed:
+            decode.failed.set()
+        draining = asyncio.create_task(decode.drain())
+        async with asyncio.timeout(30):
+            if not failed:
+                await noticing.wait()
+                assert not draining.done()
+                noticed.set()
+            await draining

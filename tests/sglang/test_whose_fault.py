@@ -1,0 +1,106 @@
+"""When a decode rank's own SGLang is gone, its prefill rank is not blamed: routers leave alone who is."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from services.engine.sglang.engine import SglangDecodeEngine
+from services.errors import PeerFailed, Unavailable
+from services.kv.types import Generation, RankAddress, RankId
+from services.request import GenerationRequest, PrefillResult, SamplingParams
+from sglang_stand_in import OWN, PAGE_BYTES, chunk, worker_on
+
+PREFILL = RankAddress(RankId("p", 0, Generation(2)), "127.0.0.1:9")
+ABORTED = {"type": "abort", "status_code": 500, "message": "KVTransferError"}
+
+
+class Leg:
+    """A prefill leg that comes to a good end, or to this one."""
+
+    peer = PREFILL
+
+    def __init__(self, end=None):
+        self.end = end
+
+    async def __call__(self, request, rendezvous):
+        if self.end is not None:
+            await self.end()
+        return PrefillResult(5, None, 0, 3, kv_bytes_moved=PAGE_BYTES)
+
+
+async def outputs_of(worker, leg):
+    request = GenerationRequest("r", (1, 2, 3), SamplingParams(max_tokens=9, temperature=0))
+    async with aclosing(SglangDecodeEngine(worker, OWN).generate(request, leg)) as outputs:
+        async for output in outputs:
+            yield output
+
+
+async def failure_of(worker, leg):
+    tokens = []
+    with pytest.raises((PeerFailed, Unavailable)) as failed:
+        async for output in outputs_of(worker, leg):
+            tokens += output.token_ids
+    return failed.type, tokens
+
+
+async def break_off(worker, request, response):
+    request.transport.abort()
+
+
+async def break_off_in_the_middle(worker, request, response):
+    await response.write(chunk())
+    await asyncio.sleep(0)
+    request.transport.abort()
+
+
+async def fall_silent(worker, request, response):
+    """A clean end of the answer that was not the end of the request."""
+    await response.write(chunk())
+
+
+async def give_up_in_the_middle(worker, request, response):
+    await response.write(chunk())
+    await response.write(chunk(ABORTED, ()))
+
+
+@pytest.mark.parametrize(
+    "generate,tokens",
+    [
+        (None, []),
+        (break_off, []),
+        (break_off_in_the_middle, None),  # the token may be lost with the connection
+        (fall_silent, [5]),
+        (give_up_in_the_middle, [5]),
+    ],
+)
+async def test_an_sglang_that_breaks_off_is_its_own_ranks_fault(checkpoint, generate, tokens):
+    async with worker_on(generate, checkpoint) as worker:
+        error, received = await failure_of(worker, Leg())
+    assert error is Unavailable
+    assert tokens is None or received == tokens
+
+
+@pytest.mark.parametrize("end", ["broken", "ended"])
+async def test_prefill_that_loses_its_stream_to_a_dead_decode_is_not_to_blame(checkpoint, end):
+    async def wait(worker, request, response):
+        await asyncio.Event().wait()
+
+    async with worker_on(wait, checkpoint) as worker:
+
+        async def lost():
+            (worker._broken if end == "broken" else worker._process.ended).set()
+            raise PeerFailed("the handshake stream was lost")
+
+        assert await failure_of(worker, Leg(lost)) == (Unavailable, [])
+        with pytest.raises(Unavailable, match="SGLang has ended"):
+            async for _ in worker.stream({}):
+                pass
+
+
+async def test_a_transfer_that_failed_is_prefills_fault(checkpoint):
+    async def give_up(worker, request, response):
+        await response.write(chunk(ABORTED, ()))
+
+    async with worker_on(give_up, checkpoint) as worker:
+        assert await failure_of(worker, Leg()) == (PeerFailed, [])
