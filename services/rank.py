@@ -253,14 +253,17 @@ async def run_ranks(
         ranks = []
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
             opening = open_rank(config, own_id, role, page, stopping, notifier.waits)
-            rank = await stack.enter_async_context(opening)
+            try:
+                rank = await stack.enter_async_context(opening)
+            except StoppedEarly:
+                break
             ranks.append(rank)
-            if stopping.is_set():
-                return
             watchdog = asyncio.create_task(_forward(rank.failed, stopping))
             stack.callback(watchdog.cancel)
-            _tell_ready(rank, role)
-        notifier.serves()
+            if not (stopping.is_set() or rank.failed.is_set()):
+                _tell_ready(rank, role)
+        if not stopping.is_set():
+            notifier.serves()
         grace_s = configs[0].grace_s
         await asyncio.gather(
             beating,
@@ -309,17 +312,20 @@ async def open_rank(
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
-    """A rank from its engine's start to its engine's stop. Raises ConfigError.
+    """A rank from its engine's start to its engine's stop. Raises ConfigError, StoppedEarly.
 
-    It is open once it is registered, or `stopping` is set. `waits` is called when only etcd is missing.
+    It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd
+    is missing.
     """
     stopping = stopping or asyncio.Event()
     failed, engine = asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
         name = f"{role.role.value}-{own_id}"
         stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
-        await engine.start()
+        await _start(engine, stopping)
         stack.push_async_callback(engine.stop)
+        watchdog = asyncio.create_task(_note_crash(engine, failed))
+        stack.callback(watchdog.cancel)
         services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
         listen = f"{config.host}:{config.port}"
@@ -328,7 +334,7 @@ async def open_rank(
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
-        await server.set_serving(not stopping.is_set())
+        await server.set_serving(not (stopping.is_set() or failed.is_set()))
 
         async def drain() -> None:
             if failed.is_set():  # what comes before routers hear of it cannot be served: refused at once
@@ -338,9 +344,24 @@ async def open_rank(
                 await _be_noticed()
             await services.drain()
 
-        watchdog = asyncio.create_task(_note_crash(engine, failed))
-        stack.callback(watchdog.cancel)
         yield OpenRank(address, engine, server, drain, page.port, failed)
+
+
+class StoppedEarly(Exception):
+    """SIGTERM came while the engine was starting, which is undone: a model may load for many minutes."""
+
+
+async def _start(engine: Engine, stopping: asyncio.Event) -> None:
+    starting, stop = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            raise StoppedEarly
+        starting.result()
+    finally:
+        stop.cancel()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
 
 
 async def _be_noticed() -> None:
@@ -379,7 +400,10 @@ async def _join(
     failed: asyncio.Event,
     stopping: asyncio.Event,
 ) -> Membership:
-    """Register and publish in the background, until the stack is closed. Waits for the registration."""
+    """Register and publish in the background, until the stack is closed.
+
+    Waits for the registration, in vain once the rank has failed or `stopping` is set.
+    """
     etcd = await stack.enter_async_context(
         Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
     )
@@ -395,7 +419,7 @@ async def _join(
     task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
     # A schema that differs, or a later life in our place: nothing that waiting would mend.
     task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
-    waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping)}
+    waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping, failed)}
     await asyncio.wait({task, *waits}, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

@@ -128,7 +128,7 @@ class EngineThread:
         except BaseException as error:
             self._call(self._start_failed, error)
             return
-        self._call(self._started.set_result, core)
+        self._call(self._start_succeeded, core)
         try:
             while self._turn(core):
                 pass
@@ -138,6 +138,10 @@ class EngineThread:
             self._call(self._on_crash, error)
             return
         core.runner.close()
+
+    def _start_succeeded(self, core: EngineCore) -> None:
+        if not self._started.cancelled():
+            self._started.set_result(core)
 
     def _start_failed(self, error: BaseException) -> None:
         if not self._started.cancelled():

@@ -1,0 +1,110 @@
+"""A rank that is to stop, or whose engine dies, before it has ever served."""
+
+import asyncio
+
+import pytest
+
+from services import rank, rpc
+from services.engine.choose import decode_engine
+from services.kv.types import Role
+from services.rank import RankConfig, RankFailed, RankRole, Services, own_rank_id, run_ranks
+
+WITHIN_S = 60.0
+CONFIG = RankConfig(
+    worker="w", engine="fake", model_name="fake", rank_index=0, transport="local", etcd=("127.0.0.1:1",)
+)
+
+
+class Engine:
+    """What a fake engine has, but for how it starts and what it comes to."""
+
+    def __init__(self, own_id, loading=None, crash=None):
+        self.real = decode_engine(CONFIG.engine_settings(Role.DECODE), own_id)
+        self.loading, self.crash = loading, crash or asyncio.Event()
+        self.life = []
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    async def start(self):
+        self.life.append("starting")
+        try:
+            if self.loading is not None:
+                await self.loading.wait()
+            await self.real.start()
+        except asyncio.CancelledError:
+            self.life.append("undone")
+            raise
+        self.life.append("started")
+
+    async def stop(self):
+        await self.real.stop()
+        self.life.append("stopped")
+
+    async def crashed(self):
+        await self.crash.wait()
+
+
+async def no_requests(): ...
+
+
+def run(own_id, engine):
+    services = Services(lambda server: None, [], no_requests, no_requests)
+    return run_ranks([CONFIG], [own_id], [RankRole(Role.DECODE, engine, lambda registry: services)])
+
+
+@pytest.fixture
+def stopping(monkeypatch):
+    """In place of SIGTERM."""
+    event = asyncio.Event()
+    monkeypatch.setattr(rpc, "stop_on_signals", lambda: event)
+    return event
+
+
+async def until(condition):
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_signal_ends_a_start_that_takes_for_ever(stopping):
+    own_id = own_rank_id(CONFIG)
+    engine = Engine(own_id, loading=asyncio.Event())
+    running = asyncio.create_task(run(own_id, engine))
+    await until(lambda: engine.life)
+    stopping.set()
+    async with asyncio.timeout(WITHIN_S):
+        await running
+    assert engine.life == ["starting", "undone"]
+
+
+@pytest.mark.parametrize("moment", ["started", "joining"])
+async def test_an_engine_that_dies_while_etcd_is_away_ends_the_rank(stopping, moment, monkeypatch):
+    joining, join = asyncio.Event(), rank._join
+
+    async def note_join(*args):
+        joining.set()
+        return await join(*args)
+
+    monkeypatch.setattr(rank, "_join", note_join)
+    own_id = own_rank_id(CONFIG)
+    engine = Engine(own_id)
+    running = asyncio.create_task(run(own_id, engine))
+    await until(lambda: "started" in engine.life if moment == "started" else joining.is_set())
+    engine.crash.set()
+    with pytest.raises(RankFailed):
+        async with asyncio.timeout(WITHIN_S):
+            await running
+    assert engine.life == ["starting", "started", "stopped"]
+
+
+async def test_a_start_that_fails_says_why(stopping):
+    own_id = own_rank_id(CONFIG)
+    engine = Engine(own_id)
+
+    async def fail():
+        raise RankFailed("no such model")
+
+    engine.real.start = fail
+    with pytest.raises(RankFailed, match="no such model"):
+        await run(own_id, engine)
