@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 
+import psutil
 import pytest
 
 from services.engine.sglang import reports
@@ -39,6 +40,31 @@ async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(che
         raise
     assert process.returncode == 78, output.decode()
     assert "isthmus-prefill: the plugin is not installed" in output.decode()
+
+
+async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint):
+    flags = ["--engine=sglang", f"--model={checkpoint}", "--worker=p", "--etcd=127.0.0.1:1"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.prefill", *flags),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(EXIT_S):
+            while b"sglang_started" not in (line := await process.stdout.readline()):
+                assert line, "it ended by itself"
+            (rank,) = psutil.Process(process.pid).children()
+            (sglang,) = rank.children()
+            process.terminate()
+            output = await process.stdout.read()
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, output.decode()
+    assert "rank_exited" in output.decode() and "Traceback" not in output.decode()
+    assert not sglang.is_running()
 
 
 class HealthySglang:
