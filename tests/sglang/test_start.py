@@ -3,14 +3,16 @@
 import asyncio
 import os
 import sys
+from itertools import chain, repeat
 
 import psutil
 import pytest
 
-from services.engine.sglang import reports
+from services.engine.sglang import worker
 from services.errors import ConfigError
 from services.kv.types import Generation, RankId, Role
 from sglang_settings import sglang_settings
+from sglang_stand_in import active
 
 EXIT_S = 120.0
 
@@ -72,6 +74,8 @@ class HealthySglang:
 
     def __init__(self, *_arguments):
         self.ended = asyncio.Event()
+        # Tokens of the pool, load by load: SGLang answers zeros until a scheduler has told its first.
+        self.pools = chain((0,), repeat(512 * 16))
 
     async def start(self): ...
 
@@ -80,29 +84,46 @@ class HealthySglang:
     async def healthy(self):
         return True
 
+    async def get(self, path):
+        return {"loads": [{"dp_rank": 0, "max_total_num_tokens": next(self.pools)}]}
+
     async def abort_all(self): ...
 
     async def close(self): ...
 
 
-def active(tp_rank):
-    return reports.Active("prefill", 0, tp_rank, 0, 0, 2, 1, "127.0.0.1:1", 16, 4096, 8, "auto", 2, {})
-
-
-@pytest.mark.parametrize("told,missing", [((), "[(0, 0)]"), ((0,), "[(0, 1)]"), ((0, 1), "")])
-async def test_every_process_must_say_that_the_plugin_is_active(checkpoint, monkeypatch, told, missing):
-    from services.engine.sglang import worker
+@pytest.fixture
+def make_worker(checkpoint, monkeypatch):
+    def make(num_pages=512):
+        settings = sglang_settings(checkpoint, role=Role.PREFILL, page_size=16, num_pages=num_pages)
+        return worker.SglangWorker(settings, {0: RankId("p", 0, Generation(1))})
 
     monkeypatch.setattr(worker, "SglangProcess", HealthySglang)
     monkeypatch.setattr(worker, "SglangHttp", HealthySglang)
     monkeypatch.setattr(worker, "_ACTIVE_TIMEOUT_S", 0.5)
-    settings = sglang_settings(checkpoint, role=Role.PREFILL)
-    started = worker.SglangWorker(settings, {0: RankId("p", 0, Generation(1))})
-    for tp_rank in told:
-        started._take(active(tp_rank))
+    return make
+
+
+def report(to, *tp_ranks, tp_size):
+    for tp_rank in tp_ranks:
+        to._take(active(role="prefill", tp_rank=tp_rank, tp_size=tp_size))
+
+
+@pytest.mark.parametrize("told,missing", [((), "[(0, 0)]"), ((0,), "[(0, 1)]"), ((0, 1), "")])
+async def test_every_process_must_say_that_the_plugin_is_active(make_worker, told, missing):
+    started = make_worker()
+    report(started, *told, tp_size=2)
     if missing:
         with pytest.raises(ConfigError) as refused:
             await started.start()
         assert missing in str(refused.value)
     else:
-        await started._until_active()
+        await started.start()
+        await started.stop()
+
+
+async def test_a_pool_that_is_smaller_than_asked_for_is_refused_with_its_size(make_worker):
+    started = make_worker(num_pages=513)
+    report(started, 0, tp_size=1)
+    with pytest.raises(ConfigError, match="--kv-pages=513: SGLang has memory for 512 pages"):
+        await started.start()

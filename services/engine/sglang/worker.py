@@ -1,6 +1,7 @@
 """One SGLang with all its DP ranks, shared by the engines of those ranks.
 
-first start --> child process --> healthy --> plugin active in every process --> loads polled --> serving
+first start --> child process --> healthy --> plugin active in every process --> pools as large as asked for
+            --> loads polled --> serving
 last stop ----> child process ended
 child ends ---> crashed
 """
@@ -44,6 +45,7 @@ from services.ports import free_ports
 log = logging.getLogger(__name__)
 
 _ACTIVE_TIMEOUT_S = 15.0
+_POOLS_TIMEOUT_S = 60.0  # a scheduler reports its load when it first finds nothing to do
 _HEALTH_POLL_S = 0.2
 _REFUSED = 2  # argparse's exit code
 _LOAD_POLL_S = 0.25
@@ -159,6 +161,8 @@ class SglangWorker:
         await self._process.start()
         await self._until_healthy()
         await self._until_active()
+        await self._until_pools_known()
+        self._check_pools()
         self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
 
     async def _stop(self) -> None:
@@ -204,14 +208,43 @@ class SglangWorker:
         wanted = {(dp, tp) for dp in range(self.settings.dp_size) for tp in range(tp_size)}
         return sorted(wanted - present)
 
+    async def _until_pools_known(self) -> None:
+        try:
+            async with asyncio.timeout(_POOLS_TIMEOUT_S):
+                while not self.ending and len(self._num_pages()) < self.settings.dp_size:
+                    await self._poll_load()
+                    await asyncio.sleep(_HEALTH_POLL_S)
+        except TimeoutError:
+            raise Unavailable(f"SGLang told no load within {_POOLS_TIMEOUT_S:g} s") from None
+        if self.ending:
+            raise Unavailable(self.ending)
+
+    def _num_pages(self) -> dict[int, int]:
+        """Of the pool of each DP rank that has reported; before its first report a load is all zeros."""
+        tokens = {rank: int(load.get("max_total_num_tokens", 0)) for rank, load in self._loads.items()}
+        return {rank: total // self.settings.page_size for rank, total in tokens.items() if total}
+
+    def _check_pools(self) -> None:
+        """Raises ConfigError. Where memory is short SGLang makes a smaller pool and only warns; what we let
+        in by the size that was asked for would then wait for ever."""
+        smallest = min(self._num_pages().values())
+        if smallest < self.settings.num_pages:
+            raise ConfigError(
+                f"--kv-pages={self.settings.num_pages}: SGLang has memory for {smallest} pages; ask for "
+                "no more, or give it more memory (--engine-arg=--mem-fraction-static=...)"
+            )
+
     async def _poll_loads(self) -> None:
         while True:
-            try:
-                answer = await self.http.get("/v1/loads?include=core")
-                self._take_loads(answer["loads"])
-            except Unavailable as error:
-                log.warning("sglang_loads_unknown reason=%r", str(error))
+            await self._poll_load()
             await asyncio.sleep(_LOAD_POLL_S)
+
+    async def _poll_load(self) -> None:
+        try:
+            answer = await self.http.get("/v1/loads?include=core")
+            self._take_loads(answer["loads"])
+        except Unavailable as error:
+            log.warning("sglang_loads_unknown reason=%r", str(error))
 
     def _take_loads(self, loads: list[dict[str, Any]]) -> None:
         self._loads = {int(load["dp_rank"]): load for load in loads}
@@ -301,7 +334,7 @@ class SglangWorker:
         """From SGLang's own report, some hundred milliseconds old; its evictable pages count as free."""
         load = self._loads.get(dp_rank, {})
         page_size = self.settings.page_size
-        total = int(load.get("max_total_num_tokens", self.settings.num_pages * page_size)) // page_size
+        total = self._num_pages().get(dp_rank, self.settings.num_pages)
         waiting_tokens = int(load.get("num_waiting_uncached_tokens", 0))
         used = min(total, -(-int(load.get("num_used_tokens", 0)) // page_size))
         return RankLoad(
