@@ -21,6 +21,7 @@ from typing import Self
 import grpc
 
 from services import rpc, supervisor
+from services.child_lines import child_lines
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
 from services.parent_death import die_with
@@ -180,8 +181,8 @@ class LocalCluster:
 
     async def _pass_lines(self, name: str, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        async for line in process.stdout:
-            self.show_line(name, line.decode(errors="replace").rstrip())
+        async for line in child_lines(process.stdout):
+            self.show_line(name, line)
 
     async def _until_ready(self) -> None:
         """Every router sees every rank and can place a request.

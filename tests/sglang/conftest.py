@@ -12,8 +12,8 @@ import pytest_asyncio
 from services.cli.make_model import make_model
 from sglang_cluster import SglangCluster
 
-# These import SGLang's HTTP client, and so a library that only comes with SGLang.
-collect_ignore = [] if find_spec("aiohttp") else ["test_start.py", "test_whose_fault.py"]
+# These import what is only installed with SGLang.
+collect_ignore = [] if find_spec("aiohttp") else ["test_process.py", "test_start.py", "test_whose_fault.py"]
 
 
 def pytest_collection_modifyitems(items):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
+from services.child_lines import child_lines
 from services.parent_death import die_with
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ class SglangProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
             preexec_fn=lambda: die_with(parent),
         )
         log.info("sglang_started pid=%d", self._process.pid)
@@ -85,14 +85,15 @@ class SglangProcess:
 
     async def _pass_lines(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        async for line in process.stdout:
-            text = line.decode(errors="replace").rstrip()
-            if text:
-                self._lines.append(text)
-                print(text, file=sys.stderr, flush=True)
-        await process.wait()
+        try:
+            async for line in child_lines(process.stdout):
+                if line:
+                    self._lines.append(line)
+                    print(line, file=sys.stderr, flush=True)
+        finally:
+            await process.wait()
+            self.ended.set()
         log.warning("sglang_ended code=%s", process.returncode)
-        self.ended.set()
 
 
 def _alive(process: psutil.Process) -> bool:

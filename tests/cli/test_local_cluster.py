@@ -1,0 +1,30 @@
+"""Children of a cluster on this machine; here a Python that prints."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from services.cli.local_cluster import LocalCluster, Shape
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture
+def printing_module(tmp_path, monkeypatch):
+    (tmp_path / "chatty.py").write_text(
+        "print('x' * 140000, flush=True)\nfor _ in range(1000): print('y' * 200)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return "chatty"
+
+
+async def test_a_child_that_prints_an_endless_line_goes_on(printing_module):
+    shown = []
+    cluster = LocalCluster(Shape(Path("."), Path(".")), lambda name, line: shown.append((name, line)))
+    child = await cluster.start_child("router", printing_module, [])
+    async with asyncio.timeout(WITHIN_S):
+        assert await child.process.wait() == 0
+        await child.log_task
+    assert shown.count(("router", "y" * 200)) == 1000
