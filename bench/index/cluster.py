@@ -124,7 +124,7 @@ async def _fill(etcd: Etcd, keys: ClusterKeys, number: int, held: list[int], log
     async def no_pause() -> None:
         pass
 
-    await writer.replace(held[:base], 0.0, 0, no_pause)
+    await writer.replace(held[:base], lambda: 0.0, 0, no_pause)
     for start in range(base, len(held), per_delta):
         await writer.append(held[start : start + per_delta], (), 0.0, 0)
 

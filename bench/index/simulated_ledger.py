@@ -64,7 +64,7 @@ class SimulatedLedger(HashLedger):
         self._ring[oldest : oldest + at_end] = added[:at_end]
         self._ring[: count - at_end] = added[at_end:]
         self._oldest = (oldest + count) % len(self._ring)
-        self._drawn_s = self._clock()
+        self._taken_s, self._drawn_s = self._drawn_s, self._clock()
         return _packed(added), removed
 
     def take_snapshot(self) -> "array[int]":  # type: ignore[override]

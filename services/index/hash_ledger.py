@@ -38,6 +38,10 @@ class HashLedger:
         """How long the oldest untold event has waited."""
         return 0.0 if self._oldest_s is None else max(0.0, now - self._oldest_s)
 
+    def taken_age_s(self, now: float) -> float:
+        """How long the oldest event of what was taken last, and is on its way, has waited."""
+        return 0.0 if self._taken_s is None else max(0.0, now - self._taken_s)
+
     def record(self, events: CacheEvents, now: float) -> None:
         if self._oldest_s is None:
             self._oldest_s = now

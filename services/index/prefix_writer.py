@@ -125,9 +125,14 @@ class PrefixWriter:
         log.size_bytes += len(value)
 
     async def replace(
-        self, held: Sequence[int], age_s: float, lease_id: int, pause: Callable[[], Awaitable[None]]
+        self,
+        held: Sequence[int],
+        age_s: Callable[[], float],
+        lease_id: int,
+        pause: Callable[[], Awaitable[None]],
     ) -> None:
-        """A snapshot of all that is held; `pause` is awaited between two of its chunks."""
+        """A snapshot of all that is held; `pause` is awaited between two of its chunks. `age_s` is asked when
+        it takes effect."""
         # What the log says since its head counts no more, so nothing stands on it.
         stand = _Stand(self._log.stand.head_revision if self._log else await self._check_head())
         # A number of its own for every attempt: the chunks of one that failed are never mixed in.
@@ -140,7 +145,7 @@ class PrefixWriter:
                 await pause()
             chunks = [self._chunk_op(number, array("Q", held[start : start + size]), lease_id)]
         num_chunks = -(-len(held) // size)
-        revision = await self._flip(chunks, num_chunks, age_s, stand, lease_id)
+        revision = await self._flip(chunks, num_chunks, age_s(), stand, lease_id)
         self._has_ruled = True
         self._log = _Log(self._epoch, _Stand(revision), len(held) * HASH_BYTES)
 

@@ -208,13 +208,15 @@ class Publisher:
         now = self._etcd.clock()
         self.pace.wrote(now, now - self._began_at)
 
+    def _taken_age_s(self) -> float:
+        return self._ledger.taken_age_s(self._etcd.clock())
+
     async def _write(self, lease_id: int) -> None:
-        age_s = self.lag_s
         if self._ledger.needs_snapshot or self._writer.wants_snapshot:
-            await self._writer.replace(self._ledger.take_snapshot(), age_s, lease_id, self._pause)
+            await self._writer.replace(self._ledger.take_snapshot(), self._taken_age_s, lease_id, self._pause)
             self.snapshots_written += 1
         else:
             added, removed = self._ledger.take_delta(self._settings.max_delta_hashes)
-            await self._writer.append(added, removed, age_s, lease_id)
+            await self._writer.append(added, removed, self._taken_age_s(), lease_id)
             self.deltas_written += 1
         self._ledger.told()

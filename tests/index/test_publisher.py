@@ -145,6 +145,23 @@ async def test_a_delta_says_how_long_its_oldest_event_waited() -> None:
     assert (tuple(delta.added), delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
 
 
+async def test_a_snapshot_says_how_long_its_oldest_event_waited_for_the_last_chunk() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    store(writer, *range(10))
+    etcd.now += 0.5
+    txn = etcd.txn
+
+    async def take_a_second(*arguments, **options):
+        result = await txn(*arguments, **options)
+        etcd.now += 1.0
+        return result
+
+    etcd.txn = take_a_second  # type: ignore[method-assign]
+    await writer.flush()
+    assert (head(etcd).snapshot_chunks, head(etcd).age_s) == (3, 2.5)
+
+
 async def test_without_a_lease_it_only_collects() -> None:
     etcd = FakeEtcd()
     writer = publisher(etcd)
