@@ -90,7 +90,7 @@ test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP att
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
 
 # Our own code is read where it lies; --confcutdir leaves the other tests' fixtures and their packages out.
-chart-test: $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
+chart-test: $(STAMP) $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
 	PYTHONPATH=. SERVICES_PYTHON=$(abspath $(BIN)/python) $(CHARTS_VENV)/bin/python -m pytest -q -m charts --confcutdir=tests/charts tests/charts
 
 $(OBSERVE_STAMP): constraints-observe.txt
