@@ -44,8 +44,8 @@ def cache() -> Dashboard:
                     graph(
                         "Predicted, delivered and available hits",
                         "percentunit",
-                        "Predicted: what the index said of the chosen ranks. Delivered: what they held. "
-                        "Available: what the best rank was said to hold. Far apart: runbook IsthmusHitRateFell.",
+                        "Predicted: what the routers believed of the chosen ranks. Delivered: what they held. "
+                        "Available: what the best rank was believed to hold. Far apart: runbook IsthmusHitRateFell.",
                         *(
                             Query(_share(f"isthmus_{kind}_hit_tokens_total", "role"), f"{{{{role}}}} {kind}")
                             for kind in ("predicted", "delivered", "available")

@@ -61,7 +61,7 @@ def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
     if answer.HasField("pinned"):
         lines.append(f"pinned to {_name(answer.pinned)}")
     if answer.degraded:
-        lines.append(f"degraded, by load alone: {answer.degraded}")
+        lines.append(f"degraded, from memory: {answer.degraded}")
     return "\n".join([*lines, "", _held(answer), "", format_candidates(answer)])
 
 

@@ -78,7 +78,7 @@ def test_where_nothing_can_be_chosen_every_rank_says_why():
 
 def test_a_router_that_goes_by_load_alone_says_so():
     answer = generation_pb2.ExplainResponse(prompt_tokens=1, degraded="etcd_away: no route")
-    assert "degraded, by load alone: etcd_away: no route" in format_explanation(answer)
+    assert "degraded, from memory: etcd_away: no route" in format_explanation(answer)
 
 
 def test_the_index_shows_trust_and_load():
