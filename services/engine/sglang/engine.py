@@ -118,7 +118,7 @@ class SglangDecodeEngine(SglangRank):
             async with aclosing(self._worker.stream(body)) as chunks:
                 with self._worker.blaming_ourselves():
                     first, prefill = await _both(chunks, leg)
-                    admitted = await self._admitted(request, room, prefill, time.monotonic() - began)
+                    admitted = await self._admitted(request, room, prefill, began, time.monotonic())
                 async for output in _outputs(request, first, chunks, admitted):
                     finished = output.finished is not None
                     yield output
@@ -133,9 +133,9 @@ class SglangDecodeEngine(SglangRank):
                 await asyncio.shield(self._worker.http.abort(body["rid"]))
 
     async def _admitted(
-        self, request: GenerationRequest, room: Room, prefill: PrefillResult, elapsed_s: float
+        self, request: GenerationRequest, room: Room, prefill: PrefillResult, began: float, ended: float
     ) -> Admitted:
-        ticket = await self._worker.ticket_of(room)
+        ticket, reserved = await self._worker.ticket_of(room)
         self._worker.note_admitted(self._own_id.rank)
         prompt_tokens = len(request.all_ids)
         due = delta_bytes(ticket.decode_prefix_len, prompt_tokens, self.layout)
@@ -143,6 +143,9 @@ class SglangDecodeEngine(SglangRank):
             raise PeerFailed(
                 f"prefill says that it moved {prefill.kv_bytes_moved} bytes where {due} were due"
             )
+        # Prefill's SGLang has the request as long as ours, and computes only once it knows our pages.
+        decode_queue_s = min(max(0.0, reserved - began), ended - began)
+        prefill_compute_s = max(0.0, prefill.compute_s - decode_queue_s)
         return Admitted(
             prompt_tokens=prompt_tokens,
             decode_prefix_len=ticket.decode_prefix_len,
@@ -150,10 +153,10 @@ class SglangDecodeEngine(SglangRank):
             computed_tokens=prefill.computed_tokens,
             kv_bytes_moved=prefill.kv_bytes_moved,
             kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
-            decode_queue_s=0.0,
+            decode_queue_s=decode_queue_s,
             prefill_queue_s=prefill.queue_s,
-            prefill_compute_s=prefill.compute_s,
-            transfer_s=max(0.0, elapsed_s - prefill.queue_s - prefill.compute_s),
+            prefill_compute_s=prefill_compute_s,
+            transfer_s=max(0.0, ended - began - decode_queue_s - prefill.queue_s - prefill_compute_s),
             plan=Plan.REMOTE,
         )
 

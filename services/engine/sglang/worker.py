@@ -89,7 +89,7 @@ class SglangWorker:
         self.stopping = False
         self._fingerprint = model_fingerprint(Path(settings.model_path))
         self._active: dict[tuple[int, int, int, int], Active] = {}
-        self._tickets: dict[int, TicketSent] = {}
+        self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
         self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
         self._told = asyncio.Condition()
         self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
@@ -97,6 +97,7 @@ class SglangWorker:
         self._loads: dict[int, dict[str, Any]] = {}
         self._step_times = StepTimes()
         self._queue_rates = [QueueRate() for _ in range(settings.dp_size)]
+        self._retractions = [0] * settings.dp_size
         # A process of SGLang's has ended, which SGLang itself takes seconds to see; or its events cannot
         # be followed any more, and the index would be wrong.
         self._broken = asyncio.Event()
@@ -291,7 +292,11 @@ class SglangWorker:
             raise Unavailable(self.ending)
         with self.blaming_ourselves():
             async with aclosing(self.http.stream(body)) as chunks:
+                retractions = 0
                 async for chunk in chunks:
+                    counted = int(chunk["meta_info"].get("num_retractions") or 0)
+                    self._retractions[body["routed_dp_rank"]] += counted - retractions
+                    retractions = counted
                     yield chunk
 
     @property
@@ -347,6 +352,7 @@ class SglangWorker:
             books=PageBooks(total, total - used, 0, 0, used, 0),
             step_s=self._step_times.step_s(dp_rank),
             prefill_tokens_per_s=self._prefill_rate(load),
+            retractions=self._retractions[dp_rank],
         )
 
     def _prefill_rate(self, load: Mapping[str, Any]) -> float:
@@ -357,8 +363,11 @@ class SglangWorker:
         """A request that may have waited there is through."""
         self._queue_rates[dp_rank].taken(time.monotonic())
 
-    async def ticket_of(self, room: Room) -> TicketSent:
-        """What the decode side promised for a room. Raises PeerFailed when the plugin says nothing."""
+    async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
+        """What the decode side promised for a room, and when (monotonic).
+
+        Raises PeerFailed when the plugin says nothing.
+        """
         await self._until_told(lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
         return self._tickets.pop(room)
 
@@ -389,7 +398,7 @@ class SglangWorker:
                 place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
                 self._active[place] = report
             case TicketSent():
-                self._tickets[report.room] = report
+                self._tickets[report.room] = (report, time.monotonic())
                 _bound(self._tickets)
             case Moved():
                 count, size = self._moved.get(report.room, (0, 0))

@@ -1,0 +1,92 @@
+"""What a request on SGLang is said to have cost; SGLang itself is a list of chunks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from services.engine.sglang.reports import TicketSent
+from services.kv.types import Generation, RankAddress, RankId
+from services.request import GenerationRequest, PrefillResult, SamplingParams
+from sglang_settings import sglang_settings
+
+OWN = RankId("w", 0, Generation(1))
+
+
+def chunk(token, retractions=0, finish=None):
+    meta_info = {"finish_reason": finish and {"type": finish}, "num_retractions": retractions}
+    return {"output_ids": [token], "meta_info": meta_info}
+
+
+class Sglang:
+    """Its HTTP API: answers with `chunks`, and reserves pages once `reserve` is called."""
+
+    def __init__(self, chunks):
+        self.chunks, self.bodies = chunks, []
+
+    async def stream(self, body):
+        self.bodies.append(body)
+        await self.reserve(body["bootstrap_room"])
+        for each in self.chunks:
+            yield each
+
+    async def abort(self, rid): ...
+
+
+@pytest.fixture
+def rank(checkpoint, monkeypatch):
+    """(engine, worker, clock) of a decode rank that has started; `clock.now` is the time."""
+    from services.engine.sglang import engine, worker
+
+    clock = SimpleNamespace(now=100.0)
+    for module in (engine, worker):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    own = worker.SglangWorker(sglang_settings(checkpoint), {0: OWN})
+    monkeypatch.setattr(worker.SglangWorker, "layout", SimpleNamespace(page_size=16, page_bytes=0))
+    return engine.SglangDecodeEngine(own, OWN), own, clock
+
+
+class Leg:
+    """The prefill leg: as long as our own SGLang has the request, `compute_s`."""
+
+    peer = RankAddress(RankId("p", 0, Generation(2)), "127.0.0.1:1")
+
+    def __init__(self, compute_s):
+        self.compute_s = compute_s
+
+    async def __call__(self, request, rendezvous):
+        return PrefillResult(7, None, 0, len(request.all_ids), compute_s=self.compute_s)
+
+
+async def outputs(engine, leg):
+    request = GenerationRequest("r", tuple(range(3, 20)), SamplingParams(temperature=0, max_tokens=4))
+    return [output async for output in engine.generate(request, leg)]
+
+
+async def test_waiting_for_decode_s_pages_is_no_computing(rank):
+    engine, worker, clock = rank
+    worker._http = Sglang([chunk(7, finish="length")])
+
+    async def reserve(room):
+        clock.now += 5  # in decode's queue
+        worker._take(TicketSent(room, 0, 2))
+        clock.now += 3  # prefill computes for 2 of them
+
+    worker._http.reserve = reserve
+    (first,) = await outputs(engine, Leg(5 + 2))
+    admitted = first.admitted
+    assert (admitted.decode_queue_s, admitted.prefill_compute_s, admitted.transfer_s) == (5, 2, 1)
+    assert admitted.rank_s == 8
+
+
+async def test_retractions_are_those_of_all_requests(rank):
+    engine, worker, _ = rank
+
+    async def reserve(room):
+        worker._take(TicketSent(room, 0, 2))
+
+    for counts in ((0, 0, 1), (0, 2, 2)):
+        *running, last = counts
+        worker._http = Sglang([*(chunk(7, count) for count in running), chunk(7, last, "length")])
+        worker._http.reserve = reserve
+        await outputs(engine, Leg(0))
+    assert worker.load(0).retractions == 3
