@@ -8,6 +8,7 @@ from services import rpc
 from services.config import setting
 from services.errors import ConfigError
 from services.index.etcd_settings import EtcdSettings, EtcdTls
+from services.ports import check_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class ClusterConfig:
             raise ConfigError(f"--index-block must be 1 or more, got {self.index_block}")
         if not 0 <= self.trace_sample_ratio <= 1:
             raise ConfigError(f"--trace-sample-ratio is between 0 and 1, got {self.trace_sample_ratio:g}")
+        check_port("--metrics-port", self.metrics_port)
+        check_port("--health-port", self.health_port)
 
     def etcd_settings(self) -> EtcdSettings:
         """Raises ConfigError when the etcd flags cannot work."""

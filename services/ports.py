@@ -1,6 +1,7 @@
 """Ports for servers of our own that are told no port."""
 
 import errno
+import ipaddress
 import random
 import socket
 from collections.abc import Sequence
@@ -10,7 +11,24 @@ from pathlib import Path
 from services.errors import ConfigError
 
 _FIRST_PORT = 10_000
+_LAST_PORT = 65_535
 _ATTEMPTS = 100
+
+
+def check_port(flag: str, port: int | None, count: int = 1) -> None:
+    """For `count` servers, from `port` on. Raises ConfigError naming the flag where there is no such port."""
+    last = _LAST_PORT - (count - 1)
+    if port is not None and not 0 <= port <= last:
+        of = f" with {count} of them" if count > 1 else ""
+        raise ConfigError(f"{flag} is between 0 and {last}{of}, got {port}")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether servers can listen there, on every address of this machine, but nobody can be told to call."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host in ("", "0")
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
@@ -33,7 +51,7 @@ def _server_ports() -> Sequence[int]:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:
         return ()
-    return [*range(_FIRST_PORT, first), *range(last + 1, 65_536)]
+    return [*range(_FIRST_PORT, first), *range(last + 1, _LAST_PORT + 1)]
 
 
 def _listen(host: str, candidates: Sequence[int]) -> socket.socket:

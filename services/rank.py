@@ -41,6 +41,7 @@ from services.index.registry import Registration, Schema
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
 from services.notify import Notifier
+from services.ports import check_port, is_wildcard
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class RankConfig(ClusterConfig):
     dp_size: int = setting(1, "number of DP ranks, one process each")
     rank_index: int | None = setting(None, "be this one rank instead of the supervisor of all")
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
-    advertise_host: str = setting("", "address that others reach us at; default: --host")
+    advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
     engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
@@ -93,6 +94,14 @@ class RankConfig(ClusterConfig):
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
+        num_ports = self.dp_size if self.rank_index is None else 1
+        check_port("--port", self.port, num_ports)
+        check_port("--metrics-port", self.metrics_port, num_ports)
+        if is_wildcard(self.advertise_host or self.host):
+            raise ConfigError(
+                f"--host={self.host} is every address of this machine: --advertise-host must name the one "
+                "that others reach"
+            )
         if self.engine != "fake" and not self.model:
             raise ConfigError(f"--model is required with --engine={self.engine}")
         if self.engine_arg and self.engine != "sglang":

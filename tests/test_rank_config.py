@@ -36,8 +36,25 @@ def test_the_protected_share_reaches_the_engine():
         {"itl_target_ms": 0.0},
         {"itl_target_ms": 40.0, "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},
+        {"metrics_port": 70000},
+        {"health_port": -1},
+        {"port": 65535, "dp_size": 2},
+        {"host": "0.0.0.0"},
+        {"host": "::"},
+        {"host": ""},
+        {"host": "10.0.0.1", "advertise_host": "0.0.0.0"},
     ],
 )
 def test_what_cannot_work_is_refused(changes):
     with pytest.raises(ConfigError, match="--"):
         RankConfig(**{"worker": "w", "engine": "fake", "etcd": ("e:1",), **changes})
+
+
+def test_who_listens_on_every_address_says_which_one_to_call():
+    config = config_of("--host=0.0.0.0", "--advertise-host=10.0.0.1")
+    assert config.engine_settings(Role.DECODE).advertise_host == "10.0.0.1"
+
+
+def test_the_last_rank_may_have_the_last_port():
+    assert config_of("--port=65534", "--dp-size=2").port == 65534
+    assert config_of("--port=65535", "--dp-size=2", "--rank-index=1").port == 65535

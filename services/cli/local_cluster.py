@@ -25,6 +25,7 @@ from services.child_lines import child_lines
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
 from services.parent_death import die_with
+from services.ports import is_wildcard
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,10 @@ class LocalCluster:
 
     async def _start(self) -> None:
         shape = self.shape
-        shape.data_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            shape.data_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--data-dir: {error}") from error
         if shape.etcd:
             self.etcd_endpoints = shape.etcd
         else:
@@ -162,6 +166,7 @@ class LocalCluster:
     def _plan(self) -> list[tuple[str, str, list[str]]]:
         shape = self.shape
         common = [f"--model={shape.model}", f"--host={shape.host}", *shape.common_flags]
+        advertised = ["--advertise-host=127.0.0.1"] if is_wildcard(shape.host) else []
         common.append(f"--etcd={','.join(self.etcd_endpoints)}")
         plan = []
         for role, workers, dp_size in (
@@ -170,7 +175,7 @@ class LocalCluster:
         ):
             for number in range(workers):
                 name = role if workers == 1 else f"{role}-{number}"
-                flags = [*common, f"--worker={name}", f"--dp-size={dp_size}"]
+                flags = [*advertised, *common, f"--worker={name}", f"--dp-size={dp_size}"]
                 flags += [f"--num-threads={shape.threads_per_rank}", *shape.rank_flags]
                 plan.append((name, f"services.{role}", flags))
         for number, (port, http_port) in enumerate(zip(self.router_ports, self.http_ports, strict=True)):

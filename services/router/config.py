@@ -8,6 +8,7 @@ from services.cluster_config import ClusterConfig
 from services.config import setting
 from services.errors import ConfigError
 from services.kv.types import Plan
+from services.ports import check_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class RouterConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
+        check_port("--port", self.port)
+        check_port("--http-port", self.http_port)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
         for name in ("chunk_size", "max_attempts"):
