@@ -224,9 +224,15 @@ def _read_number(text: str) -> float:
     return value
 
 
+def _read_text(text: str) -> str:
+    """A byte of a command line that is not UTF-8 comes as a surrogate, which no message can carry."""
+    text.encode()
+    return text
+
+
 _BOOLS = {"true": True, "false": False}
 _SCALARS: dict[type, _Scalar] = {
-    str: _Scalar(str, str, "text", "TEXT"),
+    str: _Scalar(_read_text, str, "text in UTF-8", "TEXT"),
     int: _Scalar(int, str, "whole number", "N"),
     float: _Scalar(_read_number, repr, "number", "NUMBER"),
     bool: _choice(_BOOLS),

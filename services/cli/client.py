@@ -1,5 +1,6 @@
 """A terminal's end of the gRPC Generate API."""
 
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ import grpc
 
 from services import rpc
 from services.config import setting
-from services.errors import ConfigError
+from services.errors import ConfigError, InvalidRequest
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -31,6 +32,16 @@ class ClientConfig:
         mutual = self.tls_cert is not None
         tls = rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, mutual, self.tls_server_name)
         return rpc.open_channel(self.router, tls)
+
+
+def given_prompt(prompt: str) -> str:
+    """`prompt`, or else what comes on standard input. Raises InvalidRequest when that is no text."""
+    try:
+        text = prompt or sys.stdin.read()
+        text.encode()
+    except UnicodeError as error:
+        raise InvalidRequest(f"the prompt is not UTF-8: {error}") from error
+    return text
 
 
 async def responses(

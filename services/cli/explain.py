@@ -1,13 +1,12 @@
 """`isthmus explain`: where a prompt would go, and the price of every candidate by its terms."""
 
 import asyncio
-import sys
 from dataclasses import dataclass
 
 import grpc
 
 from services import rpc
-from services.cli.client import ClientConfig
+from services.cli.client import ClientConfig, given_prompt
 from services.cli.table import format_table
 from services.config import load, setting
 from services.wire import convert
@@ -38,7 +37,7 @@ class ExplainConfig(ClientConfig):
 
 def run(argv: list[str]) -> int:
     config = load(ExplainConfig, argv, prog="isthmus explain")
-    return asyncio.run(_explain(config, config.prompt or sys.stdin.read()))
+    return asyncio.run(_explain(config, given_prompt(config.prompt)))
 
 
 async def _explain(config: ExplainConfig, prompt: str) -> int:

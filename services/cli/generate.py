@@ -4,10 +4,10 @@ import asyncio
 import sys
 from dataclasses import dataclass
 
-from services.cli.client import ClientConfig, responses
+from services.cli.client import ClientConfig, given_prompt, responses
 from services.cli.table import format_bytes
 from services.config import load, setting
-from services.errors import InvalidRequest
+from services.errors import ConfigError, InvalidRequest
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
@@ -24,10 +24,16 @@ class GenerateConfig(ClientConfig):
     usage: bool = setting(False, "say at the end what was reused, computed and moved")
     timeout_s: float = setting(120.0, "give up after so many seconds")
 
+    def __post_init__(self) -> None:
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ConfigError(f"--seed is an unsigned number of 64 bits, got {self.seed}")
+        if not 1 <= self.max_tokens < 2**31:
+            raise ConfigError(f"--max-tokens is between 1 and {2**31 - 1}, got {self.max_tokens}")
+
 
 def run(argv: list[str]) -> int:
     config = load(GenerateConfig, argv, prog="isthmus generate")
-    return asyncio.run(_generate(config, config.prompt or sys.stdin.read()))
+    return asyncio.run(_generate(config, given_prompt(config.prompt)))
 
 
 async def _generate(config: GenerateConfig, prompt: str) -> int:

@@ -1,5 +1,6 @@
 """`isthmus health`: ask a service on this machine how it is; what an image's HEALTHCHECK runs."""
 
+import http.client
 import sys
 import urllib.error
 import urllib.request
@@ -25,10 +26,10 @@ def run(argv: list[str]) -> int:
     url = f"http://{config.host}:{config.port}/{config.probe}"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            print(answer.read().decode().strip())
+            print(answer.read().decode(errors="replace").strip())
             return 0
     except urllib.error.HTTPError as error:
-        print(error.read().decode().strip(), file=sys.stderr)
-    except OSError as error:
+        print(error.read().decode(errors="replace").strip(), file=sys.stderr)
+    except (OSError, http.client.HTTPException, ValueError) as error:  # no such URL, or no HTTP there
         print(f"{url}: {error}", file=sys.stderr)
     return 1

@@ -20,6 +20,7 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -96,7 +97,7 @@ def make_model(
     hardly depend on the prompt. One layer is too few for every token to count.
 
     Raises:
-        ConfigError: the sizes do not fit together, or a name is unknown.
+        ConfigError: the sizes do not fit together, a name is unknown, or nothing can be written there.
     """
     tokens = _make_tokenizer(tokenizer, vocab_size)
     tokens.model_max_length = max_context_tokens
@@ -115,8 +116,12 @@ def make_model(
     with torch.random.fork_rng(devices=[]):  # transformers draws weights that we overwrite
         model = _MODELS[architecture][1](config)
     _fill(model, seed, initializer_range / _GAIN_AT)
-    model.save_pretrained(directory)
-    tokens.save_pretrained(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(directory)
+        tokens.save_pretrained(directory)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write to {directory}: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,10 +5,16 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services import rpc
 from services.cli.local_cluster import LocalCluster, Shape
 from services.config import load, setting
+from services.ports import check_port
+
+
+def _passed_on(to: str) -> Any:
+    return setting((), f"a flag for every {to}, NAME=VALUE; may be repeated", split=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +32,13 @@ class UpConfig:
     prefill_dp_size: int = setting(1, "DP ranks of each")
     decode_workers: int = setting(1, "decode workers")
     decode_dp_size: int = setting(2, "DP ranks of each")
-    rank_flag: tuple[str, ...] = setting((), "a flag for every rank, NAME=VALUE; may be repeated")
-    router_flag: tuple[str, ...] = setting((), "a flag for every router, NAME=VALUE; may be repeated")
-    flag: tuple[str, ...] = setting((), "a flag for every service, NAME=VALUE; may be repeated")
+    rank_flag: tuple[str, ...] = _passed_on("rank")
+    router_flag: tuple[str, ...] = _passed_on("router")
+    flag: tuple[str, ...] = _passed_on("service")
+
+    def __post_init__(self) -> None:
+        check_port("--port", self.port, self.routers)
+        check_port("--http-port", self.http_port, self.routers)
 
     def shape(self) -> Shape:
         return Shape(

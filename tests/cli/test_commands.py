@@ -1,0 +1,100 @@
+"""What the command `isthmus` answers where it cannot do what it is asked: a sentence and an exit code."""
+
+import io
+import sys
+
+import pytest
+
+from services.cli import __main__ as isthmus
+from services.cli import client, up
+from services.cli.local_cluster import LocalCluster
+from services.config import load
+from services.errors import ConfigError, InvalidRequest, Unavailable
+
+NOWHERE = "--router=127.0.0.1:1"
+
+
+@pytest.fixture
+def isthmus_command(monkeypatch, capsys):
+    """Run the command in this process; (exit code, standard output, standard error)."""
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["isthmus", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            isthmus.main()
+        return ended.value.code, *capsys.readouterr()
+
+    monkeypatch.setattr(isthmus.telemetry, "setup_logging", lambda *settings: None)
+    return command
+
+
+@pytest.mark.parametrize(
+    "arguments,code,sentence",
+    [
+        (("generate", "--seed=-1", "--prompt=x", NOWHERE), 2, "--seed"),
+        (("generate", "--max-tokens=9999999999", "--prompt=x", NOWHERE), 2, "--max-tokens"),
+        (("generate", "--prompt=\udcff", NOWHERE), 2, "--prompt"),  # as Python passes a byte 0xff
+        (("generate", "--prompt=x", NOWHERE), 1, ""),
+        (("make-model", "/proc/no/such/place"), 78, "cannot write to /proc/no/such/place"),
+        (("up", "--model=x", "--data-dir=/proc/no/such/place"), 78, "--data-dir"),
+        (("up", "--model=x", "--port=70000"), 2, "--port"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(isthmus_command, arguments, code, sentence):
+    ended, _, said = isthmus_command(*arguments)
+    assert ended == code, said
+    assert said.startswith(f"isthmus {arguments[0]}: {sentence}")
+    assert said.count("\n") == 1
+
+
+def test_a_prompt_on_standard_input_must_be_text(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    with pytest.raises(InvalidRequest, match="UTF-8"):
+        client.given_prompt("")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("für".encode()), encoding="utf-8"))
+    assert client.given_prompt("") == "für"
+
+
+@pytest.mark.parametrize(
+    "outcome,code",
+    [(0, 0), (1, 1), (ConfigError("no"), 78), (Unavailable("no"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_outcomes_are_exit_codes(isthmus_command, monkeypatch, outcome, code):
+    def run(name, arguments):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(isthmus, "_run", run)
+    said = "isthmus size: no\n" if isinstance(outcome, Exception) else ""
+    assert isthmus_command("size") == (code, "", said)
+
+
+@pytest.mark.parametrize("arguments,code", [((), 0), (("--help",), 0), (("no-such-command",), 2)])
+def test_the_commands_are_listed(isthmus_command, arguments, code):
+    ended, shown, said = isthmus_command(*arguments)
+    assert ended == code
+    assert "make-model" in (said if code else shown)
+
+
+def plan_of(*flags):
+    shape = load(up.UpConfig, ["--model=m", *flags]).shape()
+    cluster = LocalCluster(shape, print, router_ports=(7777,), http_ports=(8000,), etcd_endpoints=("e:1",))
+    return {name: flags for name, _, flags in cluster._plan()}
+
+
+def test_a_flag_that_is_passed_on_may_hold_commas():
+    plan = plan_of(
+        "--router-flag=plans=remote,local", "--rank-flag=engine-arg=--x=1,2", "--flag=etcd-user=a,b"
+    )
+    assert plan["router"][-1] == "--plans=remote,local"
+    assert plan["decode"][-1] == "--engine-arg=--x=1,2"
+    assert "--etcd-user=a,b" in plan["prefill"]
+
+
+def test_ranks_that_listen_everywhere_are_called_on_this_machine():
+    flag = "--advertise-host=127.0.0.1"
+    plan = plan_of("--host=0.0.0.0")
+    assert flag in plan["decode"] and flag in plan["prefill"] and flag not in plan["router"]
+    assert flag not in plan_of()["decode"]
+    assert plan_of("--host=0.0.0.0", "--rank-flag=advertise-host=10.0.0.1")["decode"][-1].endswith("10.0.0.1")
