@@ -88,8 +88,8 @@ class SglangSettings:
             f"--dp-size={self.dp_size}",
             f"--page-size={self.page_size}",
             f"--max-total-tokens={self.num_pages * self.page_size}",
-            f"--max-running-requests={self.max_running_requests * self.dp_size}",
-            f"--chunked-prefill-size={self.chunk_size}",
+            f"--max-running-requests={self.max_running_requests * self._shares}",
+            f"--chunked-prefill-size={self.chunk_size * self._shares}",
             f"--disaggregation-mode={self.role.value}",
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
@@ -102,6 +102,12 @@ class SglangSettings:
             arguments.append(f"--dtype={self.dtype}")
         arguments += self._cache_arguments() + self._device_arguments()
         return arguments + list(self.engine_args)
+
+    @property
+    def _shares(self) -> int:
+        """Into how many SGLang divides these limits: with DP attention they are those of all DP ranks
+        together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
+        return self.dp_size if "--enable-dp-attention" in self.engine_args else 1
 
     def max_context_tokens(self, of_checkpoint: int) -> int:
         """Prompt and output together. Raises ConfigError.

@@ -16,9 +16,21 @@ def settings(tmp_path, **changes):
 def test_decode_has_the_radix_cache(tmp_path):
     arguments = settings(tmp_path).arguments(7000)
     assert "--disaggregation-decode-enable-radix-cache" in arguments
-    assert {"--dp-size=2", "--max-total-tokens=8192", "--max-running-requests=16"} <= set(arguments)
+    assert {"--dp-size=2", "--max-total-tokens=8192"} <= set(arguments)
     without = settings(tmp_path, cache_enabled=False).arguments(7000)
     assert "--disaggregation-decode-enable-radix-cache" not in without
+
+
+@pytest.mark.parametrize(
+    "engine_args,limits",
+    [
+        ((), {"--max-running-requests=8", "--chunked-prefill-size=64"}),
+        # SGLang divides them by the number of DP ranks.
+        (("--enable-dp-attention",), {"--max-running-requests=16", "--chunked-prefill-size=128"}),
+    ],
+)
+def test_limits_are_those_of_each_rank(tmp_path, engine_args, limits):
+    assert limits <= set(settings(tmp_path, engine_args=engine_args).arguments(7000))
 
 
 def test_prefill_without_a_cache(tmp_path):
