@@ -259,6 +259,7 @@ async def run_ranks(
             await stack.enter_async_context(serving_metrics(config, role.role, own_id))
             for config, own_id, role in zip(configs, own_ids, roles, strict=True)
         ]
+        stack.push_async_callback(asyncio.to_thread, _setup_tracing(configs[0], own_ids, roles[0].role))
         ranks = []
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
             opening = open_rank(config, own_id, role, page, stopping, notifier.waits)
@@ -283,6 +284,12 @@ async def run_ranks(
         telemetry.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
     if failed:
         raise RankFailed(f"rank {', '.join(failed)} cannot go on; the log says why")
+
+
+def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
+    """Spans themselves say which rank of the process they are of."""
+    who = str(own_ids[0]) if len(own_ids) == 1 else config.worker
+    return telemetry.setup_tracing(f"{role.value}-{who}", config.otlp_endpoint, config.trace_sample_ratio)
 
 
 def _tell_ready(rank: OpenRank, role: RankRole) -> None:
@@ -329,8 +336,6 @@ async def open_rank(
     stopping = stopping or asyncio.Event()
     failed, engine = asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
-        name = f"{role.role.value}-{own_id}"
-        stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
         await _start(engine, stopping)
         stack.push_async_callback(engine.stop)
         watchdog = asyncio.create_task(_note_crash(engine, failed))

@@ -73,6 +73,7 @@ class _RequestIdFilter(logging.Filter):
 
 
 _SCRAPE_TIMEOUT_S = 10.0  # Prometheus's own
+_LAST_SPANS_S = 2.0  # a collector that cannot be reached is tried again for longer than a process may take
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
 
 
@@ -174,16 +175,24 @@ def setup_tracing(service: str, otlp_endpoint: str | None, sample_ratio: float =
     """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); None: spans are not recorded.
 
     Of the traces that begin here `sample_ratio` are recorded. Of others their beginning has decided.
-    Called once in a process. Returns a function that sends what is left and stops.
+    Called once in a process: OpenTelemetry keeps its first provider. Returns a function that sends what is
+    left and stops, within a few seconds also where nobody takes it.
     """
     if otlp_endpoint is None:
         return lambda: None
     sampler = ParentBased(TraceIdRatioBased(sample_ratio))
-    provider = TracerProvider(sampler, Resource.create({SERVICE_NAME: service}))
+    resource = Resource.create({SERVICE_NAME: service})
+    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(otlp_endpoint, insecure=not otlp_endpoint.startswith("https"))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
-    return provider.shutdown
+
+    def stop() -> None:
+        stopping = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+        stopping.start()
+        stopping.join(_LAST_SPANS_S)
+
+    return stop
 
 
 def tracer() -> trace.Tracer:

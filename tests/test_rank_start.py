@@ -1,6 +1,8 @@
 """A rank that is to stop, or whose engine dies, before it has ever served."""
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -48,9 +50,13 @@ class Engine:
 async def no_requests(): ...
 
 
-def run(own_id, engine):
+def role_of(engine):
     services = Services(lambda server: None, [], no_requests, no_requests)
-    return run_ranks([CONFIG], [own_id], [RankRole(Role.DECODE, engine, lambda registry: services)])
+    return RankRole(Role.DECODE, engine, lambda registry: services)
+
+
+def run(own_id, engine):
+    return run_ranks([CONFIG], [own_id], [role_of(engine)])
 
 
 @pytest.fixture
@@ -108,3 +114,21 @@ async def test_a_start_that_fails_says_why(stopping):
     engine.real.start = fail
     with pytest.raises(RankFailed, match="no such model"):
         await run(own_id, engine)
+
+
+async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, monkeypatch):
+    """OpenTelemetry takes one provider: spans of a second rank would go out as those of the first."""
+    set_up, shut_down = [], []
+
+    def setup_tracing(service, *settings):
+        set_up.append(service)
+        return lambda: shut_down.append(threading.get_ident())
+
+    monkeypatch.setattr(rank.telemetry, "setup_tracing", setup_tracing)
+    configs = [replace(CONFIG, rank_index=index) for index in range(2)]
+    own_ids = [own_rank_id(config) for config in configs]
+    roles = [role_of(Engine(own_id)) for own_id in own_ids]
+    stopping.set()
+    await run_ranks(configs, own_ids, roles)
+    assert set_up == ["decode-w"]
+    assert len(shut_down) == 1 and shut_down[0] != threading.get_ident()

@@ -246,6 +246,14 @@ def test_spans_reach_the_collector_under_the_callers_trace(collector, tracer_pro
     assert sent.parent_span_id.hex() == PARENT.split("-")[2]
 
 
+def test_a_collector_that_takes_nothing_keeps_nobody_from_ending(tracer_provider, monkeypatch):
+    taken = threading.Event()
+    monkeypatch.setattr(telemetry.TracerProvider, "shutdown", lambda provider: taken.wait())
+    monkeypatch.setattr(telemetry, "_LAST_SPANS_S", 0.01)
+    telemetry.setup_tracing("router", "http://127.0.0.1:1")()
+    taken.set()
+
+
 def test_of_traces_that_begin_here_a_share_is_recorded_and_callers_decide_for_theirs(
     collector, tracer_provider
 ):

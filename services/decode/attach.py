@@ -174,9 +174,10 @@ class AttachSession:
 
     async def _generate(self, command: StartCommand, span: Span) -> None:
         request_id, began = command.request.request_id, time.monotonic()
-        span.set_attributes({"request_id": request_id, "plan": command.request.plan.value})
+        plan = command.request.plan
+        span.set_attributes({"request_id": request_id, "rank": str(self._own_id), "plan": plan.value})
         leg = None
-        if command.request.plan is Plan.REMOTE:
+        if plan is Plan.REMOTE:
             assert command.prefill is not None, "convert_request refuses such a Start"
             leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, telemetry.traceparent(span))
         async with aclosing(self._engine.generate(command.request, leg)) as outputs:

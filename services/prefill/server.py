@@ -42,7 +42,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._metrics.counted(),
             self._in_room(rendezvous.room),
         ):
-            span.set_attribute("request_id", generation.request_id)
+            span.set_attributes({"request_id": generation.request_id, "rank": str(self._own_id)})
             async with asyncio.timeout(rpc.remaining_s(context)):
                 result = await self._engine.prefill(generation, rendezvous)
             span.set_attributes(_attributes(result))

@@ -96,6 +96,7 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
         assert decode.attributes["request_id"].startswith("mine")
         assert without_times(decode) == {
             "outcome": "finished",
+            "rank": told["decode"],
             "plan": "remote",
             "prompt_tokens": usage.prompt_tokens,
             "decode_prefix_len": usage.decode_prefix_len,
@@ -104,6 +105,7 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
         assert prefill.attributes["request_id"] == decode.attributes["request_id"]
         assert without_times(prefill) == {
             "outcome": "finished",
+            "rank": "prefill-0/0",
             "prefill_prefix_len": usage.prefill_prefix_len,
             "computed_tokens": usage.computed_tokens,
             "kv_bytes_moved": usage.kv_bytes_moved,
