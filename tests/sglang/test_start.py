@@ -127,3 +127,12 @@ async def test_a_pool_that_is_smaller_than_asked_for_is_refused_with_its_size(ma
     report(started, 0, tp_size=1)
     with pytest.raises(ConfigError, match="--kv-pages=513: SGLang has memory for 512 pages"):
         await started.start()
+
+
+@pytest.mark.parametrize("place", [{"cp_rank": 1}, {"pp_rank": 1}])
+async def test_a_model_that_sglang_spreads_over_stages_is_refused(make_worker, place):
+    started = make_worker()
+    started._take(active(role="prefill"))
+    started._take(active(role="prefill", **place))
+    with pytest.raises(ConfigError, match="not supported"):
+        await started.start()

@@ -7,6 +7,7 @@ own. A wider prefill writes its slices to one decode process, a narrower one to 
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,11 @@ PAGE = 16
 ANSWER = 9
 
 
-def settings(*engine_args):
+def settings(*engine_args, model=None):
     return replace(
         FAKE,
         engine="sglang",
-        model_path=str(tiny_checkpoint("qwen3")),
+        model_path=str(model or tiny_checkpoint("qwen3")),
         dtype="float32",
         page_size=PAGE,
         index_block=PAGE,
@@ -36,8 +37,8 @@ def settings(*engine_args):
     )
 
 
-def tensor_parallel(size):
-    return settings(f"--tp-size={size}")
+def tensor_parallel(size, model=None):
+    return settings(f"--tp-size={size}", model=model)
 
 
 def pages(tokens):
@@ -56,7 +57,7 @@ async def converse(pair, name, length, **ranks):
 
 async def check_turn(pair, ids, known, **ranks):
     answer = await pair.generate(ids, ANSWER, **ranks)
-    model = tiny_checkpoint("qwen3")
+    model = Path(pair.settings.model_path)
     count_near_ties(reference_generation(model, tuple(ids), ANSWER), answer.tokens)
     admitted = answer.admitted
     assert admitted.decode_prefix_len == known
@@ -84,6 +85,15 @@ async def test_tensor_parallel_pairs(prefill_tp, decode_tp):
         await abort_in_the_middle(pair)
         await pair.assert_nothing_held()
         await converse(pair, "after an abort", 30)
+
+
+@pytest.mark.parametrize("prefill_tp,decode_tp", [(2, 2), (1, 2)])
+async def test_a_head_that_two_processes_hold_counts_once(prefill_tp, decode_tp):
+    """With more processes than KV heads each holds one, so that both have the same."""
+    model = tiny_checkpoint("qwen3", num_kv_heads=1)
+    async with Pair(tensor_parallel(decode_tp, model), tensor_parallel(prefill_tp, model)) as pair:
+        await converse(pair, "one head", PAGE * 2 + 3)
+        await pair.assert_nothing_held()
 
 
 # DP attention pads a batch with what SGLang 0.5.23 asks of its attention backend, by a method that only the

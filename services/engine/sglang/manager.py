@@ -41,6 +41,7 @@ from services.engine.sglang.loop_thread import LoopThread
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.prefill_streams import PrefillStreams
 from services.engine.sglang.process_reporter import process_reporter
+from services.engine.sglang.replicas import TpPlace, is_counted
 from services.engine.sglang.reports import Active, Moved
 from services.errors import IsthmusError, ProtocolError
 from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
@@ -284,8 +285,17 @@ class IsthmusKVManager(NixlKVManager):
         return handle
 
     def _count(self, peer_name: str, num_pages: int) -> None:
-        """Of two sides with different tensor parallelism the narrower one's heads are written."""
-        peer_bytes = sum(self.decode_kv_args_table[peer_name].dst_kv_item_lens)
+        """Of two sides with different tensor parallelism the narrower one's heads are written.
+
+        A head that several processes hold counts once: what is due is the model's KV, not its copies.
+        """
+        peer = self.decode_kv_args_table[peer_name]
+        num_kv_heads = 1 if self.is_mla_backend else int(self._settings.num_kv_heads)
+        writer = TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size))
+        reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
+        if not is_counted(num_kv_heads, writer, reader):
+            return
+        peer_bytes = sum(peer.dst_kv_item_lens)
         pages, size = self._posted.get(self._posting.room, (0, 0))
         size += num_pages * min(self.kv_item_lens_sum, peer_bytes)
         self._posted[self._posting.room] = (pages + num_pages, size)

@@ -1,7 +1,6 @@
 """What a worker's SGLang is started with, and what is refused before it is. Pure but for the paths."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ _OURS = (
     "--port",
     "--dp-size",
     "--data-parallel-size",
+    "--attn-dp-size",
+    "--attention-data-parallel-size",
     "--page-size",
     "--max-total-tokens",
     "--max-running-requests",
@@ -31,12 +32,26 @@ _OURS = (
     "--disaggregation-bootstrap-port",
     "--disaggregation-decode-enable-radix-cache",
 )
+_ONE_STAGE = "every process of a rank must hold all layers of every page, only heads are shared out"
 # With the decode radix cache, or with our handshake, SGLang cannot do these.
 _UNSUPPORTED = {
     "--enable-hisparse": "SGLang does not support it with the decode radix cache",
     "--enable-pd-role-switch": "SGLang's NIXL backend does not support it",
     "--enable-lora": "its adapters are not part of the index's hashes",
     "--lora-paths": "its adapters are not part of the index's hashes",
+    "--enable-prefill-cp": _ONE_STAGE,
+    "--enable-kv-cache-sharding": _ONE_STAGE,
+}
+# These only at 1.
+_UNSUPPORTED_SIZES = {
+    "--pp-size": _ONE_STAGE,
+    "--pipeline-parallel-size": _ONE_STAGE,
+    "--attn-cp-size": _ONE_STAGE,
+    "--attention-context-parallel-size": _ONE_STAGE,
+    "--dcp-size": _ONE_STAGE,
+    "--decode-context-parallel-size": _ONE_STAGE,
+    "--dwdp-size": "it makes DP ranks of its own",
+    "--nnodes": "the service must be on the host of all processes of its SGLang",
 }
 IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
 # managers/tp_worker.py: max_req_input_len.
@@ -44,7 +59,6 @@ _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
-_PARALLEL = (("--tp-size", "--tensor-parallel-size"), ("--pp-size", "--pipeline-parallel-size"))
 _SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
 
 
@@ -176,9 +190,8 @@ class SglangSettings:
         return environment
 
     def _processes_per_rank(self) -> int:
-        """Tensor times pipeline parallelism; with DP attention, more than there are."""
-        sizes = [self._number(flag, self._number(alias, 1)) for flag, alias in _PARALLEL]
-        return math.prod(sizes)
+        """With DP attention, more than there are."""
+        return self._number("--tp-size", self._number("--tensor-parallel-size", 1))
 
     def _binding(self, threads: int) -> str:
         """Cores of each process that computes: `threads` neighbours, round and round."""
@@ -214,5 +227,6 @@ def _check_values(values: Mapping[str, str]) -> None:
         )
     if values.get("--disaggregation-decode-allocation-policy", "early") != "early":
         raise ConfigError("--disaggregation-decode-allocation-policy: SGLang's NIXL backend knows only early")
-    if values.get("--nnodes", "1") != "1":
-        raise ConfigError("--nnodes: the service must be on the host of all processes of its SGLang")
+    for flag, reason in _UNSUPPORTED_SIZES.items():
+        if values.get(flag, "1") != "1":
+            raise ConfigError(f"--engine-arg={flag}={values[flag]}: {reason}")

@@ -202,6 +202,10 @@ class SglangWorker:
                 f"the plugin is not active in SGLang's processes {self._missing()} (DP rank, TP rank); is "
                 "isthmus installed in SGLang's environment?"
             ) from None
+        if any(active.cp_rank or active.pp_rank for active in self._active.values()):
+            raise ConfigError(
+                "SGLang has chosen context or pipeline parallelism for this model: not supported"
+            )
 
     def _missing(self) -> list[tuple[int, int]]:
         tp_size = max((active.tp_size for active in self._active.values()), default=1)

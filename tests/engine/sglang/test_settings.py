@@ -56,6 +56,12 @@ def test_the_users_arguments_come_last_and_whole(tmp_path):
         "--speculative-algorithm=NGRAM",
         "--disaggregation-decode-allocation-policy=prefill_complete",
         "--nnodes=2",
+        "--pp-size=2",
+        "--pipeline-parallel-size=2",
+        "--attn-cp-size=2",
+        "--dcp-size=2",
+        "--enable-prefill-cp",
+        "--attn-dp-size=2",
     ],
 )
 def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
@@ -63,8 +69,9 @@ def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
         settings(tmp_path, engine_args=(argument,))
 
 
-def test_speculation_that_works_passes(tmp_path):
-    settings(tmp_path, engine_args=("--speculative-algorithm=EAGLE",))
+@pytest.mark.parametrize("argument", ["--speculative-algorithm=EAGLE", "--pp-size=1", "--nnodes=1"])
+def test_what_works_passes(tmp_path, argument):
+    settings(tmp_path, engine_args=(argument,))
 
 
 def test_a_checkpoint_is_a_directory(tmp_path):
@@ -95,7 +102,7 @@ def test_each_rank_has_cores_of_its_own_where_there_are_enough(tmp_path, monkeyp
 
 def test_each_process_of_a_tensor_parallel_rank_has_its_cores(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    for argument in ("--tp-size=2", "--tensor-parallel-size=2", "--pp-size=2"):
+    for argument in ("--tp-size=2", "--tensor-parallel-size=2"):
         environment = settings(tmp_path, dp_size=1, engine_args=(argument,)).environment({})
         assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     with pytest.raises(ConfigError, match="--tp-size"):
