@@ -17,7 +17,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _AFTER_GRACE_S = 5.0
 # Routers hear within this that a rank drains; until then it still takes what they send.
 _NOTICE_S = 0.5
+_NOT_SGLANG = ("itl_target_ms", "protected_cache_share", "write_lease_s", "fence_margin_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,10 @@ class RankConfig(ClusterConfig):
             raise ConfigError(f"--model is required with --engine={self.engine}")
         if self.engine_arg and self.engine != "sglang":
             raise ConfigError("--engine-arg is for --engine=sglang")
-        if self.itl_target_ms is not None and (self.itl_target_ms <= 0 or self.engine == "sglang"):
-            raise ConfigError("--itl-target-ms must be above 0, and is not for --engine=sglang")
+        if self.itl_target_ms is not None and self.itl_target_ms <= 0:
+            raise ConfigError(f"--itl-target-ms must be above 0, got {self.itl_target_ms:g}")
+        if self.engine == "sglang":
+            self._check_sglang_knows()
         if not 0 <= self.protected_cache_share <= 1:
             raise ConfigError(
                 f"--protected-cache-share is between 0 and 1, got {self.protected_cache_share:g}"
@@ -116,6 +119,12 @@ class RankConfig(ClusterConfig):
             raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
         if self.index_flush_ms < 0 or self.index_writes_per_s <= 0:
             raise ConfigError("--index-flush-ms must be 0 or more and --index-writes-per-s above 0")
+
+    def _check_sglang_knows(self) -> None:
+        """SGLang has its own way with what it caches and with the pages of a failed transfer."""
+        for field in fields(self):
+            if field.name in _NOT_SGLANG and getattr(self, field.name) != field.default:
+                raise ConfigError(f"--{field.name.replace('_', '-')} is not for --engine=sglang")
 
     @property
     def ranks_per_process(self) -> int:

@@ -35,6 +35,9 @@ def test_the_protected_share_reaches_the_engine():
     [
         {"itl_target_ms": 0.0},
         {"itl_target_ms": 40.0, "engine": "sglang", "model": "m"},
+        {"protected_cache_share": 0.5, "engine": "sglang", "model": "m"},
+        {"write_lease_s": 2.0, "engine": "sglang", "model": "m"},
+        {"fence_margin_s": 2.0, "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},
         {"metrics_port": 70000},
         {"health_port": -1},

@@ -118,7 +118,7 @@ def _sglang_worker(
         model_path=settings.model_path,
         model_name=settings.model_name,
         dp_size=len(own_ids),
-        device=settings.device.split(":")[0],
+        device=settings.device,
         dtype=settings.dtype,
         num_pages=settings.num_pages,
         page_size=settings.page_size,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -59,6 +60,7 @@ _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
 
 
@@ -71,7 +73,7 @@ class SglangSettings:
     model_path: str
     model_name: str
     dp_size: int
-    device: str  # cpu or cuda
+    device: str  # cpu, cuda or cuda:N
     dtype: str | None
     num_pages: int
     page_size: int
@@ -88,8 +90,9 @@ class SglangSettings:
     def __post_init__(self) -> None:
         for text in self.engine_args:
             _check_argument(text)
-        values = _values(self.engine_args)
-        _check_values(values)
+        _check_values(_values(self.engine_args))
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device is cpu, cuda or cuda:N with --engine=sglang, got {self.device!r}")
         if not Path(self.model_path).is_dir():
             raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.model_path!r} is none")
 
@@ -154,7 +157,8 @@ class SglangSettings:
 
     def _device_arguments(self) -> list[str]:
         if self.device != "cpu":
-            return []
+            _, _, first_gpu = self.device.partition(":")
+            return ["--device=cuda", f"--base-gpu-id={first_gpu or 0}"]
         return [
             "--device=cpu",
             "--attention-backend=torch_native",

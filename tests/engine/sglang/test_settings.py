@@ -69,6 +69,18 @@ def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
         settings(tmp_path, engine_args=(argument,))
 
 
+@pytest.mark.parametrize("device,gpu", [("cuda", 0), ("cuda:3", 3)])
+def test_the_first_gpu_is_the_one_asked_for(tmp_path, device, gpu):
+    assert {"--device=cuda", f"--base-gpu-id={gpu}"} <= set(settings(tmp_path, device=device).arguments(7000))
+    assert not any(text.startswith("--base-gpu-id") for text in settings(tmp_path).arguments(7000))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""])
+def test_a_device_that_is_none_is_refused(tmp_path, device):
+    with pytest.raises(ConfigError, match="--device"):
+        settings(tmp_path, device=device)
+
+
 @pytest.mark.parametrize("argument", ["--speculative-algorithm=EAGLE", "--pp-size=1", "--nnodes=1"])
 def test_what_works_passes(tmp_path, argument):
     settings(tmp_path, engine_args=(argument,))
