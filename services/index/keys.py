@@ -124,9 +124,14 @@ class ClusterKeys:
     def log(self, rank: RankKey, seq: int) -> bytes:
         return self.log_prefix(rank) + _number(seq)
 
+    @property
+    def pins(self) -> bytes:
+        """Of every conversation's pin."""
+        return self.prefix + b"pins/"
+
     def pin(self, name: str) -> bytes:
         """`name` is from `pin_name`."""
-        return self.prefix + b"pins/" + check_name("pin", name).encode()
+        return self.pins + check_name("pin", name).encode()
 
     def probe(self, router: str) -> bytes:
         return self.prefix + b"probe/" + check_name("router", router).encode()

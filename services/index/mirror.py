@@ -14,7 +14,6 @@ The ranks are listed first, so that they can be used while millions of blocks ar
 import asyncio
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from services.index.keys import (
     SnapshotKey,
     pin_name,
 )
+from services.index.pin_mirror import PinMirror
 from services.index.pins import KnownPin, Pin, decode_pin
 from services.index.probe import Probe
 from services.index.registry import Registration, decode_registration
@@ -95,15 +95,20 @@ class Mirror:
         self.blocks = BlockMirror(etcd, keys, self._told)
         self.index = self.blocks.index
         self.ranks: dict[RankKey, RankView] = {}
-        self.pins: OrderedDict[str, KnownPin] = OrderedDict()  # by keys.pin_name(conversation)
+        self.pins = PinMirror(max_pins)
         self.ranks_known = asyncio.Event()
         self.ready = asyncio.Event()
         self.torn_values = 0  # that nobody of ours can have written, or not whole; they are skipped
         self._etcd = etcd
         self._keys = keys
-        self._max_pins = max_pins
         self._observe_staleness = observe_staleness
-        self._watch = PrefixWatch(etcd, keys.prefix, first=keys.registrations, idle_timeout_s=idle_timeout_s)
+        self._watch = PrefixWatch(
+            etcd,
+            keys.prefix,
+            first=keys.registrations,
+            unremembered=keys.pins,
+            idle_timeout_s=idle_timeout_s,
+        )
         self._probe = Probe(etcd, keys, router or _NOBODY, fleet=fleet, interval_s=probe_interval_s)
         self._is_router = router is not None
         self._subscribers: list[Subscriber] = []
@@ -226,6 +231,8 @@ class Mirror:
     async def _apply(self, batch: WatchBatch) -> None:
         if batch.rewound:
             self.blocks.restart()
+        if batch.first:  # nothing of a listing comes before
+            self.pins.begin_listing()
         for change in batch.changes:
             try:
                 await self._apply_change(change)
@@ -235,6 +242,8 @@ class Mirror:
             await self.blocks.give_way(_CHANGE_COST)
         if batch.complete:
             self.blocks.look_for_gaps()
+            if batch.listed:
+                self.pins.end_listing()
 
     async def _apply_change(self, change: KeyChange) -> None:
         match self._keys.parse(change.key):
@@ -304,9 +313,6 @@ class Mirror:
     # -- pins -------------------------------------------------------------------------------------
 
     def _apply_pin(self, name: str, change: KeyChange) -> None:
-        self.pins.pop(name, None)
-        if change.value is None:
-            return
-        self.pins[name] = KnownPin(decode_pin(change.value), change.mod_revision)
-        if len(self.pins) > self._max_pins:
-            self.pins.popitem(last=False)
+        self.pins.remove(name)
+        if change.value is not None:
+            self.pins.put(name, KnownPin(decode_pin(change.value), change.mod_revision))

@@ -67,11 +67,19 @@ class _Silent(IsthmusError):
 class PrefixWatch:
     """Lists and watches one prefix for ever. `trouble` says why it is behind, None while it is not.
 
-    `first`: a prefix within the prefix that is listed before the rest.
+    `first`: a prefix within the prefix that is listed before the rest. `unremembered`: one whose keys may be
+    very many. No trace is kept of them: a later listing brings all of them, not only what has changed, and
+    nothing of those that went meanwhile.
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: bytes, *, first: bytes | None = None, idle_timeout_s: float = 10.0
+        self,
+        etcd: Etcd,
+        prefix: bytes,
+        *,
+        first: bytes | None = None,
+        unremembered: bytes | None = None,
+        idle_timeout_s: float = 10.0,
     ) -> None:
         self.trouble: IsthmusError | None = NotListed("not listed yet")
         self.revision = 0  # the last one delivered
@@ -80,8 +88,9 @@ class PrefixWatch:
         self._prefix = prefix
         self._has_first = first is not None
         self._ranges = _ranges(prefix, first)
+        self._unremembered = () if unremembered is None else (unremembered,)
         self._idle_timeout_s = idle_timeout_s
-        self._delivered: dict[bytes, int] = {}  # key -> mod_revision
+        self._delivered: dict[bytes, int] = {}  # key -> mod_revision, of those that are remembered
         self._newest: tuple[bytes, int] | None = None  # the last one written that the watch showed
         self._must_list = True
         self._rewound = False
@@ -124,7 +133,7 @@ class PrefixWatch:
                 async for page in pages:
                     if revision == 0:
                         revision, rewound = page.revision, self._begin_listing(page.revision)
-                    present.update(kv.key for kv in page.kvs)
+                    present.update(kv.key for kv in page.kvs if self._remembers(kv.key))
                     news = self._news(page.kvs)
                     yield WatchBatch(revision, news, True, complete=False, first=first, rewound=rewound)
                     rewound = False
@@ -148,8 +157,11 @@ class PrefixWatch:
 
     def _news(self, kvs: list[KeyValue]) -> tuple[KeyChange, ...]:
         news = [kv for kv in kvs if self._delivered.get(kv.key) != kv.mod_revision]
-        self._delivered.update((kv.key, kv.mod_revision) for kv in news)
+        self._delivered.update((kv.key, kv.mod_revision) for kv in news if self._remembers(kv.key))
         return tuple(KeyChange(kv.key, kv.value, kv.mod_revision) for kv in news)
+
+    def _remembers(self, key: bytes) -> bool:
+        return not key.startswith(self._unremembered)
 
     async def _follow(self, backoff: Backoff) -> AsyncGenerator[WatchBatch, None]:
         first_since_listing, self._interrupted = not self._interrupted, True
@@ -240,7 +252,8 @@ class PrefixWatch:
             if change.value is None:
                 self._delivered.pop(change.key, None)
             else:
-                self._delivered[change.key] = change.mod_revision
+                if self._remembers(change.key):
+                    self._delivered[change.key] = change.mod_revision
                 self._newest = change.key, change.mod_revision
         self.revision = max(self.revision, changes[-1].mod_revision)
         return WatchBatch(self.revision, changes)

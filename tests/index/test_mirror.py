@@ -475,6 +475,28 @@ async def test_pins_are_mirrored_and_bounded(etcd: Etcd, keys: ClusterKeys) -> N
         await until(lambda: mirror.pin("talk 3") is None)
 
 
+async def test_pins_that_went_while_nobody_watched_are_gone(own_server: EmbeddedEtcd) -> None:
+    keys, pin = ClusterKeys("c"), Pin(RankId("d0", 0, Generation(1)))
+    async with (
+        client(own_server.endpoint) as etcd,
+        client(own_server.endpoint) as writer,
+        mirroring(etcd, keys) as mirror,
+    ):
+        for name in ("stays", "goes"):
+            await writer.put(keys.pin(pin_name(name)), encode_pin(pin))
+        await until(lambda: len(mirror.pins) == 2)
+        async with mirror.blocks.turn:  # it takes nothing in
+            start = mirror.revision
+            await until(lambda: mirror.revision > start)  # its own probe's: now it stands still
+            await own_server.kill()
+            await own_server.start()
+            await writer.delete(keys.pin(pin_name("goes")))
+            await writer.compact(await writer.current_revision())
+        await until(lambda: mirror.listings == 2 and mirror.degraded is None)
+        assert mirror.pin("stays") == pin and mirror.pin("goes") is None and len(mirror.pins) == 1
+        assert not any(key.startswith(keys.pins) for key in mirror._watch._delivered)
+
+
 async def test_the_schema_is_created_once_and_then_compared(etcd: Etcd, keys: ClusterKeys) -> None:
     await asyncio.gather(*(check_schema(etcd, keys, Schema(64, "xxh3-64/1")) for _ in range(5)))
     with pytest.raises(ConfigError, match=r"64 tokens per index block.*this process has.* 32 tokens"):

@@ -119,6 +119,31 @@ async def test_compacted_while_away_the_difference_comes(own_server: EmbeddedEtc
         await batches.aclose()
 
 
+async def test_keys_that_are_not_remembered_come_anew_with_each_listing(
+    own_server: EmbeddedEtcd,
+) -> None:
+    async with client(own_server.endpoint) as etcd, client(own_server.endpoint) as writer:
+        watch = PrefixWatch(etcd, b"p/", unremembered=b"p/many/")
+        batches = watch.batches()
+        for name in (b"p/kept", b"p/many/1", b"p/many/2"):
+            await writer.put(name, b"1")
+        assert len((await anext(batches)).changes) == 3
+        assert (await anext(batches)).complete
+        await writer.put(b"p/many/3", b"1")
+        assert [change.key for change in (await anext(batches)).changes] == [b"p/many/3"]
+        await writer.delete(b"p/many/1")
+        await writer.put(b"p/kept", b"2")
+        await writer.compact(await writer.current_revision())
+        await own_server.kill()
+        await own_server.start()
+        watch.revision = 1  # long before what was compacted
+        news, gone = await anext(batches), await anext(batches)
+        assert [change.key for change in news.changes] == [b"p/kept", b"p/many/2", b"p/many/3"]
+        assert (gone.complete, gone.changes, watch.listings) == (True, (), 2)
+        assert watch._delivered.keys() == {b"p/kept"}
+        await batches.aclose()
+
+
 async def test_the_first_prefix_is_listed_first_and_all_at_one_revision(
     etcd: Etcd, keys: ClusterKeys
 ) -> None:
