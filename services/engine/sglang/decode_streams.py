@@ -15,6 +15,7 @@ import grpc
 from services import rpc
 from services.engine.sglang import frames
 from services.engine.sglang.frames import Frames
+from services.engine.sglang.replicas import check_tensor_parallel
 from services.errors import IsthmusError, PeerFailed, ProtocolError
 from services.transfer.hello import Hello, check_hello, read_hello
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -84,6 +85,7 @@ class DecodeStreams:
             first = await _read(call)
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
+        check_tensor_parallel(prefill=peer.layout, decode=self._own.layout)
         hello = first.hello
         log.info("kv_link_up prefill=%s tp_rank=%d", peer.rank, hello.tp_rank)
         writer = asyncio.create_task(_write(call, outbox, hello.rank.generation))

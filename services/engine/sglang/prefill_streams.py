@@ -17,6 +17,7 @@ import grpc
 
 from services.engine.sglang import frames
 from services.engine.sglang.frames import Frames, ReturnAddress
+from services.engine.sglang.replicas import check_tensor_parallel
 from services.errors import IsthmusError, ProtocolError, StaleGeneration
 from services.kv.ticket import check_ticket, hit_kind
 from services.transfer.hello import Hello, check_hello, read_hello
@@ -92,6 +93,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             raise ProtocolError("the Handshake stream ended before Hello")
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
+        check_tensor_parallel(prefill=self._own.layout, decode=peer.layout)
         stream = _Stream(ReturnAddress(_HOST, next(self._numbers)), first.hello, peer)
         self._deliver(frames.registration_frames(first.hello, stream.back))
         self._streams[stream.back.endpoint] = stream

@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 
-from services.engine.sglang.replicas import TpPlace, is_counted
+from services.engine.sglang.replicas import TpPlace, check_tensor_parallel, is_counted
+from services.errors import ProtocolError
+from services.kv.types import GroupKind, KvGroup, KvLayout
 
 SIZES = (1, 2, 4, 8)
 
@@ -42,3 +44,23 @@ def test_each_head_is_counted_once(num_kv_heads, prefill_size, decode_size):
         for head in heads_of(writer, heads) & heads_of(reader, heads)
     )
     assert counted == Counter(range(heads))
+
+
+@pytest.mark.parametrize(
+    "num_kv_heads,prefill_size,decode_size,works",
+    [
+        *[(8, prefill, decode, True) for prefill in SIZES for decode in SIZES],
+        *[(1, prefill, decode, prefill <= decode) for prefill in SIZES for decode in SIZES],
+        (4, 8, 4, False),
+        (4, 4, 2, True),
+        (4, 8, 8, True),
+    ],
+)
+def test_a_wider_prefill_may_share_no_head(num_kv_heads, prefill_size, decode_size, works):
+    group = KvGroup(GroupKind.FULL_ATTENTION, (0,), num_kv_heads, 8, "float32")
+    prefill, decode = (KvLayout(16, 4096, 7, size, (group,)) for size in (prefill_size, decode_size))
+    if works:
+        check_tensor_parallel(prefill, decode)
+    else:
+        with pytest.raises(ProtocolError):
+            check_tensor_parallel(prefill, decode)

@@ -12,7 +12,7 @@ from services.engine.sglang.decode_streams import DecodeStreams
 from services.engine.sglang.frames import ReturnAddress
 from services.engine.sglang.prefill_streams import PrefillStreams
 from services.errors import ProtocolError
-from services.kv.types import Generation, KvLayout, PoolMemory, RankId
+from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
 from services.transfer.hello import Hello
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 from sglang_frames import metadata, registration
@@ -199,6 +199,17 @@ async def test_layouts_that_differ_end_the_stream_with_the_reason():
         decode.send(endpoint, *ticket())
         await until(lambda: decode.lost)
         assert decode.lost[0][0] == endpoint and "page_bytes" in decode.lost[0][1]
+        assert not prefill.delivered
+
+
+async def test_a_wider_prefill_whose_processes_share_heads_is_refused():
+    one_head = (KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 8, "float32"),)
+    wide, narrow = (KvLayout(PAGE, 4096, 7, tp_size, one_head) for tp_size in (2, 1))
+    prefill, decode = Prefill(layout=wide), Decode(layout=narrow)
+    async with prefill.listening() as endpoint:
+        decode.send(endpoint, *ticket())
+        await until(lambda: decode.lost)
+        assert "1 KV heads over 2 processes" in decode.lost[0][1]
         assert not prefill.delivered
 
 
