@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import pytest_asyncio
 
 from random_ids import random_ids
 from sglang_cluster import PAGE, AggregatedSglang
@@ -28,16 +29,16 @@ async def converse(cluster, name, length):
     return turns
 
 
-@pytest.fixture(scope="module")
-def conversations():
-    """What the first test held, for the later ones."""
-    return {}
-
-
-async def test_only_deltas_cross_and_usage_adds_up(cluster, conversations):
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def conversations(cluster):
+    """Turns by name, held all at once."""
     names = [f"conversation-{number}" for number in range(len(FIRST_LENGTHS))]
     held = await asyncio.gather(*map(converse, [cluster] * len(names), names, FIRST_LENGTHS))
-    conversations.update(zip(names, held, strict=True))
+    return dict(zip(names, held, strict=True))
+
+
+async def test_only_deltas_cross_and_usage_adds_up(conversations):
+    held = conversations.values()
     assert {turns[0][2].placement.decode.rank for turns in held} == {0, 1}
     page_bytes = {f.usage.kv_bytes_moved // pages(f.usage.delta_tokens) for (_, _, f), *_ in held}
     assert len(page_bytes) == 1
