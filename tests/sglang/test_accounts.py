@@ -46,15 +46,16 @@ def rank(checkpoint, monkeypatch):
 
 
 class Leg:
-    """The prefill leg: as long as our own SGLang has the request, `compute_s`."""
+    """The prefill leg."""
 
     peer = RankAddress(RankId("p", 0, Generation(2)), "127.0.0.1:1")
 
-    def __init__(self, compute_s):
-        self.compute_s = compute_s
+    def __init__(self, queue_s, compute_s):
+        self.queue_s, self.compute_s = queue_s, compute_s
 
     async def __call__(self, request, rendezvous):
-        return PrefillResult(7, None, 0, len(request.all_ids), compute_s=self.compute_s)
+        num_tokens = len(request.all_ids)
+        return PrefillResult(7, None, 0, num_tokens, queue_s=self.queue_s, compute_s=self.compute_s)
 
 
 async def outputs(engine, leg):
@@ -62,20 +63,27 @@ async def outputs(engine, leg):
     return [output async for output in engine.generate(request, leg)]
 
 
-async def test_waiting_for_decode_s_pages_is_no_computing(rank):
+@pytest.mark.parametrize(
+    ("told", "queue_s", "compute_s", "transfer_s"),
+    [((1, 2), 1, 2, 1), ((0, 4), 0, 4, 0), ((0, 9), 0, 4, 0), ((9, 9), 4, 0, 0)],
+)
+async def test_a_request_s_time_is_told_apart(rank, told, queue_s, compute_s, transfer_s):
+    """Also where prefill's clock says that it took longer than it can have."""
     engine, worker, clock = rank
     worker._http = Sglang([chunk(7, finish="length")])
 
     async def reserve(room):
         clock.now += 5  # in decode's queue
         worker._take(TicketSent(room, 0, 2))
-        clock.now += 3  # prefill computes for 2 of them
+        clock.now += 4  # until the delta has landed
 
     worker._http.reserve = reserve
-    (first,) = await outputs(engine, Leg(5 + 2))
+    (first,) = await outputs(engine, Leg(*told))
     admitted = first.admitted
-    assert (admitted.decode_queue_s, admitted.prefill_compute_s, admitted.transfer_s) == (5, 2, 1)
-    assert admitted.rank_s == 8
+    assert admitted.decode_queue_s == 5
+    assert (admitted.prefill_queue_s, admitted.prefill_compute_s) == (queue_s, compute_s)
+    assert admitted.transfer_s == transfer_s
+    assert admitted.rank_s == 9
 
 
 async def test_retractions_are_those_of_all_requests(rank):
@@ -88,5 +96,5 @@ async def test_retractions_are_those_of_all_requests(rank):
         *running, last = counts
         worker._http = Sglang([*(chunk(7, count) for count in running), chunk(7, last, "length")])
         worker._http.reserve = reserve
-        await outputs(engine, Leg(0))
+        await outputs(engine, Leg(0, 0))
     assert worker.load(0).retractions == 3

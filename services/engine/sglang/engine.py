@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -71,7 +71,9 @@ class SglangRank:
 
     def _body(self, request: GenerationRequest, room: Room, prefill_rank: int) -> dict[str, Any]:
         self._check(request)
+        priority = {"priority": request.priority} if self._worker.settings.heeds_priority else {}
         return {
+            **priority,
             "rid": f"{room:016x}",
             "input_ids": list(request.all_ids),
             "bootstrap_room": room,
@@ -84,6 +86,8 @@ class SglangRank:
     def _check(self, request: GenerationRequest) -> None:
         """SGLang itself does not look at the ids: one that is out of the vocabulary ends its process."""
         check_sampling(request.sampling)
+        if request.priority and not self._worker.settings.heeds_priority:
+            raise InvalidRequest("priority: engine sglang heeds it with --enable-priority-scheduling only")
         ids, vocab_size = request.all_ids, self._worker.shape.vocab_size
         if not ids:
             raise InvalidRequest("the prompt is empty")
@@ -143,9 +147,11 @@ class SglangDecodeEngine(SglangRank):
             raise PeerFailed(
                 f"prefill says that it moved {prefill.kv_bytes_moved} bytes where {due} were due"
             )
-        # Prefill's SGLang has the request as long as ours, and computes only once it knows our pages.
+        # In turn: pages here, the queue and the computation there (on another clock), the transfer.
         decode_queue_s = min(max(0.0, reserved - began), ended - began)
-        prefill_compute_s = max(0.0, prefill.compute_s - decode_queue_s)
+        prefill_s = ended - began - decode_queue_s
+        prefill_queue_s = min(prefill.queue_s, prefill_s)
+        prefill_compute_s = min(prefill.compute_s, prefill_s - prefill_queue_s)
         return Admitted(
             prompt_tokens=prompt_tokens,
             decode_prefix_len=ticket.decode_prefix_len,
@@ -154,9 +160,9 @@ class SglangDecodeEngine(SglangRank):
             kv_bytes_moved=prefill.kv_bytes_moved,
             kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
             decode_queue_s=decode_queue_s,
-            prefill_queue_s=prefill.queue_s,
+            prefill_queue_s=prefill_queue_s,
             prefill_compute_s=prefill_compute_s,
-            transfer_s=max(0.0, ended - began - decode_queue_s - prefill.queue_s - prefill_compute_s),
+            transfer_s=max(0.0, prefill_s - prefill_queue_s - prefill_compute_s),
             plan=Plan.REMOTE,
         )
 
@@ -184,15 +190,28 @@ class SglangPrefillEngine(SglangRank):
             self._worker.forget(room)
             if not finished:
                 await asyncio.shield(self._worker.http.abort(body["rid"]))
-        cached = int(chunk["meta_info"]["cached_tokens"])
+        meta_info = chunk["meta_info"]
+        cached = int(meta_info["cached_tokens"])
+        queue_s, compute_s = _stages(meta_info, time.monotonic() - began)
         return PrefillResult(
             first_token_id=int(chunk["output_ids"][-1]),
             first_token_logprobs=None,
             prefill_prefix_len=cached,
             computed_tokens=len(request.all_ids) - cached,
             kv_bytes_moved=moved,
-            compute_s=time.monotonic() - began,
+            queue_s=queue_s,
+            compute_s=compute_s,
         )
+
+
+def _stages(meta_info: Mapping[str, Any], elapsed_s: float) -> tuple[float, float]:
+    """Seconds in SGLang's queue, and under computation (observability/req_time_stats.py). The answer comes
+    after the transfer, so what is left of `elapsed_s` is the transfer's. By two clocks: kept within it."""
+    queue_s = min(elapsed_s, max(0.0, float(meta_info.get("queue_time") or 0.0)))
+    began_s, ended_s = meta_info.get("forward_entry_time"), meta_info.get("prefill_finished_time")
+    if not began_s or not ended_s:
+        return queue_s, elapsed_s - queue_s
+    return queue_s, min(elapsed_s - queue_s, max(0.0, ended_s - began_s))
 
 
 async def _leg(

@@ -115,10 +115,16 @@ class SglangSettings:
             "--log-level-http=warning",  # not one line per poll of ours
             "--incremental-streaming-output",
         ]
+        if self.role is Role.PREFILL:
+            arguments.append("--enable-metrics")  # else an answer does not say how long it queued
         if self.dtype is not None:
             arguments.append(f"--dtype={self.dtype}")
         arguments += self._cache_arguments() + self._device_arguments()
         return arguments + list(self.engine_args)
+
+    @property
+    def heeds_priority(self) -> bool:
+        return "--enable-priority-scheduling" in self.engine_args
 
     @property
     def _shares(self) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.queue_rate import QueueRate
+from services.engine.sglang import loads
 from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
@@ -34,10 +35,8 @@ from services.kv.types import (
     GroupKind,
     KvGroup,
     KvLayout,
-    PageBooks,
     RankId,
     RankLoad,
-    Role,
     Room,
 )
 from services.ports import free_ports
@@ -224,15 +223,15 @@ class SglangWorker:
         if self.ending:
             raise Unavailable(self.ending)
 
-    def _num_pages(self) -> dict[int, int]:
-        """Of the pool of each DP rank that has reported; before its first report a load is all zeros."""
-        tokens = {rank: int(load.get("max_total_num_tokens", 0)) for rank, load in self._loads.items()}
-        return {rank: total // self.settings.page_size for rank, total in tokens.items() if total}
+    def _num_pages(self) -> list[int]:
+        """Of the pool of each DP rank that has told."""
+        told = (loads.num_pages(load, self.settings.page_size) for load in self._loads.values())
+        return [pages for pages in told if pages]
 
     def _check_pools(self) -> None:
         """Raises ConfigError. Where memory is short SGLang makes a smaller pool and only warns; what we let
         in by the size that was asked for would then wait for ever."""
-        smallest = min(self._num_pages().values())
+        smallest = min(self._num_pages())
         if smallest < self.settings.num_pages:
             raise ConfigError(
                 f"--kv-pages={self.settings.num_pages}: SGLang has memory for {smallest} pages; ask for "
@@ -246,16 +245,16 @@ class SglangWorker:
 
     async def _poll_load(self) -> None:
         try:
-            answer = await self.http.get("/v1/loads?include=core")
+            answer = await self.http.get(f"/v1/loads?include={loads.SECTIONS}")
             self._take_loads(answer["loads"])
         except Unavailable as error:
             log.warning("sglang_loads_unknown reason=%r", str(error))
 
-    def _take_loads(self, loads: list[dict[str, Any]]) -> None:
-        self._loads = {int(load["dp_rank"]): load for load in loads}
+    def _take_loads(self, told: list[dict[str, Any]]) -> None:
+        self._loads = {int(load["dp_rank"]): load for load in told}
         for dp_rank, load in self._loads.items():
             self._step_times.note(dp_rank, load.get("decode_moments"))
-            if load.get("num_waiting_reqs", 0):
+            if loads.waiting(load, self.settings.role):
                 self._queue_rates[dp_rank].waits(time.monotonic())
             else:
                 self._queue_rates[dp_rank].empty()
@@ -340,28 +339,17 @@ class SglangWorker:
         return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, (group,))
 
     def load(self, dp_rank: int) -> RankLoad:
-        """From SGLang's own report, some hundred milliseconds old; its evictable pages count as free."""
-        load = self._loads.get(dp_rank, {})
-        page_size = self.settings.page_size
-        total = self._num_pages().get(dp_rank, self.settings.num_pages)
-        waiting_tokens = int(load.get("num_waiting_uncached_tokens", 0))
-        used = min(total, -(-int(load.get("num_used_tokens", 0)) // page_size))
-        return RankLoad(
-            running=int(load.get("num_running_reqs", 0)),
-            waiting=int(load.get("num_waiting_reqs", 0)),
-            admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
-            # What waits on a decode rank waits for room: it computes no prompts.
-            pending_tokens=waiting_tokens if self.settings.role is Role.PREFILL else 0,
-            waiting_tokens=waiting_tokens,
-            books=PageBooks(total, total - used, 0, 0, used, 0),
-            step_s=self._step_times.step_s(dp_rank),
-            prefill_tokens_per_s=self._prefill_rate(load),
-            retractions=self._retractions[dp_rank],
+        """From SGLang's own report, some hundred milliseconds old."""
+        settings = self.settings
+        return loads.rank_load(
+            self._loads.get(dp_rank, {}),
+            settings.role,
+            settings.page_size,
+            settings.num_pages,
+            self._step_times.step_s(dp_rank),
+            self._queue_rates[dp_rank].per_s(time.monotonic()),
+            self._retractions[dp_rank],
         )
-
-    def _prefill_rate(self, load: Mapping[str, Any]) -> float:
-        busy_us = int(load.get("total_prefill_busy_us", 0) or 0)
-        return int(load.get("total_prefill_uncached_tokens", 0)) * 1e6 / busy_us if busy_us else 0.0
 
     def note_admitted(self, dp_rank: int) -> None:
         """A request that may have waited there is through."""

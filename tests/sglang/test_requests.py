@@ -1,0 +1,36 @@
+"""What a request is to SGLang, and what its answer says of the time it took."""
+
+import pytest
+
+from services.engine.sglang.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
+from services.errors import InvalidRequest
+from services.request import GenerationRequest, SamplingParams
+from sglang_stand_in import OWN, worker_on
+
+
+@pytest.mark.parametrize("engine", [SglangDecodeEngine, SglangPrefillEngine])
+async def test_a_priority_is_heeded_or_refused(checkpoint, engine):
+    request = GenerationRequest("r", (1, 2, 3), SamplingParams(), priority=2)
+    plain = GenerationRequest("r", (1, 2, 3), SamplingParams())
+    async with worker_on(None, checkpoint) as worker:
+        with pytest.raises(InvalidRequest, match="priority"):
+            engine(worker, OWN)._body(request, 7, 0)
+        assert "priority" not in engine(worker, OWN)._body(plain, 7, 0)
+    async with worker_on(None, checkpoint, engine_args=("--enable-priority-scheduling",)) as worker:
+        assert engine(worker, OWN)._body(request, 7, 0)["priority"] == 2
+        assert engine(worker, OWN)._body(plain, 7, 0)["priority"] == 0
+
+
+@pytest.mark.parametrize(
+    "meta_info,stages",
+    [
+        ({"queue_time": 0.5, "forward_entry_time": 100.0, "prefill_finished_time": 102.0}, (0.5, 2.0)),
+        ({"queue_time": 0.5}, (0.5, 3.5)),
+        ({}, (0.0, 4.0)),
+        # The clocks of two processes.
+        ({"queue_time": 1.0, "forward_entry_time": 100.0, "prefill_finished_time": 104.0}, (1.0, 3.0)),
+        ({"queue_time": 9.0, "forward_entry_time": 100.0, "prefill_finished_time": 99.0}, (4.0, 0.0)),
+    ],
+)
+def test_stages_are_those_that_sglang_measured(meta_info, stages):
+    assert _stages(meta_info, 4.0) == stages
