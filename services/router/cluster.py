@@ -144,7 +144,7 @@ class Cluster:
 
     @property
     def degraded(self) -> str | None:
-        """Why the index is not followed, if so: what is placed then goes by what was known before, and by load."""
+        """Why etcd is not followed, if it is not: placement then goes by what was known, and by load."""
         return self._mirror.degraded
 
     @property

@@ -25,15 +25,7 @@ def waiting(load: Load, role: Role) -> int:
     return sum(int(queues.get(name, 0)) for name in names)
 
 
-def rank_load(
-    load: Load,
-    role: Role,
-    page_size: int,
-    pool_pages: int,
-    step_s: float,
-    admitted_per_s: float,
-    retractions: int,
-) -> RankLoad:
+def rank_load(load: Load, role: Role, page_size: int, pool_pages: int) -> RankLoad:
     """`pool_pages` until the rank has told; pages that SGLang could evict count as free."""
     total = num_pages(load, page_size) or pool_pages
     used_tokens = int(load.get("num_used_tokens", 0))
@@ -47,13 +39,10 @@ def rank_load(
     return RankLoad(
         running=int(load.get("num_running_reqs", 0)) + max(0, with_pages),
         waiting=waits,
-        admitted_per_s=admitted_per_s,
         pending_tokens=uncached if role is Role.PREFILL else 0,
         waiting_tokens=uncached if role is Role.PREFILL else without_pages,
         books=PageBooks(total, total - used, 0, 0, used, 0),
-        step_s=step_s,
         prefill_tokens_per_s=_prefill_rate(load),
-        retractions=retractions,
     )
 
 

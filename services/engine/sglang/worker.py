@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -339,16 +339,16 @@ class SglangWorker:
         return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, (group,))
 
     def load(self, dp_rank: int) -> RankLoad:
-        """From SGLang's own report, some hundred milliseconds old."""
+        """From SGLang's own report, some hundred milliseconds old, and what we measured ourselves."""
         settings = self.settings
-        return loads.rank_load(
-            self._loads.get(dp_rank, {}),
-            settings.role,
-            settings.page_size,
-            settings.num_pages,
-            self._step_times.step_s(dp_rank),
-            self._queue_rates[dp_rank].per_s(time.monotonic()),
-            self._retractions[dp_rank],
+        told = loads.rank_load(
+            self._loads.get(dp_rank, {}), settings.role, settings.page_size, settings.num_pages
+        )
+        return replace(
+            told,
+            step_s=self._step_times.step_s(dp_rank),
+            admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
+            retractions=self._retractions[dp_rank],
         )
 
     def note_admitted(self, dp_rank: int) -> None:
