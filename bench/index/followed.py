@@ -37,9 +37,8 @@ class TimedIndex(PrefixIndex):
     def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
         applied = super().apply_delta(rank, added, removed)
         if added and applied:
-            self.ages_s.append(
-                time.monotonic() - stamped_s(next(iter(added)))
-            )  # one stamp for all of a delta
+            stamp = next(iter(added))  # all of a delta have the same
+            self.ages_s.append(time.monotonic() - stamped_s(stamp))
         return applied
 
 
