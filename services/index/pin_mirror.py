@@ -7,11 +7,12 @@ again, and of none that it has gone.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 
 from services.index.pins import KnownPin
 
 
-class PinMirror:
+class PinMirror(Mapping[str, KnownPin]):
     """By keys.pin_name(conversation)."""
 
     def __init__(self, max_pins: int) -> None:
@@ -25,8 +26,11 @@ class PinMirror:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def get(self, name: str) -> KnownPin | None:
-        return self._pins.get(name)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pins)
+
+    def __getitem__(self, name: str) -> KnownPin:
+        return self._pins[name]
 
     def put(self, name: str, pin: KnownPin) -> None:
         """In a listing once for each name."""
