@@ -1,11 +1,12 @@
 """The pins that a router has been told of: of very many the newest.
 
-    begin_listing --put, for each that etcd has--> end_listing: those that were not put have gone
+    begin_listing --put, for each that etcd has--> end_listing: these, and no others
 
 The watch does not remember which pins it has told, for they may be millions. So a listing tells all of them
-again, and of none that it has gone.
+again, by their names, and of none that it has gone.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
@@ -17,11 +18,11 @@ class PinMirror(Mapping[str, KnownPin]):
 
     def __init__(self, max_pins: int) -> None:
         self._max_pins = max_pins
-        self._pins: OrderedDict[str, KnownPin] = OrderedDict()
-        self._unlisted = 0  # so many, from the oldest on, the present listing has not told yet
+        self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # in the order of their revisions
+        self._listed: list[tuple[int, str, KnownPin]] | None = None  # a heap, the oldest first
 
     def __repr__(self) -> str:
-        return f"PinMirror(pins={len(self._pins)}, unlisted={self._unlisted})"
+        return f"PinMirror(pins={len(self._pins)}, listing={self._listed is not None})"
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -33,24 +34,25 @@ class PinMirror(Mapping[str, KnownPin]):
         return self._pins[name]
 
     def put(self, name: str, pin: KnownPin) -> None:
-        """In a listing once for each name."""
+        """In a listing once for each name; it is known when the listing ends."""
+        if self._listed is not None:
+            heapq.heappush(self._listed, (pin.revision, name, pin))
+            if len(self._listed) > self._max_pins:
+                heapq.heappop(self._listed)
+            return
         self.remove(name)
         self._pins[name] = pin
         if len(self._pins) > self._max_pins:
-            self._drop_oldest()
+            self._pins.popitem(last=False)
 
     def remove(self, name: str) -> None:
-        if self._pins.pop(name, None) is not None:
-            self._unlisted = max(0, self._unlisted - 1)
+        self._pins.pop(name, None)
 
     def begin_listing(self) -> None:
-        """A listing that was broken off counts for nothing."""
-        self._unlisted = len(self._pins)
+        """What one that was broken off has brought is forgotten; the next will bring it."""
+        self._listed = []
 
     def end_listing(self) -> None:
-        while self._unlisted:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        self._pins.popitem(last=False)
-        self._unlisted = max(0, self._unlisted - 1)
+        assert self._listed is not None, "no listing has begun"
+        self._pins = OrderedDict((name, pin) for _, name, pin in sorted(self._listed))
+        self._listed = None
