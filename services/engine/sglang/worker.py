@@ -185,8 +185,10 @@ class SglangWorker:
         """However long that takes: how long a model may load is the start-up probe's to know."""
         assert self._process is not None
         while not await self.http.healthy():
-            if self._process.ended.is_set() or self._broken.is_set():
-                refused = self._process.exit_code == _REFUSED
+            # Its children may outlive it, and hold its output open.
+            exit_code = self._process.exit_code
+            if exit_code is not None or self._process.ended.is_set() or self._broken.is_set():
+                refused = exit_code == _REFUSED
                 error = ConfigError if refused else Unavailable
                 raise error(f"SGLang ended while starting: {self._process.last_error()}")
             await asyncio.sleep(_HEALTH_POLL_S)
