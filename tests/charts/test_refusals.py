@@ -79,9 +79,13 @@ BY_TEMPLATE = {
     ),
     "blocks that pages do not fill": ({"flags": {"index-block": 96}}, "page-size 64 does not divide"),
     "no page": ({"prefill": {"flags": {"page-size": 0}}}, "prefill.flags.page-size is 0"),
-    "a target that SGLang does not keep": (
-        {"prefill": GPU, "decode": GPU | {"flags": {"itl-target-ms": 40}}}, "decode.flags.itl-target-ms is"
-    ),
+    **{
+        f"SGLang with {flag}": (
+            {"prefill": GPU, "decode": GPU | {"flags": {flag: 0.25}}},
+            f"decode.flags.{flag} is for engine torch",
+        )
+        for flag in ("itl-target-ms", "protected-cache-share", "write-lease-s", "fence-margin-s")
+    },
     "two engines": ({"decode": GPU}, "must be the same"),
     "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
     "members of etcd that could not come back": (

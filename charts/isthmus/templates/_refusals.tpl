@@ -24,8 +24,12 @@
 {{- if and (eq $worker.engine "torch") (hasKey $worker.flags "engine-arg") -}}
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
 {{- end -}}
-{{- if and (eq $worker.engine "sglang") (hasKey $worker.flags "itl-target-ms") -}}
-{{- fail (printf "%s.flags.itl-target-ms is for engine torch: SGLang chooses its batches itself" $role) -}}
+{{- if eq $worker.engine "sglang" -}}
+{{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" -}}
+{{- if hasKey $worker.flags . -}}
+{{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- include "isthmus.pageRefusals" . -}}
