@@ -1,5 +1,9 @@
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numba
@@ -156,11 +160,18 @@ def test_both_paths_agree_at_any_page_size(page_size):
     )
 
 
+READERS = [1, 2, 5, 9, 40]
+
+
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 20), (2, 7), (4, 2)])
-@pytest.mark.parametrize("num_readers", [1, 2, 5, 9, 40])
+@pytest.mark.parametrize("num_readers", READERS)
 @pytest.mark.parametrize("head_dim", [3, 8, 20])
 def test_any_number_of_heads_reads_a_page_at_once(kv_heads, group, num_readers, head_dim):
     """Fewer heads than there are lanes, as many, more; and rows that no number of registers divides."""
+    many_read_a_page(kv_heads, group, num_readers, head_dim)
+
+
+def many_read_a_page(kv_heads, group, num_readers, head_dim):
     generator = torch.Generator().manual_seed(num_readers)
     kv = torch.randn(3 + num_readers, 1, 2, kv_heads, 13, head_dim, generator=generator)
     chunks = [chunk(1, 26 + i % 13, [2, 0, 3 + i]) for i in range(num_readers)]
@@ -172,6 +183,29 @@ def test_any_number_of_heads_reads_a_page_at_once(kv_heads, group, num_readers, 
     torch.testing.assert_close(
         attend_in_place(query, view, kv, 0, 0.3), torch.cat(expected), atol=2e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_a_processor_with_other_registers_computes_the_same(lanes):
+    """In a process of its own: how many heads at once is compiled into the kernel."""
+    program = (
+        "from services.engine.torch import decode_kernel\n"
+        f"decode_kernel._MAX_LANES = {lanes}\n"
+        "from test_attention import READERS, many_read_a_page\n"
+        "for num_readers in READERS:\n"
+        "    many_read_a_page(2, 3, num_readers, 8)\n"
+        "print(decode_kernel._attend_pieces.signatures != [])"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["True"]), done.stderr
 
 
 @given(
