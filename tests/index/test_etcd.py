@@ -148,7 +148,7 @@ async def test_users_log_in_and_log_in_again(own_server: EmbeddedEtcd) -> None:
         await etcd.put(b"a", b"2")
         assert (await anext(watch)).changes[0].value == b"2"
         await watch.aclose()
-    async with client(own_server.endpoint, user="root", password="wrong") as etcd:
+    async with client(own_server.endpoint, user="root", password="wrong", timeout_s=15.0) as etcd:
         with pytest.raises(ConfigError, match="authentication failed"):
             await etcd.get(b"a")
 
