@@ -10,7 +10,6 @@ rates. The index is what the decode rank says of its tree, and what the prefill 
 import asyncio
 import json
 import logging
-import os
 import secrets
 import sys
 import time
@@ -30,7 +29,7 @@ from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Generation, Plan, RankAddress, RankId, RankLoad
-from services.parent_death import die_with
+from services.parent_death import dying_with_us
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
 from services.request import Admitted, GenerationRequest, Output
@@ -205,15 +204,11 @@ async def open_side(settings: RankSettings, *, decode_cache: bool) -> AsyncItera
 
 @asynccontextmanager
 async def _prefill_process(settings: RankSettings) -> AsyncIterator[RankAddress]:
-    parent = os.getpid()
+    command = [sys.executable, "-m", "bench.cache_ranks", json.dumps(asdict(settings))]
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "bench.cache_ranks",
-        json.dumps(asdict(settings)),
+        *dying_with_us(command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: die_with(parent),
     )
     assert process.stdin is not None and process.stdout is not None
     try:

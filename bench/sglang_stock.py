@@ -23,7 +23,7 @@ from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.settings import SglangSettings
 from services.errors import ConfigError, PeerFailed
 from services.kv.types import Role
-from services.parent_death import die_with
+from services.parent_death import dying_with_us
 from services.ports import free_ports
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,16 +38,14 @@ async def process(
     command: Sequence[str], environment: dict[str, str], log_path: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A child in a process group of its own; at the end the whole group is ended."""
-    parent = os.getpid()
     with log_path.open("w") as log:
         child = await asyncio.create_subprocess_exec(
-            *command,
+            *dying_with_us(command),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=lambda: die_with(parent),
         )
     try:
         yield child

@@ -24,7 +24,7 @@ from services import rpc, supervisor
 from services.child_lines import child_lines
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
-from services.parent_death import die_with
+from services.parent_death import dying_with_us
 from services.ports import is_wildcard
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -131,15 +131,13 @@ class LocalCluster:
     async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
         """Start a service; also used to start one again under its old name."""
         command = [sys.executable, "-m", module, *flags]
-        parent = os.getpid()
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *dying_with_us(command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             # Ctrl-C is for us: we stop the children in order.
             start_new_session=True,
-            preexec_fn=lambda: die_with(parent),
         )
         child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)))
         self.children[name] = child

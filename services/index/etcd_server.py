@@ -9,29 +9,19 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import random
 import signal
-import sys
 from pathlib import Path
 from types import TracebackType
 
 from services.errors import ConfigError, Unavailable
 from services.index.etcd import Etcd
 from services.index.etcd_settings import EtcdSettings
+from services.parent_death import dying_with_us
 from services.ports import free_ports
 
 logger = logging.getLogger(__name__)
 
-# A program of its own instead of preexec_fn: between fork and exec no code of a process with threads,
-# gRPC's among them, may run. Should we have died before prctl (linux/prctl.h: 1 is PR_SET_PDEATHSIG),
-# it ends at once.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 _QUOTA_BYTES = 2 << 30
 _START_TIMEOUT_S = 20.0
 _START_ATTEMPTS = 3
@@ -141,8 +131,7 @@ class EmbeddedEtcd:
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary)),
-                *self._arguments(),
+                *dying_with_us([str(binary), *self._arguments()], signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -6,7 +6,6 @@ start --> running --SIGTERM, a while, SIGKILL to what is left--> stopped
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from collections import deque
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from services.child_lines import child_lines
-from services.parent_death import die_with
+from services.parent_death import dying_with_us
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +35,12 @@ class SglangProcess:
         self.ended = asyncio.Event()
 
     async def start(self) -> None:
-        parent = os.getpid()
         self._process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *dying_with_us(self._command),
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            preexec_fn=lambda: die_with(parent),
         )
         log.info("sglang_started pid=%d", self._process.pid)
         self._reader = asyncio.create_task(self._pass_lines(self._process), name="sglang-log")
