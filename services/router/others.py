@@ -11,6 +11,9 @@ from typing import NamedTuple
 from services.kv.types import RankKey
 
 LATELY_S = 0.1  # then the ranks' reports tell of it
+# A router that gets (nearly) all requests, though there are others, places like one that is alone.
+_HALF_LIFE_S = 30.0
+_NEARLY_NONE = 0.1
 
 
 class _Sent(NamedTuple):
@@ -54,3 +57,22 @@ class Reported:
 def traffic(reported: int, own: int, routers: int) -> float:
     """Each other router's, as a part of this one's, whose are `own` of the `reported` requests; 1 at most."""
     return min(1.0, max(0, reported - own) / (max(1, own) * (routers - 1)))
+
+
+class Presence:
+    """Whether the others send anything to speak of, of late. They are taken to, until it is known."""
+
+    def __init__(self) -> None:
+        self._traffic = 1.0
+        self._told_s: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self._traffic < _NEARLY_NONE
+
+    def note(self, traffic: float, now: float) -> None:
+        """`traffic` as above, while ranks report requests at all. `now` never goes back."""
+        passed_s = 0.0 if self._told_s is None else now - self._told_s
+        kept = 0.5 ** (passed_s / _HALF_LIFE_S)
+        self._traffic = kept * self._traffic + (1 - kept) * traffic
+        self._told_s = now

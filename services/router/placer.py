@@ -29,7 +29,7 @@ from services.request import Admitted
 from services.router.balance import Balance
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.load_order import Load, LoadOrder
-from services.router.others import Lately, Reported, traffic
+from services.router.others import Lately, Presence, Reported, traffic
 from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
 from services.router.shares import Share
@@ -100,7 +100,7 @@ class Placer:
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
         self._share = Share()
-        self._lately, self._reported = Lately(), Reported()
+        self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
         balance.changed = self._changed
 
@@ -173,6 +173,7 @@ class Placer:
             pinned=asked.pinned,
             plans=asked.plans,
         )
+        self._note_others()
         others = self._others_tokens(self._decodes)
         decodes = [
             self._decode_candidate(key, rank, asked, blocks, others)
@@ -222,19 +223,30 @@ class Placer:
                 longest = self._index.match(deeper, hashes)
                 yield deeper
 
+    def _note_others(self) -> None:
+        if self._share.of > 1 and self._reported.requests:
+            now = self._balance.clock()
+            self._presence.note(self._traffic(now), now)
+
+    def _traffic(self, now: float) -> float:
+        known = self._balance.in_flight - self._lately.requests(now)
+        return traffic(self._reported.requests, known, self._share.of)
+
     def _others_tokens(self, side: _Side) -> int:
         """That pend on each rank of the others' shares, too new for its report."""
-        if self._share.of == 1:
+        if self._share.of == 1 or self._presence.alone:
             return 0
         now = self._balance.clock()
-        known = self._balance.in_flight - self._lately.requests(now)
         own_tokens = self._lately.tokens(side.own, now) / max(1, len(side.own))
-        return int(own_tokens * traffic(self._reported.requests, known, self._share.of))
+        return int(own_tokens * self._traffic(now))
+
+    def _is_own(self, key: RankKey, side: _Side) -> bool:
+        return key in side.own or self._presence.alone
 
     def _decode_candidate(
         self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
     ) -> DecodeCandidate:
-        now, own = self._balance.now(key), key in self._decodes.own
+        now, own = self._balance.now(key), self._is_own(key, self._decodes)
         books, page_size = now.load.books, rank.layout.page_size
         return DecodeCandidate(
             id=rank.id,
@@ -255,7 +267,7 @@ class Placer:
     def _prefill_candidate(
         self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
     ) -> PrefillCandidate:
-        now, own = self._balance.now(key), key in self._prefills.own
+        now, own = self._balance.now(key), self._is_own(key, self._prefills)
         books, page_size = now.load.books, rank.layout.page_size
         exclusion = asked.exclusion(rank)
         if not exclusion and self._layout is not None and not same_kv(rank.layout, self._layout):

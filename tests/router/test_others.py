@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kv.types import RankKey
-from services.router.others import LATELY_S, Lately, Reported, traffic
+from services.router.others import LATELY_S, Lately, Presence, Reported, traffic
 
 RANKS = [RankKey("d", index) for index in range(4)]
 sends = st.lists(st.tuples(st.floats(0.0, 0.2), st.sampled_from(RANKS), st.integers(1, 9_000)), max_size=12)
@@ -48,3 +48,31 @@ def test_the_last_report_of_each_rank_counts(reports):
 )
 def test_traffic_of_the_others_beside_ones_own(reported, own, routers, ratio):
     assert traffic(reported, own, routers) == ratio
+
+
+def test_who_sees_nobody_elses_requests_for_long_is_alone_until_some_come():
+    presence = Presence()
+    assert not presence.alone
+    for now in range(91):
+        presence.note(0.0, float(now))
+        assert not presence.alone  # two routers, too, see each other's requests only now and then
+    for now in range(91, 121):
+        presence.note(0.0, float(now))
+    assert presence.alone
+    presence.note(1.0, 121.0)
+    assert presence.alone
+    for now in range(122, 132):
+        presence.note(1.0, float(now))
+    assert not presence.alone
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.floats(0.0, 50.0), min_size=2))
+def test_how_often_one_looks_does_not_matter(seen, pauses):
+    often, once, now = Presence(), Presence(), 100.0
+    for presence in (often, once):
+        presence.note(seen, now)
+    for pause_s in pauses:
+        now += pause_s
+        often.note(seen, now)
+    once.note(seen, now)
+    assert often._traffic == pytest.approx(once._traffic)

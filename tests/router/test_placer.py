@@ -180,6 +180,24 @@ def test_a_burst_stays_on_the_own_ranks_while_others_have_as_much_to_send(plan, 
     assert chosen == expected
 
 
+@pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {1})])
+def test_who_has_got_all_requests_for_minutes_does_not_leave_ranks_to_others(others, expected):
+    router = Router(4, 0, Weights())
+    for number in range(8):
+        router.balance.sent(f"older {number}", router.decodes[0].id.key, None, 1)
+        router.balance.admitted(f"older {number}")
+    router.placer.set_share(Share(0, 2))
+    asked = router.asked(hashes=(), plans=frozenset({Plan.LOCAL}))
+    chosen = []
+    for _ in range(13):
+        for index, rank in enumerate(router.decodes):  # one waits less, by less than shares are worth
+            router.waits(rank, 0 if index == 1 else 200, running=(8 + others) // 4)
+        chosen.append(router.placer.place(asked, 0.5).chosen.decode.id.rank)
+        router.now += 10.0
+    assert chosen[0] in {0, 2}
+    assert chosen[-1] in expected
+
+
 def test_excluded_ranks_among_many_are_passed_over():
     router = Router(40, 40)
     for rank in router.decodes:
