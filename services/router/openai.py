@@ -63,7 +63,14 @@ _T = TypeVar("_T")
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; no RFC has one
+
+
+class _BodyTooLong(InvalidRequest):
+    """Nothing of it is read any more."""
+
+
 _STATUSES: Mapping[type[Exception], tuple[int, str]] = {
+    _BodyTooLong: (413, "invalid_request_error"),
     InvalidRequest: (400, "invalid_request_error"),
     NotFound: (404, "invalid_request_error"),
     AlreadyRunning: (409, "invalid_request_error"),
@@ -156,13 +163,9 @@ class _OpenAiApi:
         read_call: Callable[[Mapping[str, object], Mapping[str, str]], GenerationCall],
         answer_format: Callable[[TokenText], AnswerFormat],
     ) -> Response:
-        body = await _read_body(request, self._max_body_bytes)
-
-        def read() -> GenerationCall:
-            return read_call(_fields_of(body), request.headers)
-
         try:
-            call = read() if len(body) < _LONG_BODY else await asyncio.to_thread(read)
+            timeout_s = _timeout_s(request.headers)
+            call = await self._read(request, read_call)
         except InvalidRequest as error:
             self._generation.rejected(InvalidRequest(str(error)))  # by the name that all fronts count it by
             raise
@@ -172,11 +175,20 @@ class _OpenAiApi:
             model=call.request.model or await self._only_model(),
             created=int(self._clock()),
         )
-        timeout_s = _timeout_s(request.headers)
         responses = self._generation.generate(call.request, timeout_s, call.traceparent)
         if call.stream:
             return _EventStream(answer.events(responses))
         return JSONResponse(await _until_disconnect(request.receive, answer.whole(responses)))
+
+    async def _read(
+        self, request: Request, read_call: Callable[[Mapping[str, object], Mapping[str, str]], GenerationCall]
+    ) -> GenerationCall:
+        body = await _read_body(request, self._max_body_bytes)
+
+        def read() -> GenerationCall:
+            return read_call(_fields_of(body), request.headers)
+
+        return read() if len(body) < _LONG_BODY else await asyncio.to_thread(read)
 
     async def _only_model(self) -> str:
         models = (await self._generation.list_models()).models
@@ -328,7 +340,7 @@ async def _read_body(request: Request, max_body_bytes: int) -> bytearray:
         async for chunk in request.stream():
             body += chunk
             if len(body) > max_body_bytes:
-                raise HTTPException(413, f"the body must be at most {max_body_bytes} bytes")
+                raise _BodyTooLong(f"the body must be at most {max_body_bytes} bytes")
     except ClientDisconnect as error:
         raise _ClientLeft("the client closed the connection") from error
     return body

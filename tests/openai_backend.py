@@ -1,0 +1,140 @@
+"""A backend of the OpenAI-compatible API that plays a script, and calls to the API over it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import httpx
+
+from services import errors
+from services.router.openai import openai_app
+from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.common_pb2 import RankId, TokenLogprob, TokenLogprobs
+from services.wire.isthmus.v1.generation_pb2 import (
+    Finish,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsResponse,
+    Model,
+    Placement,
+    StageTimes,
+    Usage,
+)
+
+DEADLINE_S = 10.0
+HI = [{"role": "user", "content": "Hi"}]
+
+
+class FakeBackend:
+    """Plays a script: responses are yielded, errors raised, "wait" waits for ever.
+
+    It holds on to what it plays, so that only closing closes it, never the garbage collector.
+    """
+
+    def __init__(
+        self, *script: GenerateResponse | Exception | str, models: Sequence[str] = ("tiny",)
+    ) -> None:
+        self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
+        self.model_ids, self.decode_ranks = models, 1
+        self.requests: list[GenerateRequest] = []
+        self.timeouts_s: list[float | None] = []
+        self.traceparents: list[str] = []
+        self.rejections: list[str] = []
+        self.waiting = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        self.requests.append(request)
+        self.timeouts_s.append(timeout_s)
+        self.traceparents.append(traceparent)
+        self.playing = self.play()
+        return self.playing
+
+    async def play(self) -> AsyncGenerator[GenerateResponse, None]:
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, str):
+                    self.waiting.set()
+                    await asyncio.Event().wait()
+                else:
+                    yield step
+        finally:
+            self.closed.set()
+
+    def rejected(self, error: errors.IsthmusError) -> None:
+        self.rejections.append(type(error).__name__)
+
+    async def list_models(self) -> ListModelsResponse:
+        models = [
+            Model(id=name, max_context_tokens=512, decode_ranks=self.decode_ranks) for name in self.model_ids
+        ]
+        return ListModelsResponse(models=models)
+
+    def token_text(self, token_id: int) -> str:
+        return "\ufffd" if token_id > 127 else chr(token_id)
+
+
+def response(text: str, ids: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = ()) -> GenerateResponse:
+    return GenerateResponse(request_id="r1", text=text, token_ids=ids, logprobs=logprobs)
+
+
+def finished(
+    text: str = "", ids: Sequence[int] = (), reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
+) -> GenerateResponse:
+    finish = Finish(
+        reason=reason,
+        matched_stop="END",
+        usage=Usage(
+            prompt_tokens=10,
+            completion_tokens=3,
+            reused_tokens=4,
+            computed_tokens=6,
+            decode_prefix_len=8,
+            delta_tokens=2,
+            kv_bytes_moved=2048,
+            kv_bytes_saved=2**33,
+        ),
+        placement=Placement(
+            decode=RankId(worker="d0", rank=1),
+            prefill=RankId(worker="p0", rank=0),
+            plan=common_pb2.PLAN_REMOTE,
+            reason="cheapest",
+        ),
+        stages=StageTimes(route_s=0.25),
+    )
+    return GenerateResponse(request_id="r1", text=text, token_ids=ids, finish=finish)
+
+
+def logprobs_of(token_id: int, *others: int) -> TokenLogprobs:
+    top = [TokenLogprob(token_id=other, logprob=-0.5) for other in others]
+    return TokenLogprobs(chosen=TokenLogprob(token_id=token_id, logprob=-0.25), top=top)
+
+
+def client(backend: FakeBackend, **options: Any) -> httpx.AsyncClient:
+    app = openai_app(backend, clock=lambda: 1234.5, **options)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+
+async def post(backend: FakeBackend, path: str, body: Any, **options: Any) -> httpx.Response:
+    async with client(backend) as http:
+        return await http.post(path, json=body, **options)
+
+
+async def chat(backend: FakeBackend, **body: Any) -> httpx.Response:
+    return await post(backend, "/v1/chat/completions", {"model": "tiny", "messages": HI, **body})
+
+
+async def complete(backend: FakeBackend, **body: Any) -> httpx.Response:
+    return await post(backend, "/v1/completions", {"model": "tiny", "prompt": "Hi", **body})
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
