@@ -7,6 +7,7 @@ A product of small matrices keeps its sums in registers through its inner loop: 
     x = load(numbers, index, zero)               numbers[index : index + 16]
     store(numbers, index, exp(subtract(x, y)))
     multiply_rows(8, ...)                        a product of matrices, eight rows of it at once
+    multiply_tile(8, ...)                        the same, two vectors wide, of matrices in another order
 
 Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16. Indices are
 not checked and do not count from the end.
@@ -167,6 +168,74 @@ def multiply_rows(
 
     index, pair = types.int64, types.UniTuple(types.int64, 2)
     return types.void(num_rows, matrix, index, pair, index, rows, index, index, kept, index), build
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tile(
+    _context: Any,
+    num_rows: Any,
+    tiles: Any,
+    tile: Any,
+    depth: Any,
+    numbers: Any,
+    panel: Any,
+    bias: Any,
+    added: Any,
+    product: Any,
+    to: Any,
+    kept: Any,
+    like: Any,
+    ahead: Any,
+) -> Any:
+    """Row i of the product becomes the bias plus the sum of tiles[k, i] times row k of a panel.
+
+    A panel's row, like the product's and the bias, is two vectors of as many lanes as `like` has; the panel
+    begins at numbers[panel], the bias at bias[added]. The tile begins at tiles[tile], [depth, num_rows]. Row
+    i is stored from product[to + i * kept[0]] on, those after row kept[1] where that one is: they equal it.
+    For each k the cache line of numbers[ahead[0] + k * ahead[1]] is asked for. `num_rows` is a literal: twice
+    so many sums are in registers.
+    """
+    width, count = like.width, num_rows.literal_value
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, tile, depth, _, panel, _, added, _, to, kept, _, ahead = arguments
+        (row_stride, last), (fetched, step) = (
+            [builder.extract_value(pair, i) for i in range(2)] for pair in (kept, ahead)
+        )
+        factor = partial(_element, context, builder, signature.args[1], arguments[1])
+        number = partial(_element, context, builder, signature.args[4], arguments[4])
+        of_panel = partial(_two_rows, context, builder, signature.args[4], arguments[4], width)
+        of_bias = partial(_two_rows, context, builder, signature.args[6], arguments[6], width)
+        of_product = partial(_two_rows, context, builder, signature.args[8], arguments[8], width)
+        starts = [_load(builder, row) for row in of_bias(added)]
+        sums = [[cgutils.alloca_once_value(builder, start) for start in starts] for _ in range(count)]
+        with cgutils.for_range(builder, depth) as k:
+            at = builder.add(panel, builder.mul(k.index, _INT64(2 * width)))
+            columns = [_load(builder, row) for row in of_panel(at)]
+            _prefetch(builder, number(builder.add(fetched, builder.mul(k.index, step))))
+            factors = factor(builder.add(tile, builder.mul(k.index, _INT64(count))))
+            for i, totals in enumerate(sums):
+                scale = _splat(builder, builder.load(builder.gep(factors, [_INT64(i)])), width)
+                for column, total in zip(columns, totals, strict=True):
+                    builder.store(_fused(builder, scale, column, builder.load(total)), total)
+        for i, totals in enumerate(sums):
+            is_kept = builder.icmp_signed("<", _INT64(i), last)
+            row = builder.select(is_kept, _INT64(i), last)
+            to_rows = of_product(builder.add(to, builder.mul(row, row_stride)))
+            for to_row, total in zip(to_rows, totals, strict=True):
+                builder.store(builder.load(total), to_row).align = 4
+        return context.get_dummy_value()
+
+    index, pair = types.int64, types.UniTuple(types.int64, 2)
+    arguments = (num_rows, tiles, index, index, numbers, index, bias, index, product, index, pair, like, pair)
+    return types.void(*arguments), build
+
+
+def _two_rows(context: Any, builder: Any, array_type: Any, array: Any, width: int, index: Any) -> list[Any]:
+    return [
+        _row(context, builder, array_type, array, width, builder.add(index, _INT64(i * width)))
+        for i in range(2)
+    ]
 
 
 def _row(context: Any, builder: Any, array_type: Any, array: Any, width: int, index: Any) -> Any:

@@ -44,7 +44,7 @@ class TorchRunner:
         checkpoint = open_checkpoint(Path(model_path), dtype)
         config = checkpoint.config
         self._model = load_model(checkpoint, self._device)
-        pack_linears(self._model)
+        pack_linears(self._model, torch.get_num_threads())
         self._pool = KvPool(
             full_attention_group(
                 config.num_hidden_layers, config.num_key_value_heads, checkpoint.head_dim, checkpoint.dtype
