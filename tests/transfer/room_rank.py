@@ -1,0 +1,137 @@
+"""A prefill rank's rooms with a transport that lands when told to and a clock that stands still."""
+
+from dataclasses import dataclass, field
+
+from services.errors import PeerFailed
+from services.kv.transfer_plan import runs_of
+from services.kv.types import Generation, KvLayout, KvTicket, PageId, PoolMemory, RankId, Room
+from services.transfer.hello import Hello
+from services.transfer.room import Request
+from services.transfer.rooms import RoomTable
+from services.wire.isthmus.v1 import handshake_pb2 as pb
+
+PAGE = 4  # tokens
+LAYOUT = KvLayout(PAGE, page_bytes=100, model_fingerprint=1)
+OWN = RankId("prefill", 0, Generation(7))
+DECODE = RankId("decode", 0, Generation(8))
+OTHER_DECODE = RankId("decode", 1, Generation(9))
+POOL = PoolMemory(0, 1000)
+A, B, C, D = Room(0xA), Room(0xB), Room(0xC), Room(0xD)
+
+
+@dataclass(eq=False)
+class FakeWrite:
+    moves: list
+    done: bool = False
+    failure: str = ""
+    released: bool = False
+
+    @property
+    def size_bytes(self):
+        return sum(move.num_pages for move in self.moves) * LAYOUT.page_bytes
+
+    def poll(self):
+        assert not self.released
+        if self.failure:
+            raise PeerFailed(self.failure)
+        return self.done
+
+    def release(self):
+        assert (self.done or self.failure) and not self.released
+        self.released = True
+
+
+@dataclass
+class FakeTransport:
+    name: str = "fake"
+    refuses: str = ""
+    writes: list = field(default_factory=list)
+    peers: set = field(default_factory=set)
+
+    def add_peer(self, metadata, memory):
+        if self.refuses:
+            raise PeerFailed(self.refuses)
+        self.peers.add(metadata.decode())
+        return metadata.decode()
+
+    def remove_peer(self, peer):
+        assert all(write.released for write in self.writes), "a write is under way"
+        self.peers.discard(peer)
+
+    def write(self, peer, moves):
+        if peer not in self.peers:
+            raise PeerFailed(f"no peer {peer} is known")
+        self.writes.append(FakeWrite(list(moves)))
+        return self.writes[-1]
+
+    def land(self):
+        for write in self.writes:
+            write.done = True
+
+
+class Rank:
+    """A prefill rank with one link to DECODE."""
+
+    def __init__(self, max_post_bytes=1 << 20, **transport):
+        self.now_s = 100.0
+        self.transport = FakeTransport(**transport)
+        self.rooms = RoomTable(self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes)
+        self.said, self.ends = [], []
+        self.link_up(1)
+
+    def link_up(self, link_id, decode=DECODE):
+        self.rooms.link_up(
+            link_id, Hello(decode, LAYOUT, POOL, "fake", str(decode).encode()), self.hear(link_id)
+        )
+
+    def hear(self, link_id):
+        def send(message):
+            if message.WhichOneof("message") == "abort_ack":
+                self.said.append((link_id, "ack"))
+            else:
+                name = pb.Status.State.Name(message.status.state).removeprefix("STATE_").lower()
+                self.said.append((link_id, name))
+            self.last = message
+
+        return send
+
+    def ticket(self, room=A, prompt_len=10, prefix_len=0, link_id=1, until_s=110.0, generation=7, pages=None):
+        num_pages = -(-prompt_len // PAGE) - prefix_len // PAGE
+        runs = runs_of(pages if pages is not None else range(500, 500 + num_pages))
+        ticket = KvTicket(room, Generation(generation), prompt_len, prefix_len, runs, until_s)
+        self.rooms.ticket(link_id, ticket)
+
+    def request(self, room=A, prompt_len=10, decode=DECODE, timeout_s=30.0):
+        request = Request(
+            prompt_len, decode, lambda end: self.ends.append((room, end)), self.now_s + timeout_s
+        )
+        self.rooms.open_room(room, request)
+
+    def pages(self, start, end, room=A, first=0):
+        count = -(-end // PAGE) - start // PAGE
+        pages = [PageId(first + start // PAGE + i) for i in range(count)]
+        self.rooms.pages_ready(room, start, end, pages)
+
+    def turn(self):
+        """Turn until nothing more happens by itself."""
+        while self.rooms.turn():
+            pass
+
+    def take_said(self):
+        said, self.said = self.said, []
+        return [word for _, word in said]
+
+    @property
+    def outcome(self):
+        assert len(self.ends) == 1, self.ends
+        return self.ends[0][1]
+
+    @property
+    def moved(self):
+        """(source page, target page) of all posted writes, in order."""
+        return [
+            (move.source_page + i, move.target_page + i)
+            for write in self.transport.writes
+            for move in write.moves
+            for i in range(move.num_pages)
+        ]
