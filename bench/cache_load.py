@@ -93,10 +93,16 @@ async def _client(
 ) -> None:
     while waiting:
         conversation, answers = waiting.popleft()
+        await asyncio.sleep(_pause_s(run.workload, conversation, answers))
         turn = await _turn(side, run, conversation, answers)
         if turn.ended and len(answers) + 1 < len(conversation.questions):
             position = rng.randint(0, len(waiting))
             waiting.insert(position, (conversation, [*answers, tuple(turn.token_ids)]))
+
+
+def _pause_s(workload: Workload, conversation: Conversation, answers: list[TokenIds]) -> float:
+    """The same on both sides."""
+    return random.Random(f"{conversation.name}/{len(answers)}").uniform(0, workload.pause_s)
 
 
 async def _turn(side: DecodeSide, run: Run, conversation: Conversation, answers: list[TokenIds]) -> Turn:

@@ -21,6 +21,7 @@ from itertools import takewhile
 import grpc
 from prometheus_client import CollectorRegistry
 
+from bench.cache_workload import TokenIds
 from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
@@ -32,7 +33,7 @@ from services.kv.types import BlockHash, Generation, Plan, RankAddress, RankId, 
 from services.parent_death import dying_with_us
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
-from services.request import Admitted, GenerationRequest, Output
+from services.request import Admitted, GenerationRequest, Output, SamplingParams
 from services.router.balance import Balance
 from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement import place
@@ -89,6 +90,11 @@ class DecodeSide:
         self._channels = channels
         self._planner = planner
 
+    @property
+    def peer(self) -> RankAddress:
+        """Its prefill rank."""
+        return self._peer
+
     def load(self) -> RankLoad:
         return self._engine.load()
 
@@ -104,6 +110,26 @@ class DecodeSide:
                     yield output
         finally:
             self._planner.ended(request.request_id)
+
+
+class Primer:
+    """A decode rank that keeps nothing, through which prefill ranks compute prompts ahead. Made by
+    `open_primer`."""
+
+    def __init__(self, engine: DecodeEngine, channels: PrefillChannels) -> None:
+        self._engine = engine
+        self._channels = channels
+
+    async def compute(self, peer: RankAddress, prompts: Iterable[TokenIds]) -> None:
+        """One after the other. The prefill rank's cache holds their whole pages from then on."""
+        sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        for prompt in prompts:
+            request = GenerationRequest(f"primer-{secrets.token_hex(8)}", prompt, sampling)
+            async with aclosing(
+                self._engine.generate(request, PrefillLeg(self._channels, peer, None, ""))
+            ) as outputs:
+                async for _ in outputs:
+                    pass
 
 
 class Planner:
@@ -200,6 +226,19 @@ async def open_side(settings: RankSettings, *, decode_cache: bool) -> AsyncItera
         stack.push_async_callback(channels.close)
         stack.push_async_callback(engine.stop)
         yield DecodeSide(engine, peer, channels, planner)
+
+
+@asynccontextmanager
+async def open_primer(settings: RankSettings, num_pages: int) -> AsyncIterator[Primer]:
+    """`num_pages` hold one request."""
+    decode_id = RankId("primer", 0, Generation(secrets.randbits(64)))
+    engine = decode_engine(settings.engine(num_pages, cache_enabled=False), decode_id)
+    async with AsyncExitStack() as stack:
+        await engine.start()
+        channels = PrefillChannels(None)
+        stack.push_async_callback(channels.close)
+        stack.push_async_callback(engine.stop)
+        yield Primer(engine, channels)
 
 
 @asynccontextmanager

@@ -39,6 +39,9 @@ class Workload:
     # Of the concurrency, how much the pool holds without sharing; None: every conversation, to its end.
     held_share: float | None
     plans: frozenset[Plan] = frozenset({Plan.REMOTE})
+    # A client waits for up to so long, drawn by the turn's name, before it sends one. Without, those that
+    # began together stay together, and their prompts queue more the more alike their answers take.
+    pause_s: float = 0.0
 
     @property
     def num_turns(self) -> int:
@@ -64,8 +67,8 @@ class Ids:
 
 
 def shared(seed: int, quick: bool = False) -> Workload:
-    """PR 19746: one long context shared by all, prefix to suffix 11 to 1; the pool holds 0.29 of them."""
-    concurrency, prefix, suffix, answer = (8, 352, 32, 8) if quick else (32, 2112, 192, 160)
+    """PR 19746: one long context shared by all, prefix to suffix 11 to 1; the pool holds 0.29 of them: 9."""
+    concurrency, prefix, suffix, answer = (8, 352, 32, 8) if quick else (31, 2112, 192, 160)
     ids = Ids(seed)
     context = ids.take("context", prefix)
     conversations = tuple(
@@ -123,9 +126,11 @@ def idle(seed: int, concurrency: int, hits: bool, quick: bool = False) -> Worklo
             ),
             answer,
         )
-        for i in range(2 * concurrency)
+        for i in range(3 * concurrency)
     )
-    return Workload(name, conversations, concurrency, ramp=concurrency, held_share=None)
+    return Workload(
+        name, conversations, concurrency, ramp=concurrency, held_share=None, pause_s=0.02 if quick else 0.5
+    )
 
 
 def warm_up(seed: int, plan: Plan, quick: bool = False) -> Workload:

@@ -14,6 +14,11 @@ GPU: `--device cuda --layers 32 --hidden 3072 --heads 24 --kv-heads 8` is a mode
 bfloat16. All four ranks are on that one GPU, and only one side works at a time.
 Prefill computes every prompt (plan remote), as in the runs that this follows; but in `turns` the price that
 routers use decides who computes a tail (services/router/placement.py).
+
+The runs that this follows had machines of their own for prefill. Here both ranks have one processor, so the
+side that answers more also has more computed beside it. `--prefill-cached` takes that out of the comparison:
+each prefill rank has computed every prompt before the round begins, and computes one page of it again. Decode
+ranks have seen none of them.
 """
 
 import argparse
@@ -21,13 +26,13 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench import cache_workload
 from bench.cache_load import Run, drive
-from bench.cache_ranks import DecodeSide, RankSettings, open_side
+from bench.cache_ranks import DecodeSide, Primer, RankSettings, open_primer, open_side
 from bench.cache_summary import figures, ratios, verdicts, worst
 from bench.cache_workload import Workload
 from bench.checkpoint import Size, checkpoint
@@ -68,7 +73,13 @@ def _idle(concurrency: int, hits: bool, quick: bool) -> Callable[[int], Workload
 
 
 async def measure(
-    settings: RankSettings, cells: Sequence[Cell], rounds: int, seed: int, quick: bool
+    settings: RankSettings,
+    cells: Sequence[Cell],
+    rounds: int,
+    seed: int,
+    *,
+    quick: bool,
+    prefill_cached: bool,
 ) -> dict[str, dict[str, list[Run]]]:
     """The runs of each side, by cell."""
     runs: dict[str, dict[str, list[Run]]] = {cell.name: {side: [] for side in SIDES} for cell in cells}
@@ -77,18 +88,26 @@ async def measure(
             name: await stack.enter_async_context(open_side(settings, decode_cache=name == "on"))
             for name in SIDES
         }
+        primer = await stack.enter_async_context(_primer(settings, cells, seed)) if prefill_cached else None
         for side in sides.values():  # the first steps are slow: caches, kernels, the connection
             for plan in Plan:
                 await drive(side, cache_workload.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             for cell in cells:
                 for name in SIDES if round_ % 2 == 0 else reversed(SIDES):
-                    runs[cell.name][name].append(await _run(sides[name], cell, round_, seed))
+                    runs[cell.name][name].append(await _run(sides[name], cell, round_, seed, primer))
     return runs
 
 
-async def _run(side: DecodeSide, cell: Cell, round_: int, seed: int) -> Run:
+def _primer(settings: RankSettings, cells: Sequence[Cell], seed: int) -> AbstractAsyncContextManager[Primer]:
+    longest = max(c.num_tokens for cell in cells for c in cell.make(seed).conversations)
+    return open_primer(settings, 2 * -(-longest // settings.page_size))
+
+
+async def _run(side: DecodeSide, cell: Cell, round_: int, seed: int, primer: Primer | None) -> Run:
     workload = cell.make(seed + round_)
+    if primer is not None:
+        await primer.compute(side.peer, (c.questions[0] for c in workload.conversations))
     return await drive(side, cache_workload.renamed(workload, f"@{round_}"), seed + round_)
 
 
@@ -126,6 +145,9 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads of each rank")
     parser.add_argument("--itl-target-ms", type=float, help="of the decode ranks, as in isthmus-decode")
+    parser.add_argument(
+        "--prefill-cached", action="store_true", help="prefill has computed the prompts before; not for turns"
+    )
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
@@ -137,6 +159,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("nixl").setLevel(logging.WARNING)
+    if arguments.prefill_cached and arguments.workload == "turns":
+        parser.error("--prefill-cached: the prompts of later turns hold answers that are not known before")
     page_size = 16 if arguments.quick else arguments.page_size
     chosen = cells(arguments.workload, arguments.quick)
     rounds = arguments.rounds or (1 if arguments.quick else 12 if arguments.workload == "idle" else 2)
@@ -147,7 +171,7 @@ def main() -> None:
         settings = RankSettings(
             model_path=str(directory),
             decode_pages=pages,
-            prefill_pages=max(1024, 2 * pages),
+            prefill_pages=max(65_536 // page_size, 2 * pages),
             page_size=page_size,
             chunk_size=arguments.chunk_size,
             max_running_requests=64,
@@ -157,7 +181,16 @@ def main() -> None:
             device=str(arguments.device),
             dtype=arguments.dtype or ("bfloat16" if arguments.device.type == "cuda" else None),
         )
-        runs = asyncio.run(measure(settings, chosen, rounds, arguments.seed, arguments.quick))
+        runs = asyncio.run(
+            measure(
+                settings,
+                chosen,
+                rounds,
+                arguments.seed,
+                quick=arguments.quick,
+                prefill_cached=arguments.prefill_cached,
+            )
+        )
     compared, raw = report(arguments.workload, runs)
     sample = chosen[0].make(arguments.seed)
     print(

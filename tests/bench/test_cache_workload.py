@@ -57,7 +57,7 @@ def test_a_pool_holds_its_share_of_the_concurrency():
 def test_idle_prompts_share_a_prefix_only_with_hits():
     for hits in (True, False):
         starts = {c.questions[0][:384] for c in idle(1, 4, hits).conversations}
-        assert len(starts) == (1 if hits else 8)
+        assert len(starts) == (1 if hits else 12)
 
 
 def test_a_prompt_is_the_history_and_the_next_question():
