@@ -1,5 +1,6 @@
 """GenerateResponse as OpenAI's objects: whole answers, chunks of a stream, usage and log-probabilities."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -164,8 +165,8 @@ def isthmus_json(finish: generation_pb2.Finish) -> Json:
 
 
 def _finite(logprob: float) -> float:
-    # JSON has no infinity; -9999.0 is OpenAI's word for it.
-    return max(logprob, -9999.0)
+    # JSON has neither infinity nor NaN; -9999.0 is OpenAI's word for what is impossible.
+    return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
 
 
 def _rank_name(rank: common_pb2.RankId) -> str:

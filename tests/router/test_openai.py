@@ -1,3 +1,5 @@
+import pytest
+
 from openai_backend import (
     HI,
     FakeBackend,
@@ -109,8 +111,9 @@ async def test_chat_logprobs() -> None:
     }
 
 
-async def test_completion_logprobs_count_on_through_a_stream() -> None:
-    impossible = TokenLogprobs(chosen=TokenLogprob(token_id=66, logprob=float("-inf")))
+@pytest.mark.parametrize("no_number", ["-inf", "nan"])
+async def test_completion_logprobs_count_on_through_a_stream(no_number: str) -> None:
+    impossible = TokenLogprobs(chosen=TokenLogprob(token_id=66, logprob=float(no_number)))
     backend = FakeBackend(
         response("A", [65], [logprobs_of(65, 67)]), response("B", [66], [impossible]), finished()
     )

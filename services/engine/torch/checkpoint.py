@@ -53,7 +53,7 @@ def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
     _require_supported(directory, raw)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers' checks of a config share no class but this
         raise ConfigError(f"{directory}/config.json cannot be read as a model: {error}") from error
     _require_full_attention(directory, config)
     name = dtype or _own_dtype(directory, raw)
@@ -84,7 +84,9 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
         if missing:
             raise ConfigError(f"weights of {checkpoint.directory} are missing or misshapen: {missing[:4]}")
         loaded: PreTrainedModel = model.to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of files, safetensors and memory: as above
         raise ConfigError(f"weights of {checkpoint.directory} cannot be loaded: {error}") from error
     return loaded
 
@@ -144,6 +146,8 @@ def _require_full_attention(directory: Path, config: PreTrainedConfig) -> None:
     windowed = "sliding_attention" in layer_types if layer_types else getattr(config, "sliding_window", None)
     if windowed:
         raise ConfigError(f"{directory} uses a sliding window, which is not supported")
+    if getattr(config, "is_causal", True) is False:
+        raise ConfigError(f"{directory} attends in both directions: its KV depends on what comes later")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _UNSUPPORTED_ROPE:
         raise ConfigError(f"{directory} uses rotary embedding {rope['rope_type']!r}, which is not supported")

@@ -10,6 +10,7 @@ What goes over the whole vocabulary is done by torch where the logits are, for a
 rows with top_k or top_p, and for logprobs, only the few ids that may be among the highest come to the host.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -272,6 +273,9 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk])
     candidates = _at_least(_floors(logits, list(counts.values())), logits)
     found = {}
     for row, (log_sum, logprob), (ids, high) in zip(rows, own, candidates, strict=True):
+        if not math.isfinite(log_sum):  # the model overflowed: nothing is as probable as anything
+            found[row] = TokenLogprobs(token_ids[row], -math.inf, ())
+            continue
         top = _highest(high, counts[row])
         pairs = zip(ids[top].tolist(), (high[top] - log_sum).tolist(), strict=True)
         found[row] = TokenLogprobs(token_ids[row], logprob, tuple(pairs))

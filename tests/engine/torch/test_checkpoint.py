@@ -117,6 +117,34 @@ def test_a_missing_or_misshapen_weight_is_refused_and_never_invented(checkpoint)
         load_model(open_checkpoint(checkpoint), CPU)
 
 
+def test_weights_that_were_cut_short_are_refused(checkpoint):
+    """An interrupted copy: the header is whole, and says what is not there."""
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4096])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(open_checkpoint(checkpoint), CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": "4"},
+        {"num_attention_heads": 7},
+        {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(checkpoint, changes):
+    edit_config(checkpoint, **changes)
+    with pytest.raises(ConfigError, match="cannot be"):
+        load_model(open_checkpoint(checkpoint), CPU)
+
+
+def test_a_model_that_looks_ahead_is_refused(checkpoint):
+    edit_config(checkpoint, is_causal=False)
+    with pytest.raises(ConfigError, match="both directions"):
+        open_checkpoint(checkpoint)
+
+
 def test_a_misshapen_weight_is_refused(checkpoint):
     edit_weights(checkpoint, lambda w: w.update({"lm_head.weight": torch.zeros(7, 64)}))
     with pytest.raises(ConfigError, match=r"cannot be loaded|misshapen"):

@@ -12,7 +12,7 @@ from plain_sampling import sample_row
 from services.engine.paged.runner import Chunk
 from services.engine.torch import sampling
 from services.engine.torch.sampling import sample
-from services.request import SamplingParams
+from services.request import SamplingParams, TokenLogprobs
 
 VOCAB_SIZE = 1000  # 15 ids in a stripe
 CASES = {
@@ -116,6 +116,8 @@ def test_a_row_that_overflowed_fails_no_other_of_its_block():
             damaged[row, 17] = broken
             got = sample(damaged, chunks)
             assert got[row].token_id == 17
+            if got[row].logprobs is not None:
+                assert got[row].logprobs == TokenLogprobs(17, -np.inf, ())
             assert [s for i, s in enumerate(got) if i != row] == [
                 s for i, s in enumerate(expected) if i != row
             ]
