@@ -27,6 +27,7 @@ from services.index.etcd_settings import EtcdSettings
 from services.index.keys import ClusterKeys
 from services.index.prefix_writer import LogLimits, PrefixWriter
 from services.index.publisher import PublisherSettings
+from services.parent_death import dying_with_us
 
 BLOCKS_PER_S = 600.0
 WRITES_PER_S = PublisherSettings().writes_per_s
@@ -63,9 +64,8 @@ class Child:
 async def child(module: str, **arguments: object) -> AsyncIterator[Child]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items() if value is not True]
     flags += [f"--{name.replace('_', '-')}" for name, value in arguments.items() if value is True]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"bench.index.{module}", *flags, stdout=asyncio.subprocess.PIPE
-    )
+    command = dying_with_us([sys.executable, "-m", f"bench.index.{module}", *flags])
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         yield Child(process)
     finally:
