@@ -40,7 +40,9 @@ def write_json(
 
 
 def verdict(goal: str, sign: str, wanted: float, got: object) -> Row:
-    """Whether a figure is what was wanted: `>=`, `<=`, or `~`, within a tenth."""
+    """Whether a figure is what was wanted: `>=`, `<=`, or `~`, within a tenth. None: nothing was measured."""
+    if got is None:
+        return {"goal": goal, "wanted": f"{sign} {wanted:.3g}", "got": None, "met": False}
     assert isinstance(got, int | float)
     met = {">=": got >= wanted, "<=": got <= wanted, "~": abs(got - wanted) <= 0.1 * abs(wanted)}
     return {"goal": goal, "wanted": f"{sign} {wanted:.3g}", "got": got, "met": met[sign]}
