@@ -10,105 +10,89 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import numpy as np
 
-from bench.index.simulated_ledger import stamped_s
+from bench.index.loop_turns import TimedSelector
+from bench.index.timed_index import TimedIndex
 from services.index import garbage
 from services.index.etcd import Etcd
 from services.index.etcd_settings import EtcdSettings
 from services.index.keys import ClusterKeys
 from services.index.mirror import Mirror
-from services.index.prefix_index import PrefixIndex
-from services.kv.types import RankId
-
-_TICK_S = 0.005
 
 
-class TimedIndex(PrefixIndex):
-    """Notes how old the oldest block of each delta really is when it takes effect."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ages_s: list[float] = []
-
-    def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
-        applied = super().apply_delta(rank, added, removed)
-        if added and applied:
-            stamp = next(iter(added))  # all of a delta have the same
-            self.ages_s.append(time.monotonic() - stamped_s(stamp))
-        return applied
-
-
-async def run(arguments: argparse.Namespace) -> None:
+async def run(arguments: argparse.Namespace, turns: TimedSelector) -> None:
     """SIGUSR1 begins the measurement anew, SIGTERM ends it; then one line of JSON."""
     started = time.monotonic()
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     async with Etcd(EtcdSettings((arguments.etcd,)), rng=random.Random()) as etcd:
-        estimates_s: list[float] = []
-        mirror = Mirror(etcd, ClusterKeys(arguments.cluster), "bench", observe_staleness=estimates_s.append)
-        timed = TimedIndex()
-        mirror.index = mirror.blocks.index = timed
-        stalls_s: list[float] = [0.0]
-        tasks = [asyncio.create_task(mirror.run()), asyncio.create_task(_note_stalls(stalls_s))]
-        await garbage.freeze(mirror)
-        ready = {
-            "ready_s": time.monotonic() - started,
-            "blocks": timed.total_blocks,
-            "ranks": len(mirror.ranks),
-            "stall_s": stalls_s[0],
-            "cpu_s": _cpu_s(),
-            "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-        print(json.dumps(ready), flush=True)
-        cpu_s = [_cpu_s()]
-
-        def begin() -> None:
-            timed.ages_s.clear()
-            estimates_s.clear()
-            stalls_s[:] = [0.0]
-            cpu_s[0] = _cpu_s()
-
-        loop.add_signal_handler(signal.SIGUSR1, begin)
+        watched = Watched(etcd, arguments.cluster, turns)
+        following = asyncio.create_task(watched.mirror.run())
+        await garbage.freeze(watched.mirror)
+        print(json.dumps({"ready_s": time.monotonic() - started} | watched.size()), flush=True)
+        loop.add_signal_handler(signal.SIGUSR1, watched.begin)
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
         if not arguments.until_ready:
             await stopping.wait()
-            summary = {
-                **_percentiles("staleness", timed.ages_s),
-                **_percentiles("estimate", estimates_s),
-                "deltas": len(timed.ages_s),
-                "gaps": mirror.blocks.gaps,
-                "torn": mirror.torn_values,
-                "listings": mirror.listings,
-                "blocks": timed.total_blocks,
-                "stall_s": stalls_s[0],
-                "cpu_s": _cpu_s() - cpu_s[0],
-            }
-            print(json.dumps(summary), flush=True)
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+            print(json.dumps(watched.seen()), flush=True)
+        following.cancel()
+        with suppress(asyncio.CancelledError):
+            await following
 
 
-async def _note_stalls(stalls_s: list[float]) -> None:
-    """How long the loop kept a sleeper waiting beyond its time, in CPU time of its thread."""
-    while True:
-        busy_s = time.thread_time()
-        await asyncio.sleep(_TICK_S)
-        stalls_s[0] = max(stalls_s[0], time.thread_time() - busy_s - _TICK_S)
+class Watched:
+    """The mirror, and what is measured of it."""
+
+    def __init__(self, etcd: Etcd, cluster: str, turns: TimedSelector) -> None:
+        self._estimates_s: list[float] = []
+        self._index, self._turns, self._began_cpu_s = TimedIndex(), turns, 0.0
+        self.mirror = Mirror(etcd, ClusterKeys(cluster), "bench", observe_staleness=self._estimates_s.append)
+        self.mirror.index = self.mirror.blocks.index = self._index
+
+    def begin(self) -> None:
+        self._index.begin()
+        self._turns.begin()
+        self._estimates_s.clear()
+        self._began_cpu_s = _cpu_s()
+
+    def size(self) -> dict[str, float]:
+        return {
+            "blocks": self._index.total_blocks,
+            "stall_s": self._turns.longest_turn_s,
+            "cpu_s": _cpu_s(),
+            "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def seen(self) -> dict[str, float | None]:
+        """Since `begin`. Raises RuntimeError where nothing was told: that is no staleness of 0 ms."""
+        index = self._index
+        counted = {
+            "cpu_s": _cpu_s() - self._began_cpu_s,
+            "stall_s": self._turns.longest_turn_s,
+            "new_blocks_per_s": index.new_blocks_per_s(),
+            "blocks": index.total_blocks,
+            "gaps": self.mirror.blocks.gaps,
+            "listings": self.mirror.listings,
+            "snapshots": len(index.snapshot_ages_s),
+        }
+        return {
+            **counted,
+            **_percentiles("staleness", index.delta_ages_s + index.snapshot_ages_s),
+            **_percentiles("estimate", self._estimates_s),
+            "snapshot_p99_s": _percentile(index.snapshot_ages_s, 99),
+        }
 
 
-def _percentiles(name: str, samples: list[float]) -> dict[str, float]:
+def _percentiles(name: str, samples: list[float]) -> dict[str, float | None]:
     if not samples:
-        return {f"{name}_p50_s": 0.0, f"{name}_p99_s": 0.0}
-    return {
-        f"{name}_p50_s": float(np.percentile(samples, 50)),
-        f"{name}_p99_s": float(np.percentile(samples, 99)),
-    }
+        raise RuntimeError(f"no {name} was measured")
+    return {f"{name}_p{percent}_s": _percentile(samples, percent) for percent in (50, 99)}
+
+
+def _percentile(samples: list[float], percent: float) -> float | None:
+    return float(np.percentile(samples, percent)) if samples else None
 
 
 def _cpu_s() -> float:
@@ -125,4 +109,6 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(parse()))
+    turns = TimedSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+        runner.run(run(parse(), turns))

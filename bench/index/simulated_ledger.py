@@ -30,6 +30,12 @@ def stamped_s(block: int) -> float:
     return (block >> _RANDOM_BITS) / 1e6
 
 
+def newest_of(blocks: NDArray[np.uint64]) -> tuple[float, int]:
+    """The latest stamp, in seconds, and how many blocks bear it."""
+    newest = int(blocks.max())
+    return stamped_s(newest), int(np.count_nonzero(blocks >> _RANDOM_BITS == newest >> _RANDOM_BITS))
+
+
 class SimulatedLedger(HashLedger):
     """`blocks_per_s` new blocks all the time; of more than `capacity` the oldest go."""
 
@@ -54,6 +60,12 @@ class SimulatedLedger(HashLedger):
 
     def record(self, events: CacheEvents, now: float) -> None:
         raise AssertionError("nothing is recorded: it is drawn")
+
+    def forget_told(self) -> None:
+        """What a failed write was to tell is still untold, so the next one is as old."""
+        if self._taken_s is not None:
+            self._drawn_s = self._taken_s
+        super().forget_told()
 
     def take_delta(self, max_hashes: int) -> tuple["array[int]", "array[int]"]:  # type: ignore[override]
         count = min(self._num_due(), max_hashes // 2, len(self._ring))

@@ -1,0 +1,51 @@
+"""An index that notes how old what it is told really is when it takes effect; of simulated ranks only."""
+
+import time
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from bench.index.simulated_ledger import newest_of, stamped_s
+from services.index.prefix_index import PrefixIndex
+from services.kv.types import RankId
+
+
+class TimedIndex(PrefixIndex):
+    """Seconds since the oldest block was stored that a delta or a snapshot is the first to tell.
+
+    All blocks that one record is the first to tell bear the same stamp; in a snapshot that is the newest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timing = False
+        self._began_s = 0.0
+        self.delta_ages_s: list[float] = []
+        self.snapshot_ages_s: list[float] = []
+        self._num_new = 0
+
+    def begin(self) -> None:
+        """What came before does not count."""
+        self._timing, self._began_s, self._num_new = True, time.monotonic(), 0
+        self.delta_ages_s.clear()
+        self.snapshot_ages_s.clear()
+
+    def new_blocks_per_s(self) -> float:
+        """Blocks that were told for the first time, since `begin`."""
+        return self._num_new / (time.monotonic() - self._began_s)
+
+    def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
+        applied = super().apply_delta(rank, added, removed)
+        if self._timing and added and applied:
+            self.delta_ages_s.append(time.monotonic() - stamped_s(next(iter(added))))
+            self._num_new += len(added)
+        return applied
+
+    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
+        super().take_snapshot(rank, hashes, packed)
+        if self._timing and hashes:
+            now_s = time.monotonic()
+            blocks = np.fromiter(hashes, np.uint64) if packed is None else np.asarray(packed, np.uint64)
+            stamp_s, num_new = newest_of(blocks)
+            self.snapshot_ages_s.append(now_s - stamp_s)
+            self._num_new += num_new
