@@ -194,12 +194,15 @@ class Planner:
             step_s=load.step_s,
             free_tokens=load.books.free * page_size,
             evictable_tokens=load.books.cached * page_size,
+            queued=at_decode.queued,
+            waiting_tokens=load.waiting_tokens,
         )
         prefill = PrefillCandidate(
             id=self._prefill,
             hit_tokens=_match(hashes, self._sent) * page_size,
             pending_tokens=at_prefill.pending_tokens,
             prefill_tokens_per_s=at_prefill.tokens_per_s,
+            queued=at_prefill.queued,
         )
         return decode, prefill
 
