@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services import telemetry
 from services.index.etcd_server import EmbeddedEtcd
 
-pytest_plugins = ["mutations"]
+pytest_plugins = ["longest", "mutations"]
 
 # Before anyone imports torch. Its threads wait for each other by spinning: with two of them in each of
 # several processes on two cores, a model as small as ours takes ten times the CPU.

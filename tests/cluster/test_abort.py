@@ -1,11 +1,14 @@
 """An abort, at whatever stage and by whom, reaches both ranks and frees everything, quarantine included.
 
 The lease has minutes to go in all of these: what comes back has come back because the writer said so, or
-because nobody was to write. How long that takes is measured by bench.soak (2 s are allowed, up to 0.2 s
-are needed); the deadlines here only end a test that has failed.
+because nobody was to write. How long it took at the slowest stage is told at the end of the run; whether 2 s
+are kept is for bench.soak to judge. The deadlines here only end a test that has failed.
 """
 
 import asyncio
+import itertools
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,9 +26,13 @@ from services.router.prompt import PromptEncoder
 from services.transfer.local import _LandedWrite
 
 LONG_S = 30.0  # a deadline for conditions, never waited out
-DEADLINE_S = 0.3
-PROMPT = [(i * 7) % 500 for i in range(400)]  # 13 chunks of 10 ms
+DEADLINES_S = [0.3 * 2**attempt for attempt in range(7)]  # the next one where a stage is not reached in time
 MAX_TOKENS = 400
+
+
+def prompt_of(attempt):
+    """13 chunks of 10 ms, no two attempts' with anything in common."""
+    return [(i * 7 + 1 + attempt) % 500 for i in range(400)]
 
 
 @dataclass
@@ -51,6 +58,20 @@ def noting(patch, owner, name):
 
     patch.setattr(owner, name, note)
     return calls
+
+
+def standing(patch, engine, steps):
+    """From now on the engine makes so many steps, and stands in the next one; returns what lets it go on."""
+    runner, made, go_on = engine._core.runner, itertools.count(), threading.Event()
+    sleep = runner._sleep
+
+    def pause(seconds):
+        if next(made) == steps:
+            go_on.wait(LONG_S)
+        sleep(seconds)
+
+    patch.setattr(runner, "_sleep", pause)
+    return go_on.set
 
 
 async def at_the_router(cluster, ranks, patch):
@@ -79,7 +100,8 @@ async def queued_at_prefill(cluster, ranks, patch):
 
 
 async def between_prefills_chunks(cluster, ranks, patch):
-    return Stage(lambda: ranks.prefill.sender.bytes_moved_total)
+    go_on, before = standing(patch, ranks.prefill, 3), ranks.prefill.sender.bytes_moved_total
+    return Stage(lambda: ranks.prefill.sender.bytes_moved_total > before, go_on)
 
 
 async def in_the_middle_of_a_write(cluster, ranks, patch):
@@ -101,7 +123,8 @@ async def in_the_middle_of_a_write(cluster, ranks, patch):
 
 
 async def decoding(cluster, ranks, patch):
-    return Stage(lambda: any(seq.num_output > 2 for seq in ranks.decode._core._active))
+    go_on = standing(patch, ranks.decode, 3)
+    return Stage(lambda: any(seq.num_output > 2 for seq in ranks.decode._core._active), go_on)
 
 
 async def retracted(cluster, ranks, patch):
@@ -125,8 +148,10 @@ async def retracted(cluster, ranks, patch):
 
 
 async def between_chunks_of_plan_local(cluster, ranks, patch):
+    go_on = standing(patch, ranks.decode, 3)
     return Stage(
-        lambda: any(seq.phase is Phase.COMPUTING and seq.computed for seq in ranks.decode._core._active)
+        lambda: any(seq.phase is Phase.COMPUTING and seq.computed for seq in ranks.decode._core._active),
+        go_on,
     )
 
 
@@ -174,27 +199,42 @@ async def consume(call):
         pass
 
 
+async def seconds_until_all_is_back(cluster, patch, stage, abort, attempt):
+    """From the abort on, or from when what held the request let go. None: the stage was not reached."""
+    ranks = Ranks(cluster)
+    held = await stage(cluster, ranks, patch)
+    timeout = DEADLINES_S[attempt] if abort is the_deadline_passes else LONG_S
+    call = cluster.stubs[0].Generate(ids_request(prompt_of(attempt), MAX_TOKENS), timeout=timeout)
+    read = asyncio.create_task(consume(call))
+    await until(lambda: held.reached() or read.done(), "the request has come so far")
+    reached = not read.done()
+    assert reached or abort is the_deadline_passes, await call.code()
+    await abort(cluster, call, read)
+    await asyncio.wait([read])
+    if reached and (check := held.while_held()) is not None:
+        await check
+    began = time.monotonic()
+    held.release()
+    await until(lambda: not ranks.left(), "everything is back")
+    return time.monotonic() - began if reached else None
+
+
 @pytest.mark.parametrize("abort", [a_client_leaves, the_deadline_passes, the_router_is_lost])
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_everything_comes_back(etcd_endpoint, model_dir, cluster_name, monkeypatch, stage, abort):
+async def test_everything_comes_back(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, record_property, stage, abort
+):
     settings = dict(prefill=(1,), decode=(1,), fake_step_s=0.01, write_lease_s=600.0) | STAGES[stage]
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **settings) as cluster:
-        ranks = Ranks(cluster)
-        with monkeypatch.context() as patch:
-            held = await stage(cluster, ranks, patch)
-            timeout = DEADLINE_S if abort is the_deadline_passes else LONG_S
-            call = cluster.stubs[0].Generate(ids_request(PROMPT, MAX_TOKENS), timeout=timeout)
-            read = asyncio.create_task(consume(call))
-            # On a slow machine the deadline may come first: then it has ended an earlier stage.
-            await until(lambda: held.reached() or read.done(), "the request has come so far")
-            assert abort is the_deadline_passes or not read.done(), await call.code()
-            await abort(cluster, call, read)
-            await asyncio.wait([read])
-            if held.reached() and (check := held.while_held()) is not None:
-                await check
-            held.release()
-            await until(lambda: not ranks.left(), "everything is back")
+        for attempt in range(len(DEADLINES_S)):
+            with monkeypatch.context() as patch:
+                seconds = await seconds_until_all_is_back(cluster, patch, stage, abort, attempt)
+            if seconds is not None:
+                break
+        assert seconds is not None, "the deadline has come before the stage each time"
+        record_property("until_all_is_back_s", seconds)
         await cluster.assert_nothing_held()
         if abort is not the_router_is_lost:
-            tokens, _ = await cluster.generate(PROMPT)
-            assert tokens == continuation(PROMPT, 8)
+            prompt = prompt_of(attempt)
+            tokens, _ = await cluster.generate(prompt)
+            assert tokens == continuation(prompt, 8)
