@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -16,8 +16,10 @@ CLIENTS = 96
 DEADLINE_S = 20.0
 ABORTED_SHARE = 1 / 12
 QUIET_ABORTS = 20
+QUIET_ATTEMPTS = 3 * QUIET_ABORTS
+QUIET_TOKENS = 3000  # asked for by what is to be aborted: seconds of any engine's work
 KEPT_ANSWERS = 60
-CLEAN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+CLEAN = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED})  # under load
 MAX_CONVERSATION = 900  # tokens; then its place is taken by a new one
 
 
@@ -72,16 +74,24 @@ class Asked:
 
 @dataclass
 class Outcomes:
+    """Errors that are `clean` are counted, and are none otherwise."""
+
+    clean: frozenset[grpc.StatusCode] = CLEAN
     counts: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)  # until the refusal came
     errors: list[str] = field(default_factory=list)
 
-    @property
-    def late_share(self) -> float:
-        """Of all that their clients did not abort, those that were ended by their deadline."""
-        waited_for = self.counts.total() - self.counts["aborted"]
-        return self.counts["deadline_exceeded"] / max(1, waited_for)
+
+def late_share(outcomes: Iterable[Outcomes]) -> float | None:
+    """Of those that were let in, and waited for by their clients, the ones that their deadline ended.
+
+    None: nobody was let in.
+    """
+    counts = sum((one.counts for one in outcomes), Counter[str]())
+    late = counts["deadline_exceeded"]
+    let_in = counts["answered"] + late
+    return late / let_in if let_in else None
 
 
 class Soak:
@@ -103,9 +113,11 @@ class Soak:
     def num_kept(self) -> int:
         return len(self._kept)
 
-    async def ask(self, asked: Asked, outcomes: Outcomes, abort_after_s: float | None) -> None:
+    async def ask(self, asked: Asked, outcomes: Outcomes, abort_after_s: float | None) -> bool:
+        """True when it was aborted: it was under way still when its client had waited for so long."""
         call = self.stub.Generate(asked.request, timeout=DEADLINE_S)
         tokens: list[int] = []
+        aborted = False
         began = time.monotonic()
         try:
             async with asyncio.timeout(abort_after_s):
@@ -115,12 +127,13 @@ class Soak:
                     tokens.extend(response.token_ids)
         except TimeoutError:
             call.cancel()
+            aborted = True
             outcomes.counts["aborted"] += 1
         except grpc.aio.AioRpcError as error:
             outcomes.counts[error.code().name.lower()] += 1
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 outcomes.refused_s.append(time.monotonic() - began)
-            if error.code() not in CLEAN:
+            if error.code() not in outcomes.clean:
                 outcomes.errors.append(f"{error.code().name}: {error.details()}")
         else:
             outcomes.counts["answered"] += 1
@@ -130,6 +143,7 @@ class Soak:
                 outcomes.errors.append(f"{len(tokens)} tokens of {asked.max_tokens}")
         if self.expected is not None and tokens != self.expected(asked.ids, len(tokens)):
             outcomes.errors.append(f"wrong tokens after a {asked.kind} prompt of {len(asked.ids)}")
+        return aborted
 
     def _keep(self, asked: Asked, tokens: list[int]) -> None:
         """Each answer with the same chance (algorithm R), where nobody knows what it should have been."""
@@ -180,10 +194,17 @@ class Soak:
                 requests.create_task(self.ask(self.mix.draw(), outcomes, self._abort_after_s()))
 
     async def quiet_aborts(self, outcomes: Outcomes) -> list[float]:
-        """Seconds from each abort until no rank holds anything."""
-        seconds = []
-        for _ in range(QUIET_ABORTS):
-            asked = Asked("scan", [self.rng.randrange(500) for _ in range(400)], 64)
-            await self.ask(asked, outcomes, self.rng.uniform(0.0, 1.2))
-            seconds.append(await self.ranks.let_go())
+        """Seconds from each abort until no rank holds anything.
+
+        Those that ended before they could be aborted are left out, and others asked for in their place.
+        """
+        seconds: list[float] = []
+        for _ in range(QUIET_ATTEMPTS):
+            asked = Asked("scan", [self.rng.randrange(500) for _ in range(400)], QUIET_TOKENS)
+            aborted = await self.ask(asked, outcomes, self.rng.uniform(0.0, 1.2))
+            let_go_s = await self.ranks.let_go()
+            if aborted:
+                seconds.append(let_go_s)
+            if len(seconds) == QUIET_ABORTS:
+                break
         return seconds

@@ -52,11 +52,16 @@ class Ranks:
         samples = [s for family in text_string_to_metric_families(body) for s in family.samples]
         return {f"{s.name} {s.labels.get('state', '')}".rstrip(): s.value for s in samples}
 
+    async def _all_metrics(self) -> list[dict[str, float]]:
+        """Raises RuntimeError while a rank has not said where its page is: nobody would be asked for it."""
+        if not self.metrics_ports or len(self.metrics_ports) < len(self.pids):
+            raise RuntimeError(f"of {len(self.pids)} ranks {len(self.metrics_ports)} have a page of metrics")
+        return [await self.metrics(rank) for rank in self.metrics_ports]
+
     async def held(self) -> float:
         """Pages and requests that any rank holds."""
         held = 0.0
-        for rank in self.metrics_ports:
-            metrics = await self.metrics(rank)
+        for metrics in await self._all_metrics():
             held += sum(metrics[f"isthmus_kv_pages {s}"] for s in ("locked", "private", "quarantined"))
             held += metrics["isthmus_running_requests"] + metrics["isthmus_waiting_requests"]
         return held
@@ -76,12 +81,12 @@ class Ranks:
 
     async def balanced(self) -> bool:
         states = ("free", "cached", "locked", "private", "quarantined")
-        books = [await self.metrics(rank) for rank in self.metrics_ports]
+        books = await self._all_metrics()
         return all(sum(m[f"isthmus_kv_pages {state}"] for state in states) == NUM_PAGES for m in books)
 
     async def lent(self) -> tuple[float, float]:
         """Pages and runs lent since the start, over all ranks."""
-        loads = [await self.metrics(rank) for rank in self.metrics_ports]
+        loads = await self._all_metrics()
         names = "isthmus_lent_pages_total", "isthmus_lent_page_runs_total"
         pages, runs = (sum(load[name] for load in loads) for name in names)
         return pages, runs
@@ -92,7 +97,7 @@ class Ranks:
         return pages / max(1.0, await self.total("isthmus_free_page_runs"))
 
     async def total(self, name: str) -> float:
-        return sum([(await self.metrics(rank))[name] for rank in self.metrics_ports])
+        return sum(metrics[name] for metrics in await self._all_metrics())
 
 
 class Memory:
@@ -122,8 +127,7 @@ class Memory:
 
 
 def _last_over_second_quarter(samples: list[int]) -> float:
-    if not samples:
-        return 1.0
+    """Raises StatisticsError where there is none."""
     quarter = max(1, len(samples) // 4)
     second = samples[quarter : 2 * quarter] or samples
     return statistics.median(samples[-quarter:]) / statistics.median(second)

@@ -176,7 +176,7 @@ def delta_of(kind: str, num_pages: int, pool_pages: int, rng: random.Random) -> 
     return Delta(*(side.allocate(num_pages) for side in sides))
 
 
-def soaked(num_pages: int, pool_pages: int, run_length: float, rng: random.Random) -> Delta:
+def made_up(num_pages: int, pool_pages: int, run_length: float, rng: random.Random) -> Delta:
     """Both sides in runs of geometric length with that mean, in any order of the pool's."""
 
     def side() -> list[PageId]:
@@ -237,8 +237,8 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
     return rows
 
 
-def run_soaked(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:
-    """As `run`, for pools whose pages lie in runs of that mean length, beside fresh ones."""
+def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:
+    """As `run`, for pages drawn in runs of that mean length, beside those of fresh pools."""
     pool_bytes = 3 * total_bytes
     pool = Pool(pool_bytes, 1, CPU)
     rows: list[Row] = []
@@ -256,7 +256,10 @@ def run_soaked(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds
                 random.Random(seed),
             )
             fresh = delta_of("fresh", num_pages, pool_pages, rng)
-            for kind, delta in (("fresh", fresh), ("soaked", soaked(num_pages, pool_pages, run_length, rng))):
+            for kind, delta in (
+                ("fresh", fresh),
+                ("made up", made_up(num_pages, pool_pages, run_length, rng)),
+            ):
                 ours = partial(delta.write, transport, peer, page_bytes)
                 row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
                 seconds(ours), seconds(raw.write)

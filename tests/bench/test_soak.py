@@ -1,21 +1,32 @@
+from collections import Counter
+from random import Random
+
 import pytest
 
 from bench import soak, soak_ranks
+from bench.soak_load import QUIET_ABORTS, Outcomes, Soak, late_share
 
 PASSED = {
     "errors": 0,
     "books_balanced": True,
     "memory_growth": 1.05,
+    "quiet_aborts": 20,
     "abort_max_s": 0.4,
     "late_share": 0.004,
+    "asked_again": 60,
+    "answered_otherwise": 0,
 }
 MISSED = {
     "errors": 1,
     "books_balanced": False,
     "memory_growth": 1.2,
+    "quiet_aborts": 19,
     "abort_max_s": 2.1,
     "late_share": 0.02,
+    "asked_again": 0,
+    "answered_otherwise": 1,
 }
+GOALS = (*soak.GOALS, *soak.GOALS_ASKED_AGAIN)
 
 
 class Holding(soak.Ranks):
@@ -37,11 +48,48 @@ async def test_who_never_lets_go_is_not_waited_for_for_ever(monkeypatch):
         await Holding(10).let_go()
 
 
-@pytest.mark.parametrize("goal", [name for name, _, _ in soak.GOALS])
-def test_verdicts_say_what_was_missed(goal):
-    assert [each["met"] for each in soak.verdicts(PASSED)] == [True] * len(soak.GOALS)
-    row = PASSED | {goal: MISSED[goal]}
-    assert [each["goal"] for each in soak.verdicts(row) if not each["met"]] == [goal]
+@pytest.mark.parametrize("goal", [name for name, _, _ in GOALS])
+@pytest.mark.parametrize("got", ["too much or too little", "nothing was measured"])
+def test_verdicts_say_what_was_missed(goal, got):
+    assert [each["met"] for each in soak.verdicts(PASSED, "torch")] == [True] * len(GOALS)
+    row = PASSED | {goal: None if got == "nothing was measured" else MISSED[goal]}
+    assert [each["goal"] for each in soak.verdicts(row, "torch") if not each["met"]] == [goal]
+
+
+def test_where_every_token_is_checked_nothing_is_asked_again():
+    assert all(each["met"] for each in soak.verdicts(PASSED | {"asked_again": 0}, "fake"))
+
+
+def test_refusals_and_aborts_thin_out_no_late_requests():
+    load = Outcomes(counts=Counter(answered=60, deadline_exceeded=20, resource_exhausted=500, aborted=100))
+    warm = Outcomes(counts=Counter(answered=10, deadline_exceeded=10))
+    assert late_share((warm, load)) == 0.3
+    assert late_share((Outcomes(counts=Counter(resource_exhausted=9)),)) is None
+
+
+class Abortable(Soak):
+    """Requests of which every second one ends before its client aborts it."""
+
+    def __init__(self):
+        super().__init__(None, Holding(1), Random(1), None)
+        self.asked = 0
+
+    async def ask(self, asked, outcomes, abort_after_s):
+        self.asked += 1
+        return self.asked % 2 == 0
+
+
+async def test_only_requests_that_were_under_way_count_as_aborted():
+    driver = Abortable()
+    assert len(await driver.quiet_aborts(Outcomes())) == QUIET_ABORTS
+    assert driver.asked == 2 * QUIET_ABORTS
+
+
+async def test_ranks_whose_metrics_nobody_found_hold_more_than_nothing():
+    ranks = soak.Ranks()
+    ranks.note("decode", "rank_started rank=0 pid=1")
+    with pytest.raises(RuntimeError, match="of 1 ranks 0 have a page of metrics"):
+        await ranks.held()
 
 
 def test_tracebacks_are_counted_and_kept_whole_and_restarts_too():
