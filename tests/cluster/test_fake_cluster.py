@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+import re
 from dataclasses import replace
 
 import grpc
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
-from index.real_etcd import client
+from index.real_etcd import client, until
 from services.engine.fake import continuation
 from services.index.keys import ClusterKeys
 from services.router.balance import Balance
@@ -104,30 +105,40 @@ async def test_many_at_once_are_exact(etcd_endpoint, model_dir, cluster_name, pl
         await cluster.assert_nothing_held()
 
 
+async def stop_while_it_runs(cluster, name):
+    await until(lambda: cluster.ranks[name].engine.load().running)
+    await cluster.stop_rank(name)
+
+
+def ranks_left(caplog):
+    """Those that requests were moved away from."""
+    return set(re.findall(r"^request_moved .*\bleft=(\S+)", "\n".join(caplog.messages), re.M))
+
+
 async def test_a_prefill_rank_that_dies_costs_a_retry_and_nothing_else(
-    etcd_endpoint, model_dir, cluster_name
+    etcd_endpoint, model_dir, cluster_name, caplog
 ):
     cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=(1, 1), fake_step_s=0.02)
     async with cluster:
         requests = [asyncio.create_task(cluster.generate(prompt_of(i, 200), 6)) for i in range(6)]
-        await asyncio.wait(requests, timeout=0.1)
-        await cluster.stop_rank("prefill-0/0")
+        await stop_while_it_runs(cluster, "prefill-0/0")
         for number, request in enumerate(requests):
             tokens, _ = await request
             assert tokens == continuation(prompt_of(number, 200), 6)
+        assert ranks_left(caplog) == {"prefill-0/0"}
         await cluster.assert_nothing_held()
 
 
-async def test_a_decode_rank_that_dies_hands_its_streams_over(etcd_endpoint, model_dir, cluster_name):
+async def test_a_decode_rank_that_dies_hands_its_streams_over(etcd_endpoint, model_dir, cluster_name, caplog):
     async with FakeCluster(
         etcd_endpoint, model_dir, cluster_name, decode=(1, 1), fake_step_s=0.01
     ) as cluster:
         requests = [asyncio.create_task(cluster.generate(prompt_of(i), 60)) for i in range(6)]
-        await asyncio.wait(requests, timeout=0.3)
-        await cluster.stop_rank("decode-0/0")
+        await stop_while_it_runs(cluster, "decode-0/0")
         for number, request in enumerate(requests):
             tokens, _ = await request
             assert tokens == continuation(prompt_of(number), 60)
+        assert ranks_left(caplog) == {"decode-0/0"}
         await cluster.assert_nothing_held()
         # A new life of the rank joins and is used again.
         await cluster.start_rank("decode", "decode-0", 0)
