@@ -39,7 +39,9 @@ def test_images_run_as_the_user_that_the_chart_names():
 
 
 def test_base_images_are_pinned():
-    for image in re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.M):
+    images = re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.M)
+    assert images
+    for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+", image), image
 
 
