@@ -84,7 +84,7 @@ soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, boo
 	$(BIN)/python -m bench.soak --minutes 10
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
-	timeout $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not slow" $(SGLANG_TESTS)
+	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not slow" $(SGLANG_TESTS)
 
 test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)

@@ -37,6 +37,7 @@ from bench.cache_summary import figures, ratios, verdicts, worst
 from bench.cache_workload import Workload
 from bench.checkpoint import Size, checkpoint
 from bench.device import CPU, device_named
+from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, write_json
 from services.kv.types import Plan
 
@@ -209,4 +210,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_as_by_ctrl_c()
     main()

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from bench.checkpoint import Size, checkpoint
+from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
 from services.engine.torch.runner import TorchRunner
@@ -324,4 +325,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_as_by_ctrl_c()
     main()

@@ -38,6 +38,7 @@ from pathlib import Path
 import psutil
 from transformers import AutoTokenizer
 
+from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table
 from bench.sglang_load import Client, Load, TokenIds, Turn, drive, run_turn, warm_up
 from bench.sglang_stock import Router, StockSglang
@@ -323,4 +324,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_as_by_ctrl_c()
     main()

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench import transfer
+from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, verdict, write_json
 from bench.soak_load import QUIET_ABORTS, Outcomes, Soak, late_share
 from bench.soak_ranks import NUM_PAGES, PAGE_SIZE, Memory, Ranks
@@ -192,4 +193,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_as_by_ctrl_c()
     main()

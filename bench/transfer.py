@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from bench.device import CPU, device_named
+from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
 from services.kv.page_allocator import PageAllocator
 from services.kv.transfer_plan import runs_of
@@ -312,4 +313,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_as_by_ctrl_c()
     main()

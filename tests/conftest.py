@@ -23,6 +23,12 @@ settings.register_profile("isthmus", deadline=None, suppress_health_check=[Healt
 settings.load_profile("isthmus")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def checkpoints_folder(tmp_path_factory):
+    """For checkpoints.py, which few tests import: it takes torch with it."""
+    os.environ["ISTHMUS_TEST_CHECKPOINTS"] = str(tmp_path_factory.getbasetemp() / "checkpoints")
+
+
 @pytest.fixture(scope="session")
 def etcd_endpoint(tmp_path_factory):
     """One etcd for all cluster tests of a process; each test is a cluster of its own in it."""

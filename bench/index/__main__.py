@@ -16,6 +16,7 @@ import numpy as np
 
 from bench.index import cluster, core
 from bench.index.goals import verdicts
+from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, write_json
 
 _PARTS = ("core", "warm", "64", "1000")
@@ -79,4 +80,5 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    end_as_by_ctrl_c()
     main()

@@ -1,0 +1,8 @@
+"""How a benchmark ends when it is told to: as by Ctrl-C, so that what it started and wrote goes with it."""
+
+import signal
+
+
+def end_as_by_ctrl_c() -> None:
+    """At SIGTERM too, which `timeout` and supervisors send. Call it first in a program's main thread."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
