@@ -3,7 +3,8 @@
 The only import of nixl, and imported by choose.py only. Seen with nixl 1.5.1, and relied upon here:
 
 - Releasing a handle whose write is under way returns without an error, and the bytes go on landing
-  (TCP). So a write is never released before it has ended.
+  (TCP). So a write is never released before it has ended. What ends it is the end of its agent, which lives
+  as long as a write of it that somebody holds.
 - Between processes of one host UCX copies inside `transfer` itself, in the caller's thread.
 - The agent's Python constructor fixes the progress thread's pause at 0, where it polls without end: a
   whole core for every idle agent. With any other pause it sleeps until UCX has an event for it. (On two
@@ -154,12 +155,14 @@ class NixlTransport:
         return write
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.remove_peer(peer)
-        if self._registered is not None:
-            with _renaming("NIXL does not deregister the pool"):
-                self._agent.deregister_memory(self._registered)
-        del self._agent  # ends its threads
+        try:
+            for peer in list(self._peers):
+                self.remove_peer(peer)
+            if self._registered is not None:
+                with _renaming("NIXL does not deregister the pool"):
+                    self._agent.deregister_memory(self._registered)
+        finally:
+            del self._agent  # ends its threads, once there is no write of it any more
 
     def _descriptors(self, extents: Extents, memory: PoolMemory) -> _bindings.nixlXferDList:
         """(n, 3), as NIXL wants them: address, bytes, device."""

@@ -180,9 +180,18 @@ class RoomTable:
             self._step(room, RoomEvent.FAILED, reason)
 
     def give_up_all(self) -> None:
-        """Call the on_end that are still due; only once the transport is closed."""
-        for room in list(self._rooms.values()):
+        """Call the on_end that are still due; only once the transport is closed.
+
+        Every write goes before the first of them is called: one that is left keeps a closed transport alive,
+        and so the others may still read their pages.
+        """
+        rooms, now_s = list(self._rooms.values()), self._clock()
+        due = [(room.request, room.end(now_s)) for room in rooms if room.request is not None]
+        for room in rooms:
+            room.request = None
             self._finish(room)
+        for request, end in due:
+            _tell(request, end)
 
     # ---------------------------------------------------------------------------------------------------
 

@@ -225,8 +225,14 @@ class KvSender:
         except Exception:
             log.exception("kv_sender_end_failed rank=%s", self._own_id)
         finally:
-            transport.close()
+            self._close(transport)
             rooms.give_up_all()
+
+    def _close(self, transport: Transport) -> None:
+        try:
+            transport.close()
+        except Exception:  # with writes in flight it may not end as it should
+            log.exception("kv_transport_close_failed rank=%s", self._own_id)
 
     def _await_writes(self, rooms: RoomTable) -> None:
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
