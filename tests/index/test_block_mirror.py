@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from index.cluster import registration
 from index.fake_etcd import FakeEtcd
-from services.errors import ProtocolError
+from index.real_etcd import until
+from services.errors import ProtocolError, Unavailable
 from services.index.block_mirror import BlockMirror
+from services.index.etcd import KeyValue
 from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
 from services.index.mirror import Mirror
 from services.index.pins import Pin, encode_pin
@@ -84,6 +86,33 @@ async def test_a_chunk_that_never_came_is_a_gap() -> None:
     progress = mirror.progress(RANK)
     assert (progress.epoch, progress.next_seq, progress.age_s, progress.current) == (1, 1, 0.25, True)
     assert mirror.index.total_blocks == 3
+
+
+class FailingEtcd(FakeEtcd):
+    """Refuses so many times to list what it has."""
+
+    def __init__(self, failures: int, *changes: KeyChange) -> None:
+        super().__init__()
+        self.failures, self.changes = failures, changes
+
+    async def snapshot(self, prefix: bytes) -> tuple[int, list[KeyValue]]:
+        if self.failures:
+            self.failures -= 1
+            raise Unavailable("etcd is away")
+        assert all(change.key.startswith(prefix) and change.value is not None for change in self.changes)
+        return 9, [KeyValue(c.key, c.value or b"", c.mod_revision, 0) for c in self.changes]
+
+
+async def test_a_gap_is_read_again_until_etcd_answers() -> None:
+    etcd = FailingEtcd(2, snapshot(0, 1), snapshot(1, 2), head(2), delta(0, 3))
+    mirror = BlockMirror(etcd, KEYS, lambda rank, age_s: None)  # type: ignore[arg-type]
+    await apply(mirror, snapshot(0, 1), head(2))
+    mirror.look_for_gaps()
+    await until(lambda: mirror.resyncs == 1)
+    assert etcd.failures == 0 and mirror.gaps == 1
+    assert mirror.progress(RANK).current and mirror.index.total_blocks == 3
+    mirror.look_for_gaps()
+    assert mirror.gaps == 1
 
 
 async def test_what_is_forgotten_while_it_is_taken_in_stays_forgotten() -> None:
