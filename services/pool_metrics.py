@@ -90,6 +90,12 @@ class PoolCollector(Collector):
         yield CounterMetricFamily(
             "isthmus_lent_page_runs", "Runs of neighbours in which they were lent.", load.lent_runs
         )
+        yield CounterMetricFamily(
+            "isthmus_unreadable_cache_events",
+            "What engine sglang told of its cache and could not be read: the index then forgets this rank's "
+            "blocks.",
+            load.unreadable_events,
+        )
         yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)
         yield GaugeMetricFamily(
             "isthmus_compute_tokens_per_second",

@@ -13,7 +13,13 @@ from services.cli.make_model import make_model
 from sglang_cluster import SglangCluster
 
 # These import what is only installed with SGLang.
-_WITH_SGLANG = ["test_process.py", "test_requests.py", "test_start.py", "test_whose_fault.py"]
+_WITH_SGLANG = [
+    "test_process.py",
+    "test_requests.py",
+    "test_start.py",
+    "test_unreadable.py",
+    "test_whose_fault.py",
+]
 collect_ignore = [] if find_spec("aiohttp") else _WITH_SGLANG
 
 

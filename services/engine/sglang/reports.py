@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from services.errors import ProtocolError
+
 log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 64 << 20
@@ -74,8 +76,12 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(line: bytes) -> Report:
-    fields = json.loads(line)
-    report: Report = _KINDS[fields.pop("kind")](**fields)
+    """Raises ProtocolError."""
+    try:
+        fields = json.loads(line)
+        report: Report = _KINDS[fields.pop("kind")](**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"a report that is none: {type(error).__name__}") from error
     return report
 
 
@@ -101,14 +107,25 @@ class Reporter:
 
 
 async def serve_reports(
-    path: str, take: Callable[[Report], None], ended: Callable[[], None]
+    path: str,
+    take: Callable[[Report], None],
+    unreadable: Callable[[ProtocolError], None],
+    ended: Callable[[], None],
 ) -> asyncio.Server:
-    """On the running loop: `take` gets every report, `ended` is called when a process that reports ends."""
+    """On the running loop: `take` gets every report, or `unreadable` why it is none; `ended` is called when a
+    process that reports ends."""
 
     async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while line := await reader.readline():
-                take(decode_report(line))
+            while True:
+                try:
+                    report = await _next_report(reader)
+                except ProtocolError as error:
+                    unreadable(error)
+                    continue
+                if report is None:
+                    return
+                take(report)
         except ConnectionError:
             log.info("sglang_reports_reset")
         finally:
@@ -116,3 +133,12 @@ async def serve_reports(
             ended()
 
     return await asyncio.start_unix_server(read, path, limit=_MAX_LINE_BYTES)
+
+
+async def _next_report(reader: asyncio.StreamReader) -> Report | None:
+    """None at the end, where a process that was killed may leave half a line. Raises ProtocolError."""
+    try:
+        line = await reader.readline()
+    except ValueError as error:  # what has come of it is dropped, the rest is no report either
+        raise ProtocolError("a report is too long") from error
+    return decode_report(line) if line.endswith(b"\n") else None

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -97,8 +97,7 @@ class SglangWorker:
         self._step_times = StepTimes()
         self._queue_rates = [QueueRate() for _ in range(settings.dp_size)]
         self._retractions = [0] * settings.dp_size
-        # A process of SGLang's has ended, which SGLang itself takes seconds to see; or its events cannot
-        # be followed any more, and the index would be wrong.
+        # A process of SGLang's has ended, which SGLang itself takes seconds to see.
         self._broken = asyncio.Event()
         self._users = 0
         self._starting = asyncio.Lock()
@@ -152,7 +151,9 @@ class SglangWorker:
         _require_entry_point()
         self._folder = tempfile.TemporaryDirectory(prefix="isthmus-sglang-")
         reports_path = str(Path(self._folder.name) / "reports")
-        self._reports = await serve_reports(reports_path, self._take, self._broken.set)
+        self._reports = await serve_reports(
+            reports_path, self._take, self._take_unreadable, self._broken.set
+        )
         environment = settings.environment(os.environ)
         environment |= self._plugin_settings(reports_path).to_environment()
         (port,) = free_ports("127.0.0.1", 1)
@@ -351,6 +352,7 @@ class SglangWorker:
             step_s=self._step_times.step_s(dp_rank),
             admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
             retractions=self._retractions[dp_rank],
+            unreadable_events=self._rebuilders[dp_rank].unreadable.total(),
         )
 
     def note_admitted(self, dp_rank: int) -> None:
@@ -405,13 +407,20 @@ class SglangWorker:
         task.add_done_callback(lambda ended: ended.exception())
 
     def _take_events(self, report: TreeEvents) -> None:
-        try:
-            events = self._rebuilders[report.dp_rank].rebuild(report.events)
-        except ProtocolError:
-            log.exception("sglang_events_unknown dp_rank=%d", report.dp_rank)
-            self._broken.set()
-        else:
-            self.events[report.dp_rank].put_nowait(events)
+        self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))
+
+    def _take_unreadable(self, error: ProtocolError) -> None:
+        """Events of any rank may have been in it."""
+        for dp_rank in range(self.settings.dp_size):
+            self._follow(dp_rank, lambda rebuilder: rebuilder.forget(str(error)))
+
+    def _follow(self, dp_rank: int, read: Callable[[TreeEventRebuilder], CacheEvents]) -> None:
+        """What cannot be read is counted, and logged once of each kind."""
+        rebuilder = self._rebuilders[dp_rank]
+        known = set(rebuilder.unreadable)
+        self.events[dp_rank].put_nowait(read(rebuilder))
+        for kind in rebuilder.unreadable.keys() - known:
+            log.error("sglang_events_unreadable dp_rank=%d kind=%r", dp_rank, kind)
 
     async def _tell(self) -> None:
         async with self._told:

@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from services.engine.sglang import reports
 from services.engine.sglang.directory import directory_from_proto, directory_to_proto
 from services.engine.sglang.reports import (
     Active,
@@ -42,7 +45,7 @@ async def test_reports_come_whole_and_in_order(tmp_path):
         big,
         *(Moved(n, 1, 1) for n in range(99)),
     ]
-    server = await serve_reports(path, taken.append, lambda: None)
+    server = await serve_reports(path, taken.append, pytest.fail, lambda: None)
     try:
         reporter = Reporter(path)
         for report in said:
@@ -57,10 +60,51 @@ async def test_reports_come_whole_and_in_order(tmp_path):
 
 async def test_the_end_of_a_process_is_noticed(tmp_path):
     taken, ended, path = [], asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.append, ended.set)
+    server = await serve_reports(path, taken.append, pytest.fail, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
         writer.write(encode_report(Moved(1, 1, 1)))
+        await writer.drain()
+        writer.close()
+        await ended.wait()
+    server.close()
+    assert taken == [Moved(1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"[]\n",
+        b"7\n",
+        b"{\n",
+        b"\xff\n",
+        b'{"kind": "Gone"}\n',
+        b'{"kind": "Moved", "room": 1}\n',
+        b'{"kind": []}\n',
+        b"x" * 3000 + b"\n",  # longer than a line may be
+    ],
+)
+async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(reports, "_MAX_LINE_BYTES", 1000)
+    taken, errors, ended, path = [], [], asyncio.Event(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.append, errors.append, ended.set)
+    async with asyncio.timeout(5):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(line + encode_report(Moved(1, 1, 1)) + encode_report(Moved(2, 1, 1)))
+        await writer.drain()
+        writer.close()
+        await ended.wait()
+    server.close()
+    assert errors and Moved(2, 1, 1) in taken  # of a line that is too long the rest may swallow the next
+
+
+async def test_half_a_line_of_a_process_that_was_killed_is_its_end(tmp_path):
+    taken, ended, path = [], asyncio.Event(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.append, pytest.fail, ended.set)
+    async with asyncio.timeout(5):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_report(Moved(1, 1, 1)) + encode_report(Moved(2, 1, 1))[:20])
         await writer.drain()
         writer.close()
         await ended.wait()

@@ -6,7 +6,6 @@ import random
 import pytest
 
 from services.engine.sglang.tree_events import TreeEventRebuilder
-from services.errors import ProtocolError
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import CacheEvents
 
@@ -80,11 +79,79 @@ def test_clearing_forgets_everything():
     assert tree.rebuild([stored(list(range(12)), start=8)]) == CacheEvents()  # its parent is unknown
 
 
-def test_an_event_of_another_page_size_or_kind_is_refused():
-    with pytest.raises(ProtocolError):
-        rebuilder().rebuild([{**stored(list(range(8))), "block_size": 8}])
-    with pytest.raises(ProtocolError):
-        rebuilder().rebuild([{"type": "BlockMoved"}])
+NEW = list(range(200, 200 + BLOCK))
+
+
+def pairs(tokens):
+    """As SGLang tells of a tree whose keys are bigrams: a token with the next one."""
+    return {**stored(tokens), "token_ids": [[token, token + 1] for token in tokens]}
+
+
+UNREADABLE = [
+    pairs(NEW),
+    {"type": "BlockMoved"},
+    {"type": "BlockStored"},
+    {"type": "BlockRemoved", "block_hashes": 7},
+    {"block_hashes": []},
+    ["BlockStored"],
+    None,
+    {**stored(NEW), "block_size": 8},
+    {**stored(NEW), "token_ids": NEW[:-1]},
+    {**stored(NEW), "token_ids": [-1] * BLOCK},
+    {**stored(NEW), "token_ids": [2**32] * BLOCK},
+    {**stored(NEW), "block_hashes": [[1], [2]]},
+]
+
+
+@pytest.mark.parametrize("event", UNREADABLE, ids=str)
+def test_after_an_event_that_cannot_be_read_nothing_earlier_counts_as_held(event):
+    first, later, tree = list(range(8)), list(range(50, 58)), rebuilder()
+    tree.rebuild([stored(first)])
+    events = tree.rebuild([stored(NEW), event, stored(later)])
+    assert events == CacheEvents(tuple(sequence_hashes(later, BLOCK, scope_seed("m"))), (), cleared=True)
+    assert tree.unreadable.total() == 1
+    # What SGLang still holds below it: where it begins is not known any more.
+    assert tree.rebuild([stored(list(range(16)), start=8), removed(first, 0)]) == CacheEvents()
+    assert tree.rebuild([removed(later, 0)]).removed == tuple(sequence_hashes(later, BLOCK, scope_seed("m")))
+
+
+def test_what_was_removed_before_an_event_that_cannot_be_read_is_told():
+    tokens, tree = list(range(8)), rebuilder()
+    tree.rebuild([stored(tokens)])
+    events = tree.rebuild([removed(tokens, 0), {"type": "BlockMoved"}])
+    assert events == CacheEvents(removed=tuple(sequence_hashes(tokens, BLOCK, scope_seed("m"))))
+
+
+def test_a_tree_of_pairs_is_told_of_as_empty_and_not_cleared_again_and_again():
+    tree = rebuilder()
+    events = [tree.rebuild([pairs(list(range(start, start + 8)))]) for start in (0, 8, 16)]
+    assert events == [CacheEvents()] * 3 and tree.num_pages == 0
+    assert tree.rebuild([{"type": "BlockMoved"}]) == CacheEvents()
+    assert tree.unreadable.total() == 4 and len(tree.unreadable) == 2
+
+
+def test_a_batch_that_cannot_be_read_at_all_is_like_an_event():
+    tokens, tree = list(range(8)), rebuilder()
+    tree.rebuild([stored(tokens)])
+    assert tree.forget("half of it") == CacheEvents(cleared=True)
+    assert tree.forget("half of it") == CacheEvents()
+    assert tree.unreadable == {"half of it": 2}
+
+
+def test_kinds_of_unreadable_events_do_not_grow_without_end():
+    tree = rebuilder()
+    tree.rebuild({"type": f"Block{number}"} for number in range(1000))
+    assert tree.unreadable.total() == 1000 and len(tree.unreadable) < 30
+
+
+def test_what_happens_on_another_tier_is_not_of_our_pages():
+    tokens, tree = list(range(8)), rebuilder()
+    assert tree.rebuild([{**stored(tokens), "medium": "CPU_PINNED"}]) == CacheEvents()
+    on_device = tree.rebuild([{**stored(tokens), "medium": "GPU"}])
+    assert on_device.stored == tuple(sequence_hashes(tokens, BLOCK, scope_seed("m")))
+    assert tree.rebuild([{**removed(tokens, 0), "medium": "CPU_PINNED"}]) == CacheEvents()
+    assert tree.rebuild([{**removed(tokens, 0), "medium": "GPU"}]).removed == on_device.stored
+    assert not tree.unreadable
 
 
 def test_random_growth_and_eviction_against_a_plain_set():
