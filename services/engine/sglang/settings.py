@@ -34,14 +34,34 @@ _OURS = (
     "--disaggregation-decode-enable-radix-cache",
 )
 _ONE_STAGE = "every process of a rank must hold all layers of every page, only heads are shared out"
+_ONE_TIER = (
+    "the index knows one tier of pages, the device's: what SGLang moves to another counts as gone, and a "
+    "restore that fails there fails its request (sglang#30322)"
+)
 # With the decode radix cache, or with our handshake, SGLang cannot do these.
 _UNSUPPORTED = {
+    "--config": "what a file says would not be checked: give each flag by itself",
     "--enable-hisparse": "SGLang does not support it with the decode radix cache",
     "--enable-pd-role-switch": "SGLang's NIXL backend does not support it",
     "--enable-lora": "its adapters are not part of the index's hashes",
     "--lora-paths": "its adapters are not part of the index's hashes",
     "--enable-prefill-cp": _ONE_STAGE,
     "--enable-kv-cache-sharding": _ONE_STAGE,
+    "--enable-hierarchical-cache": _ONE_TIER,
+    "--enable-hicache": _ONE_TIER,
+    "--enable-lmcache": _ONE_TIER,
+    "--enable-flexkv": _ONE_TIER,
+    "--enable-unified-cache-external-linker": _ONE_TIER,
+    "--disaggregation-decode-enable-offload-kvcache": _ONE_TIER,
+    "--disaggregation-decode-host-receive-threshold": _ONE_TIER,
+    "--radix-cache-backend": "the index follows the events of SGLang's own radix trees",
+}
+# And whatever begins so.
+_UNSUPPORTED_FAMILIES = {
+    "--hicache-": _ONE_TIER,
+    "--lmcache-": _ONE_TIER,
+    "--flexkv-": _ONE_TIER,
+    "--unified-cache-external-linker-": _ONE_TIER,
 }
 # These only at 1.
 _UNSUPPORTED_SIZES = {
@@ -54,6 +74,23 @@ _UNSUPPORTED_SIZES = {
     "--dwdp-size": "it makes DP ranks of its own",
     "--nnodes": "the service must be on the host of all processes of its SGLang",
 }
+# Their values are looked at.
+_SPECULATION = "--speculative-algorithm"
+_ALLOCATION = "--disaggregation-decode-allocation-policy"
+_RETRACTION = "--disaggregation-decode-retraction-backup"
+_CONTEXT = "--context-length"
+_RESERVED = "--num-reserved-decode-tokens"
+_PROCESSES = ("--tp-size", "--tensor-parallel-size")
+_PRIORITIES = "--enable-priority-scheduling"
+_DP_ATTENTION = "--enable-dp-attention"
+# All that are known here, by which an abbreviation of one is known.
+_KNOWN = (
+    *_OURS,
+    *_UNSUPPORTED,
+    *_UNSUPPORTED_FAMILIES,
+    *_UNSUPPORTED_SIZES,
+    *(_SPECULATION, _ALLOCATION, _RETRACTION, _CONTEXT, _RESERVED, *_PROCESSES, _PRIORITIES, _DP_ATTENTION),
+)
 IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
 # managers/tp_worker.py: max_req_input_len.
 _CONTEXT_ASIDE = 6
@@ -61,7 +98,10 @@ _CONTEXT_ASIDE = 6
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_SPECULATIVE = ("EAGLE", "EAGLE3", "DSPARK")
+# speculative/spec_info.py, is_eagle(): these, and NEXTN, which is EAGLE's other name (spec_registry.py).
+_KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+# arg_groups/speculative_hook.py: with the decode radix cache EAGLE, EAGLE3 and this one.
+_SPECULATIVE = ("DSPARK",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +164,13 @@ class SglangSettings:
 
     @property
     def heeds_priority(self) -> bool:
-        return "--enable-priority-scheduling" in self.engine_args
+        return _PRIORITIES in self.engine_args
 
     @property
     def _shares(self) -> int:
         """Into how many SGLang divides these limits: with DP attention they are those of all DP ranks
         together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
-        return self.dp_size if "--enable-dp-attention" in self.engine_args else 1
+        return self.dp_size if _DP_ATTENTION in self.engine_args else 1
 
     def max_context_tokens(self, of_checkpoint: int) -> int:
         """Prompt and output together. Raises ConfigError.
@@ -139,14 +179,14 @@ class SglangSettings:
         less of the pool than it reserves for output is not refused by its decode: it waits for ever, and
         whatever comes behind it.
         """
-        context = self._number("--context-length", of_checkpoint)
-        reserved = self._number("--num-reserved-decode-tokens", _RESERVED_DECODE_TOKENS)
+        context = self._number(_CONTEXT, of_checkpoint)
+        reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
         aside = max(2 * self.page_size, reserved if self.role is Role.DECODE else 0)
         pool_pages = self.num_pages - -(-aside // self.page_size)
         if pool_pages < 1:
             raise ConfigError(
                 f"--kv-pages={self.num_pages}: nothing is left of {aside} tokens that SGLang sets aside; "
-                "for a small pool lower --engine-arg=--num-reserved-decode-tokens"
+                f"for a small pool lower --engine-arg={_RESERVED}"
             )
         return min(context - _CONTEXT_ASIDE, pool_pages * self.page_size)
 
@@ -201,7 +241,8 @@ class SglangSettings:
 
     def _processes_per_rank(self) -> int:
         """With DP attention, more than there are."""
-        return self._number("--tp-size", self._number("--tensor-parallel-size", 1))
+        short, long = _PROCESSES
+        return self._number(short, self._number(long, 1))
 
     def _binding(self, threads: int) -> str:
         """Cores of each process that computes: `threads` neighbours, round and round."""
@@ -220,8 +261,19 @@ def _check_argument(text: str) -> None:
     flag = text.split("=", 1)[0]
     if flag in _OURS:
         raise ConfigError(f"--engine-arg={flag}: the service sets it itself")
+    reasons = [reason for prefix, reason in _UNSUPPORTED_FAMILIES.items() if flag.startswith(prefix)]
     if flag in _UNSUPPORTED:
-        raise ConfigError(f"--engine-arg={flag}: {_UNSUPPORTED[flag]}")
+        reasons.append(_UNSUPPORTED[flag])
+    if reasons:
+        raise ConfigError(f"--engine-arg={flag}: {reasons[0]}")
+    _check_whole(flag)
+
+
+def _check_whole(flag: str) -> None:
+    """SGLang takes abbreviations, by which any check here could be passed."""
+    meant = [known for known in _KNOWN if known.startswith(flag)]
+    if meant and flag not in meant:
+        raise ConfigError(f"--engine-arg={flag}: write the flag out, it may stand for {meant[0]}")
 
 
 def _values(engine_args: tuple[str, ...]) -> dict[str, str]:
@@ -229,14 +281,26 @@ def _values(engine_args: tuple[str, ...]) -> dict[str, str]:
 
 
 def _check_values(values: Mapping[str, str]) -> None:
-    algorithm = values.get("--speculative-algorithm")
-    if algorithm is not None and algorithm.upper() not in _SPECULATIVE:
-        raise ConfigError(
-            f"--engine-arg=--speculative-algorithm={algorithm}: with the decode radix cache SGLang supports "
-            f"only {', '.join(_SPECULATIVE)}"
-        )
-    if values.get("--disaggregation-decode-allocation-policy", "early") != "early":
-        raise ConfigError("--disaggregation-decode-allocation-policy: SGLang's NIXL backend knows only early")
+    if _SPECULATION in values:
+        _check_speculation(values[_SPECULATION])
+    if values.get(_ALLOCATION, "early") != "early":
+        raise ConfigError(f"{_ALLOCATION}: SGLang's NIXL backend knows only early")
+    if values.get(_RETRACTION) == "host_pool":
+        raise ConfigError(f"--engine-arg={_RETRACTION}=host_pool: {_ONE_TIER}")
     for flag, reason in _UNSUPPORTED_SIZES.items():
         if values.get(flag, "1") != "1":
             raise ConfigError(f"--engine-arg={flag}={values[flag]}: {reason}")
+
+
+def _check_speculation(algorithm: str) -> None:
+    name = algorithm.upper()  # as SGLang reads it
+    if name in _KEYED_BY_PAIRS:
+        raise ConfigError(
+            f"--engine-arg={_SPECULATION}={algorithm}: SGLang's radix trees then have pairs of tokens for "
+            "keys, of which the index's hashes cannot be made"
+        )
+    if name not in _SPECULATIVE:
+        raise ConfigError(
+            f"--engine-arg={_SPECULATION}={algorithm}: with the decode radix cache and this index SGLang "
+            f"can only do {', '.join(_SPECULATIVE)}"
+        )

@@ -58,7 +58,7 @@ def test_the_users_arguments_come_last_and_whole(tmp_path):
         "--disaggregation-transfer-backend=mooncake",
         "--enable-hisparse",
         "--enable-pd-role-switch",
-        "--speculative-algorithm=NGRAM",
+        "--radix-cache-backend=mine",
         "--disaggregation-decode-allocation-policy=prefill_complete",
         "--nnodes=2",
         "--pp-size=2",
@@ -67,10 +67,57 @@ def test_the_users_arguments_come_last_and_whole(tmp_path):
         "--dcp-size=2",
         "--enable-prefill-cp",
         "--attn-dp-size=2",
+        "--enable-lora",
+        "--lora-paths=a=/adapters/a",
+        "--config=flags.yaml",
     ],
 )
 def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
     with pytest.raises(ConfigError, match=argument.split("=")[0]):
+        settings(tmp_path, engine_args=(argument,))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "eagle3", "NEXTN", "FROZEN_KV_MTP"])
+def test_trees_whose_keys_are_pairs_of_tokens_are_refused_with_the_reason(tmp_path, algorithm):
+    """tests/sglang/test_radix_keys.py asks SGLang itself which they are."""
+    with pytest.raises(ConfigError, match=f"--speculative-algorithm={algorithm}: .* pairs of tokens"):
+        settings(tmp_path, engine_args=(f"--speculative-algorithm={algorithm}",))
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "NGRAM", "DFLASH", "UNO", "NONE", "a-plugin's"])
+def test_speculation_that_sglang_cannot_do_here_is_refused(tmp_path, algorithm):
+    with pytest.raises(ConfigError, match="only do DSPARK"):
+        settings(tmp_path, engine_args=(f"--speculative-algorithm={algorithm}",))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--enable-hierarchical-cache",
+        "--enable-hicache",
+        "--hicache-ratio=2",
+        "--hicache-storage-backend=file",
+        "--enable-lmcache",
+        "--lmcache-config-file=x.yaml",
+        "--enable-flexkv",
+        "--enable-unified-cache-external-linker",
+        "--unified-cache-external-linker-backend=mooncake",
+        "--disaggregation-decode-enable-offload-kvcache",
+        "--disaggregation-decode-retraction-backup=host_pool",
+        "--disaggregation-decode-host-receive-threshold=0.5",
+    ],
+)
+def test_a_second_tier_of_pages_is_refused_with_the_reason(tmp_path, argument):
+    with pytest.raises(ConfigError, match=f"{argument.split('=')[0]}.*: the index knows one tier"):
+        settings(tmp_path, engine_args=(argument,))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--speculative-algo=EAGLE", "--enable-hier", "--hi=2", "--dp=2", "--enable-dp-att", "--tp=2"],
+)
+def test_an_abbreviation_of_what_is_looked_at_is_refused(tmp_path, argument):
+    with pytest.raises(ConfigError, match=f"{argument.split('=')[0]}: write the flag out"):
         settings(tmp_path, engine_args=(argument,))
 
 
@@ -86,7 +133,17 @@ def test_a_device_that_is_none_is_refused(tmp_path, device):
         settings(tmp_path, device=device)
 
 
-@pytest.mark.parametrize("argument", ["--speculative-algorithm=EAGLE", "--pp-size=1", "--nnodes=1"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--speculative-algorithm=DSPARK",
+        "--disaggregation-decode-retraction-backup=cpu_tensor",
+        "--pp-size=1",
+        "--nnodes=1",
+        "--enable-metrics",
+        "--enable-lora-overlap-loading",  # begins like a flag that is refused, and is another
+    ],
+)
 def test_what_works_passes(tmp_path, argument):
     settings(tmp_path, engine_args=(argument,))
 
