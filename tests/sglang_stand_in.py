@@ -32,6 +32,7 @@ def active(**changes):
         num_pages=512,
         dtype="float32",
         num_layers=2,
+        state_kinds=[],
         topology={},
     )
     return Active(**{**fields, **changes})

@@ -129,6 +129,22 @@ async def test_a_pool_that_is_smaller_than_asked_for_is_refused_with_its_size(ma
         await started.start()
 
 
+@pytest.mark.parametrize("kind", ["swa", "mamba", "c128_state"])
+async def test_a_model_whose_state_is_in_no_page_is_refused(make_worker, kind):
+    """Whatever its config.json says: SGLang itself knows best."""
+    started = make_worker()
+    started._take(active(role="prefill", state_kinds=["dsa", kind]))
+    with pytest.raises(ConfigError, match=rf"no page holds \({kind}\)"):
+        await started.start()
+
+
+async def test_what_is_part_of_each_page_passes(make_worker):
+    started = make_worker()
+    started._take(active(role="prefill", state_kinds=["dsa", "block_scale"]))
+    await started.start()
+    await started.stop()
+
+
 @pytest.mark.parametrize("place", [{"cp_rank": 1}, {"pp_rank": 1}])
 async def test_a_model_that_sglang_spreads_over_stages_is_refused(make_worker, place):
     started = make_worker()

@@ -166,6 +166,7 @@ class IsthmusKVManager(NixlKVManager):
             num_pages=self._num_pages(),
             dtype=str(self.kv_cache_dtype_str),
             num_layers=len(self._layout().groups[0].layer_ids),
+            state_kinds=[str(kind.value) for kind in self.kv_args.state_types],
             topology=self._topology,
         )
 

@@ -38,6 +38,7 @@ class Active:
     num_pages: int
     dtype: str
     num_layers: int
+    state_kinds: list[str]  # SGLang's words for what it keeps beside the KV
     topology: dict[str, Any]  # SGLang's own description of a prefill rank
 
 

@@ -7,14 +7,13 @@ child ends ---> crashed
 """
 
 import asyncio
-import json
 import logging
 import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from services.engine.queue_rate import QueueRate
 from services.engine.sglang import loads
 from services.engine.sglang.http_client import SglangHttp
+from services.engine.sglang.model_shape import ModelShape
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
 from services.engine.sglang.reports import Active, Moved, Report, TicketSent, TreeEvents, serve_reports
@@ -50,30 +50,8 @@ _REFUSED = 2  # argparse's exit code
 _LOAD_POLL_S = 0.25
 _REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
 _MAX_ROOMS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What of a checkpoint's config.json concerns us."""
-
-    num_kv_heads: int
-    head_dim: int
-    max_context_tokens: int
-    vocab_size: int
-
-    @classmethod
-    def read(cls, model_path: str) -> "ModelShape":
-        """Raises ConfigError when config.json is missing or says too little."""
-        try:
-            config = json.loads((Path(model_path) / "config.json").read_text())
-            config = config.get("text_config", config)
-            heads = config["num_attention_heads"]
-            head_dim = config.get("head_dim") or config["hidden_size"] // heads
-            kv_heads = config.get("num_key_value_heads") or heads
-            context, vocab_size = config["max_position_embeddings"], config["vocab_size"]
-            return cls(int(kv_heads), int(head_dim), int(context), int(vocab_size))
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"config.json of {model_path} cannot be used: {error!r}") from error
+# sglang.srt.disaggregation.base.conn.StateType: what is as much a part of each page as its KV.
+_KINDS_BY_PAGE = {"dsa", "block_scale"}
 
 
 class SglangWorker:
@@ -151,9 +129,7 @@ class SglangWorker:
         _require_entry_point()
         self._folder = tempfile.TemporaryDirectory(prefix="isthmus-sglang-")
         reports_path = str(Path(self._folder.name) / "reports")
-        self._reports = await serve_reports(
-            reports_path, self._take, self._take_unreadable, self._broken.set
-        )
+        self._reports = await serve_reports(reports_path, self._take, self._take_unreadable, self._broken.set)
         environment = settings.environment(os.environ)
         environment |= self._plugin_settings(reports_path).to_environment()
         (port,) = free_ports("127.0.0.1", 1)
@@ -207,6 +183,12 @@ class SglangWorker:
         if any(active.cp_rank or active.pp_rank for active in self._active.values()):
             raise ConfigError(
                 "SGLang has chosen context or pipeline parallelism for this model: not supported"
+            )
+        kinds = {kind for active in self._active.values() for kind in active.state_kinds}
+        if others := sorted(kinds - _KINDS_BY_PAGE):
+            raise ConfigError(
+                f"SGLang keeps state beside the KV of this model that no page holds ({', '.join(others)}): "
+                "windows and recurrent layers are not supported"
             )
 
     def _missing(self) -> list[tuple[int, int]]:

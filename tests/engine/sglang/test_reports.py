@@ -31,6 +31,7 @@ ACTIVE = Active(
     num_pages=513,
     dtype="bfloat16",
     num_layers=2,
+    state_kinds=[],
     topology={"attn_tp_size": 1},
 )
 
