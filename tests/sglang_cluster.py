@@ -7,11 +7,13 @@ import re
 import urllib.request
 from contextlib import AsyncExitStack
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services import rpc
 from services.cli.client import responses
 from services.cli.local_cluster import LocalCluster, Shape
+from services.engine.sglang.run_folder import RunFolder
 from services.errors import IsthmusError
 from services.index.etcd import Etcd
 from services.index.etcd_settings import EtcdSettings
@@ -44,6 +46,7 @@ class SglangCluster:
     def __init__(self, model, folder, rank_flags=RANK_FLAGS):
         self.model = model
         self.log_path = folder / "cluster.log"
+        self.temporary = folder / "t"  # sockets lie in it: their paths must be short
         self.shape = Shape(
             model=model,
             data_dir=folder / "etcd",
@@ -61,8 +64,11 @@ class SglangCluster:
         def show_line(name, line):
             print(f"{name:<8}| {line[:2000]}", file=log, flush=True)
 
+        self.temporary.mkdir()
         try:
-            self.processes = await self._stack.enter_async_context(LocalCluster(self.shape, show_line))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TMPDIR", str(self.temporary))
+                self.processes = await self._stack.enter_async_context(LocalCluster(self.shape, show_line))
         except BaseException:
             print(self.log_path.read_text()[-20000:])
             raise
@@ -74,6 +80,11 @@ class SglangCluster:
 
     async def __aexit__(self, *exc):
         await self._stack.aclose()
+        assert not self.run_folders(), "a worker that was stopped has left its temporary files behind"
+
+    def run_folders(self):
+        """Temporary files: a folder for each worker that runs, and nothing else but what is compiled."""
+        return sorted(p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_"))
 
     async def generate(self, ids, max_tokens, timeout_s=60, on_token=None, **fields):
         """(token ids, Finish); `on_token` is called whenever tokens come."""
@@ -217,7 +228,9 @@ class AggregatedSglang:
         from services.engine.sglang.http_client import SglangHttp
         from services.engine.sglang.process import SglangProcess
 
-        self._process = SglangProcess(arguments, settings.environment(os.environ))
+        self._folder = RunFolder.open()
+        environment = self._folder.environment(settings.environment(os.environ))
+        self._process = SglangProcess(arguments, environment)
         self._http = SglangHttp(port)
         await self._process.start()
         try:
@@ -233,6 +246,7 @@ class AggregatedSglang:
     async def __aexit__(self, *exc):
         await self._process.stop()
         await self._http.close()
+        self._folder.close()
 
     async def generate(self, ids, max_tokens):
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}

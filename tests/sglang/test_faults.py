@@ -72,3 +72,4 @@ async def test_a_killed_scheduler_fails_its_requests_and_comes_back(cluster, rol
     else:
         assert finish.usage.decode_prefix_len == 0  # another life, an empty tree
     await cluster.until_idle(timeout_s=60.0)
+    assert len(cluster.run_folders()) == 2  # one of each worker, none of the life that has ended

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import sys
+import tempfile
 from itertools import chain, repeat
+from pathlib import Path
 
 import psutil
 import pytest
@@ -44,10 +46,11 @@ async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(che
     assert "isthmus-prefill: the plugin is not installed" in output.decode()
 
 
-async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint):
+async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint, tmp_path):
     flags = ["--engine=sglang", f"--model={checkpoint}", "--worker=p", "--etcd=127.0.0.1:1"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.prefill", *flags),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -67,6 +70,7 @@ async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpo
     assert process.returncode == 0, output.decode()
     assert "rank_exited" in output.decode() and "Traceback" not in output.decode()
     assert not sglang.is_running()
+    assert not list(tmp_path.glob("isthmus-worker-*"))
 
 
 class HealthySglang:
@@ -143,6 +147,31 @@ async def test_what_is_part_of_each_page_passes(make_worker):
     started._take(active(role="prefill", state_kinds=["dsa", "block_scale"]))
     await started.start()
     await started.stop()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_temporary_files_of_sglangs_go_with_their_worker(make_worker, monkeypatch, tmp_path, refused):
+    folders = []
+
+    class Leaving(HealthySglang):
+        def __init__(self, arguments, environment):
+            super().__init__()
+            folders.append(Path(environment["TMPDIR"]))
+            (folders[0] / "tmpx").mkdir()
+            (folders[0] / "tmpx" / "counter_1.db").write_text("x")
+
+    monkeypatch.setattr(worker, "SglangProcess", Leaving)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started = make_worker(num_pages=513 if refused else 512)
+    report(started, 0, tp_size=1)
+    if refused:
+        with pytest.raises(ConfigError):
+            await started.start()
+    else:
+        await started.start()
+        assert folders[0].parent == tmp_path and (folders[0] / "tmpx" / "counter_1.db").exists()
+        await started.stop()
+    assert folders and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", [{"cp_rank": 1}, {"pp_rank": 1}])

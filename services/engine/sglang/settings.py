@@ -222,7 +222,8 @@ class SglangSettings:
         if inherited.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() not in ("", "0", "false"):
             raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER: the Handshake does not carry staging messages")
         environment = {
-            **inherited,
+            # Prometheus's files would stay there; without it SGLang makes a folder of its own for them.
+            **{name: value for name, value in inherited.items() if name != "PROMETHEUS_MULTIPROC_DIR"},
             "SGLANG_PLUGINS": "isthmus",  # no other package's
             # NIXL would read pages before they are written: it drops the event that says when they are.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",

@@ -9,7 +9,6 @@ child ends ---> crashed
 import asyncio
 import logging
 import os
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -25,6 +24,7 @@ from services.engine.sglang.model_shape import ModelShape
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
 from services.engine.sglang.reports import Active, Moved, Report, TicketSent, TreeEvents, serve_reports
+from services.engine.sglang.run_folder import RunFolder
 from services.engine.sglang.settings import SglangSettings
 from services.engine.sglang.step_times import StepTimes
 from services.engine.sglang.tree_events import TreeEventRebuilder
@@ -83,7 +83,7 @@ class SglangWorker:
         self._http: SglangHttp | None = None
         self._reports: asyncio.Server | None = None
         self._poller: asyncio.Task[None] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: RunFolder | None = None
 
     def __repr__(self) -> str:
         return f"SglangWorker({self.settings.worker} dp_size={self.settings.dp_size} users={self._users})"
@@ -127,10 +127,10 @@ class SglangWorker:
     async def _start(self) -> None:
         settings = self.settings
         _require_entry_point()
-        self._folder = tempfile.TemporaryDirectory(prefix="isthmus-sglang-")
-        reports_path = str(Path(self._folder.name) / "reports")
+        self._folder = RunFolder.open()
+        reports_path = str(self._folder.path / "reports")
         self._reports = await serve_reports(reports_path, self._take, self._take_unreadable, self._broken.set)
-        environment = settings.environment(os.environ)
+        environment = self._folder.environment(settings.environment(os.environ))
         environment |= self._plugin_settings(reports_path).to_environment()
         (port,) = free_ports("127.0.0.1", 1)
         self._http = SglangHttp(port)
@@ -156,7 +156,7 @@ class SglangWorker:
         if self._reports is not None:
             self._reports.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     async def _until_healthy(self) -> None:
         """However long that takes: how long a model may load is the start-up probe's to know."""

@@ -158,6 +158,12 @@ def test_the_early_send_is_off_whatever_is_inherited(tmp_path):
     assert settings(tmp_path).environment({name: "1"})[name] == "0"
 
 
+def test_no_folder_for_metrics_is_inherited(tmp_path):
+    assert "PROMETHEUS_MULTIPROC_DIR" not in settings(tmp_path).environment(
+        {"PROMETHEUS_MULTIPROC_DIR": "/x"}
+    )
+
+
 def test_only_our_plugin_is_loaded(tmp_path):
     assert settings(tmp_path).environment({"SGLANG_PLUGINS": "smg-zmq"})["SGLANG_PLUGINS"] == "isthmus"
 
