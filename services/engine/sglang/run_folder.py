@@ -1,5 +1,5 @@
-"""A worker's folder for temporary files, SGLang's own among them, which SGLang leaves behind: it kills itself
-with the metrics of all its processes, and never removes what its sockets are named after.
+"""A worker's folder for temporary files, SGLang's among them, which would stay: SGLang ends by killing
+itself, with the files of its metrics, and never removes what its sockets are named after.
 
     open: of dead workers, removed --> made --> locked --> close: removed
                                                   +--killed: the kernel takes the lock away--> the next open
@@ -37,7 +37,7 @@ class RunFolder:
                 return cls(path, lock)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Of a process whose temporary files are to lie here; what it compiles stays where it would be."""
+        """Of a process whose temporary files are to lie here; what it compiles is for its next life too."""
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
         return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **inherited, "TMPDIR": str(self.path)}
 
