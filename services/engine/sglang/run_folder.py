@@ -38,8 +38,11 @@ class RunFolder:
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Of a process whose temporary files are to lie here; what it compiles is for its next life too."""
+        environment = {**inherited, "TMPDIR": str(self.path)}
+        # Not as the first variable: torch sets it anew, and setproctitle would find no title to change.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-        return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **inherited, "TMPDIR": str(self.path)}
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        return environment
 
     def close(self) -> None:
         """What a process that is still ending writes afterwards is removed by the next worker."""

@@ -109,8 +109,8 @@ def test_what_only_looks_like_a_workers_folder_is_left_alone(root):
 
 def test_a_childs_temporary_files_lie_in_it_and_what_it_compiles_does_not(root):
     folder = RunFolder.open()
-    environment = folder.environment({"TMPDIR": "/elsewhere", "HOME": "/h"})
-    assert environment["HOME"] == "/h"
+    environment = folder.environment({"HOME": "/h", "TMPDIR": "/elsewhere"})
+    assert next(iter(environment)) == "HOME" and environment["HOME"] == "/h"
     script = "import tempfile; print(tempfile.NamedTemporaryFile(delete=False).name)"
     made = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True).strip()
     assert Path(made).parent == folder.path
