@@ -22,6 +22,7 @@ class DecodeCandidate:
     matched_tokens: int = 0  # what the index says, before trust and predictions
     waiting_tokens: int = 0  # of requests that wait for pages before this one
     own: bool = True  # of this router's share; see shares.py
+    receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
 
     @property
     def has_room(self) -> bool:

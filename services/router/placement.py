@@ -75,7 +75,7 @@ def place(
     The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
     chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
     price is within the slack of the best one; then the cheapest one of this router's share does. With more
-    `spare_ranks` more is compared, to be shown.
+    `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded.
 
     Raises:
         Unavailable: no rank can serve; the message says why.
@@ -121,7 +121,8 @@ def _options(
         chosen = best_few(local_s, [0.0] * len(local_s), decodes, crowds, tie, spare_ranks)
         wanted = _joined([receivers[i] for i in chosen], at_home)
         options += [Option(pricing.local_s(receiver), receiver.decode, None) for receiver in wanted]
-    if Plan.REMOTE in pricing.request.plans and prefills:
+    receivers, at_home = ([r for r in of if r.decode.receives] for of in (receivers, at_home))
+    if Plan.REMOTE in pricing.request.plans and prefills and receivers:
         senders = [pricing.sender(prefill) for prefill in prefills]
         options += _remote_options(pricing, receivers, senders, at_home, tie, spare_ranks)
     return options

@@ -14,7 +14,6 @@ share, and the pinned one.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -28,6 +27,7 @@ from services.kv.types import BlockHash, KvLayout, Plan, RankKey, Role
 from services.request import Admitted
 from services.router.balance import Balance
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.layouts import common_layout
 from services.router.load_order import Load, LoadOrder
 from services.router.others import Lately, Presence, Reported, traffic
 from services.router.placement import Decision, Nowhere, place
@@ -41,6 +41,7 @@ _OWN_REACH = 64  # of many in the order of load, among which this router's own a
 _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
 _USUAL_TOKENS = 4_096  # for which a rank should have room
 _EXPLAINED = 64  # a side; more are not shown
+_OTHER_LAYOUT = "its KV layout differs from that of most ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Placer:
         self._progress = progress
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
+        self._apart: frozenset[RankKey] = frozenset()  # their layout is another
         self._share = Share()
         self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
@@ -110,8 +112,9 @@ class Placer:
         self._reported = Reported()
         for key in self._decodes.ranks:
             self._count(key)
-        layouts = Counter(rank.layout for rank in decodes).most_common(1)
-        self._layout = layouts[0][0] if layouts else None
+        self._layout = layout = common_layout(decodes, prefills)
+        ranks = (*decodes, *prefills)
+        self._apart = frozenset(rank.id.key for rank in ranks if layout and not same_kv(rank.layout, layout))
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -209,17 +212,21 @@ class Placer:
         if asked.pinned is not None:
             yield asked.pinned
         yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
-        least_loaded = (key for key in order if not asked.exclusion(side.ranks[key]))
+        least_loaded = (key for key in order if not self._exclusion(side.ranks[key], asked))
         yield from islice(least_loaded, _LEAST_LOADED)
+        if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
+            yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
-            yield from islice((key for key in own if not asked.exclusion(side.ranks[key])), _LEAST_LOADED)
+            yield from islice(
+                (key for key in own if not self._exclusion(side.ranks[key], asked)), _LEAST_LOADED
+            )
         longest, ranks = 0, iter(order)
         while longest < len(hashes):
             deeper = self._index.first_holder(ranks, hashes[longest])
             if deeper is None:
                 return
-            if not asked.exclusion(side.ranks[deeper]):
+            if not self._exclusion(side.ranks[deeper], asked):
                 longest = self._index.match(deeper, hashes)
                 yield deeper
 
@@ -257,11 +264,12 @@ class Placer:
             step_s=now.load.step_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
-            excluded=asked.exclusion(rank),
+            excluded=self._exclusion(rank, asked),
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
             waiting_tokens=now.load.waiting_tokens,
             own=own,
+            receives=key not in self._apart,
         )
 
     def _prefill_candidate(
@@ -269,9 +277,6 @@ class Placer:
     ) -> PrefillCandidate:
         now, own = self._balance.now(key), self._is_own(key, self._prefills)
         books, page_size = now.load.books, rank.layout.page_size
-        exclusion = asked.exclusion(rank)
-        if not exclusion and self._layout is not None and not same_kv(rank.layout, self._layout):
-            exclusion = "its KV layout differs from the decode ranks'"
         return PrefillCandidate(
             id=rank.id,
             hit_tokens=self._worth(key, asked, blocks),
@@ -279,11 +284,17 @@ class Placer:
             prefill_tokens_per_s=now.tokens_per_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
-            excluded=exclusion,
+            excluded=self._exclusion(rank, asked),
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
             own=own,
         )
+
+    def _exclusion(self, rank: Registration, asked: Asked) -> str:
+        if exclusion := asked.exclusion(rank):
+            return exclusion
+        computes_alone = rank.role is Role.DECODE and Plan.LOCAL in asked.plans
+        return _OTHER_LAYOUT if rank.id.key in self._apart and not computes_alone else ""
 
     def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
         """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""

@@ -75,6 +75,9 @@ class Router:
         return replace(asked, **changes)
 
 
+REMOTE = frozenset({Plan.REMOTE})
+
+
 def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:
     return Admitted(2_567, decode_prefix_len, prefill_prefix_len, 100, 0, 0, 0.0, 0.0, 0.01, 0.0, plan)
 
@@ -309,3 +312,53 @@ def test_while_everybody_waits_hits_count_for_more():
     router.waits(holder, 30_000, waiting=20)
     router.waits(other, 10_000, waiting=20)
     assert router.place().chosen.decode.id == holder.id
+
+
+def of_other_layout(ranks: list[Registration], num: int) -> list[Registration]:
+    """The first ones with pages of another size."""
+    layout = replace(LAYOUT, page_bytes=1 << 19)
+    return [replace(rank, layout=layout) for rank in ranks[:num]] + ranks[num:]
+
+
+@pytest.mark.parametrize("decodes", [3, 60])
+def test_a_decode_rank_of_another_layout_computes_alone(decodes):
+    """A roll-out has reached the first ones; they are empty, and no prefill rank can write to them."""
+    router, new = Router(decodes, 4), decodes // 3
+    router.placer.set_ranks(of_other_layout(router.decodes, new), router.prefills)
+    for rank in router.decodes[new:]:
+        router.waits(rank, 1_000)
+    assert router.place(plans=REMOTE).chosen.decode.id.rank >= new
+    remote = router.placer.explain(router.asked(plans=REMOTE), 0.5)
+    assert {rank.id.rank for rank in remote.excluded} == set(range(new))
+    either = router.place()
+    assert (either.chosen.plan, either.excluded) == (Plan.LOCAL, ())
+    assert either.chosen.decode.id.rank < new
+    with_others = [way.decode.id.rank for way in either.ranked if way.plan is Plan.REMOTE]
+    assert with_others and min(with_others) >= new
+
+
+@pytest.mark.parametrize(
+    ("new_decodes", "new_prefills", "apart"),
+    [
+        (1, 0, {"decode/0"}),
+        (2, 0, {"decode/0", "decode/1"}),
+        (2, 1, {"decode/2", "prefill/1", "prefill/2"}),  # as many pairs of each, and more decode ranks
+        (3, 1, {"prefill/1", "prefill/2"}),
+    ],
+)
+def test_the_layout_that_counts_is_that_of_the_most_pairs(new_decodes, new_prefills, apart):
+    router = Router(3, 3)
+    router.placer.set_ranks(
+        of_other_layout(router.decodes, new_decodes), of_other_layout(router.prefills, new_prefills)
+    )
+    excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
+    assert {str(rank.id.key) for rank in excluded} == apart
+    assert {rank.excluded for rank in excluded} == {"its KV layout differs from that of most ranks"}
+
+
+def test_layouts_that_differ_in_their_tp_degrees_count_as_one():
+    router = Router(5, 2)
+    old = [replace(rank, layout=replace(LAYOUT, tp_size=2**n)) for n, rank in enumerate(router.decodes[2:])]
+    router.placer.set_ranks(of_other_layout(router.decodes, 2)[:2] + old, of_other_layout(router.prefills, 1))
+    excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
+    assert {str(rank.id.key) for rank in excluded} == {"decode/0", "decode/1", "prefill/0"}
