@@ -34,6 +34,12 @@ class RankNow:
     queued: int  # requests whose prompts wait to be computed
     running: int  # requests: at a decode rank until ended, at a prefill rank until admitted
     tokens_per_s: float  # of prompts: as it reports, else as learned, else as is usual
+    is_measured: bool  # that rate
+
+    @property
+    def compute_wait_s(self) -> float:
+        """Until the rank computes the next prompt; 0 too where its rate was never measured."""
+        return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
 
 
 class Balance:
@@ -130,7 +136,7 @@ class Balance:
         """
         known, now = self._ranks.get(rank), self.clock()
         if known is None:
-            return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now))
+            return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now), self._speeds.knows(rank))
         load = known.load
         tokens_per_s = load.prefill_tokens_per_s or self._speeds.rate(rank, now)
         done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
@@ -144,6 +150,7 @@ class Balance:
             queued=queued,
             running=max(load.running, len(known.decoding) or len(known.computing)),
             tokens_per_s=tokens_per_s,
+            is_measured=load.prefill_tokens_per_s > 0 or self._speeds.knows(rank),
         )
 
     def queue_wait_s(self, rank: RankKey) -> float:
@@ -152,13 +159,6 @@ class Balance:
         if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
             return 0.0
         return (known.load.waiting + len(known.arriving_s)) / known.load.admitted_per_s
-
-    def compute_wait_s(self, rank: RankKey) -> float:
-        """Until the rank computes the next prompt; 0 too where its rate was never measured."""
-        if not self.load(rank).prefill_tokens_per_s and not self._speeds.knows(rank):
-            return 0.0
-        now = self.now(rank)
-        return now.pending_tokens / now.tokens_per_s
 
     def _of(self, rank: RankKey) -> "_Rank":
         known = self._ranks.get(rank)

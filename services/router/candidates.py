@@ -1,6 +1,7 @@
 """The ranks that a request may go to, as it sees them, and what it asks for. Pure."""
 
 from dataclasses import dataclass
+from math import inf
 
 from services.kv.types import Plan, RankId, RankKey
 
@@ -22,6 +23,8 @@ class DecodeCandidate:
     matched_tokens: int = 0  # what the index says, before trust and predictions
     waiting_tokens: int = 0  # of requests that wait for pages before this one
     own: bool = True  # of this router's share; see shares.py
+    queue_wait_s: float = 0.0  # until it has room for the next request
+    compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
     receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
 
     @property
@@ -44,6 +47,7 @@ class PrefillCandidate:
     queued: int = 0
     matched_tokens: int = 0
     own: bool = True
+    compute_wait_s: float = 0.0
 
 
 Candidate = DecodeCandidate | PrefillCandidate
@@ -56,6 +60,7 @@ class PlacementRequest:
     chunk_tokens: int  # prefill computes, and sends, so many tokens at a time
     pinned: RankKey | None = None  # the conversation's decode rank
     plans: frozenset[Plan] = frozenset(Plan)
+    max_wait_s: float = inf  # for its turn
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

@@ -215,22 +215,15 @@ class Cluster:
         """Choose the ranks and the plan for a prompt that is to wait no longer than `max_wait_s`.
 
         Raises:
-            NoCapacity: it would; the message says how long.
+            NoCapacity: it would wherever it can go; the message says how long.
             Unavailable: no rank can take it now; the message says why.
         """
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
-        try:
-            decision = self._placer.place(asked, self._tie())
-        except Unavailable:
-            self.check_room(max_wait_s)
-            raise
-        if (wait_s := self._wait_s(decision)) > max_wait_s:
-            raise refusal(wait_s, max_wait_s)
-        return self._placed(asked, prompt, decision)
+        return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
 
-    def explain(self, prompt: HashedPrompt, conversation_id: str) -> Explained:
+    def explain(self, prompt: HashedPrompt, conversation_id: str, max_wait_s: float) -> Explained:
         """As `place`, with every rank compared. Raises Unavailable where the ranks know no plan in common."""
-        asked = self._asked(prompt, conversation_id, frozenset())
+        asked = self._asked(prompt, conversation_id, frozenset(), max_wait_s)
         return Explained(self._placer.explain(asked, self._tie()), asked.pinned, self.degraded)
 
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
@@ -288,19 +281,11 @@ class Cluster:
         infinite where there is none."""
         shortest_s = math.inf
         for view in self.ranks(Role.DECODE):
-            if not self._exclusion(view.registration, 1, frozenset(), math.inf):
+            if not self._exclusion(view.registration, 1, frozenset()):
                 shortest_s = min(shortest_s, self._balance.queue_wait_s(view.registration.id.key))
                 if shortest_s <= enough_s:
                     break
         return shortest_s
-
-    def _wait_s(self, decision: Decision) -> float:
-        """For room at the decode rank, then behind the prompts that are computed before."""
-        decode, prefill = decision.chosen.decode.id.key, decision.chosen.prefill
-        queue_s = self._balance.queue_wait_s(decode)
-        if prefill is None:  # those that wait for room there are among those that will be computed
-            return max(queue_s, self._balance.compute_wait_s(decode))
-        return queue_s + self._balance.compute_wait_s(prefill.id.key)
 
     def _asked(
         self,
@@ -317,7 +302,8 @@ class Cluster:
             num_tokens,
             self._plans(),
             self._pinned(conversation_id),
-            lambda rank: self._exclusion(rank, num_tokens, excluded, max_wait_s),
+            lambda rank: self._exclusion(rank, num_tokens, excluded),
+            max_wait_s,
         )
 
     def _placed(self, asked: Asked, prompt: HashedPrompt, decision: Decision) -> Placed:
@@ -348,14 +334,12 @@ class Cluster:
             self._mirror.progress(key),
             self.trust(key),
             balance.now(key),
-            self._exclusion(view.registration, 1, frozenset(), math.inf),
+            self._exclusion(view.registration, 1, frozenset()),
             self._mirror.unregistered_s(view),
             self._mirror.rank_staleness_s(key),
         )
 
-    def _exclusion(
-        self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankKey], max_wait_s: float
-    ) -> str:
+    def _exclusion(self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankKey]) -> str:
         """Why a rank cannot be chosen; empty when it can."""
         key = rank.id.key
         if key in excluded:
@@ -366,8 +350,6 @@ class Cluster:
             client = self._clients.get(key)
             if client is None or not client.connected.is_set():
                 return "not connected"
-            if self._balance.queue_wait_s(key) > max_wait_s:
-                return "its queue is too long"
         # A decode rank needs room for one more token.
         if prompt_tokens > rank.max_context_tokens - (rank.role is Role.DECODE):
             return "the prompt is longer than its context"

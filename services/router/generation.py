@@ -90,14 +90,15 @@ class Generator:
         return True
 
     async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Explained]:
-        """Prompt length and where the request would go now; nothing is sent or remembered.
+        """Prompt length and where the request would go now without a deadline; nothing is sent or remembered.
 
         Raises Unavailable where no decode rank is registered.
         """
         checked = self._check(request)
         encoded = await self._encoder().encode(request)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant)
-        return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key)
+        max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
+        return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None, traceparent: str = ""

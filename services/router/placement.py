@@ -6,7 +6,7 @@ best of these, not always of all.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from services.errors import Unavailable
 from services.kv.types import Plan
+from services.router.admission import refusal
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.price import Bandwidth, Option, Priced, PriceList, Receiver, Sender, Weights
 from services.router.shortlist import best_few, least_crowded_first, shortlist
+from services.router.waits import local_wait_s, pass_over, remote_wait_s, shortest_wait_s
 
 _SPARE_RANKS = 4  # a side, at least, where there are so many
 _BANDWIDTH_SAMPLES = 5
@@ -78,8 +80,13 @@ def place(
     `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded.
 
     Raises:
+        NoCapacity: the request would wait longer than it may at each rank that could serve.
         Unavailable: no rank can serve; the message says why.
     """
+    if request.max_wait_s < inf:
+        if request.max_wait_s < (wait_s := shortest_wait_s(request, decodes, prefills)) < inf:
+            raise refusal(wait_s, request.max_wait_s)
+        decodes, prefills = pass_over(request, decodes, prefills)
     open_decodes = [decode for decode in decodes if not decode.excluded]
     open_prefills = [prefill for prefill in prefills if not prefill.excluded]
     if not open_decodes:
@@ -112,33 +119,53 @@ def _options(
     spare_ranks: int,
 ) -> list[Option]:
     """What is worth comparing, the home's own among it; at least one option."""
+    request, options = pricing.request, list[Option]()
     receivers = [pricing.receiver(decode) for decode in decodes]
-    at_home = [receiver for receiver in receivers if receiver.decode is home]
-    options: list[Option] = []
-    if Plan.LOCAL in pricing.request.plans:
-        local_s = [pricing.local_s(receiver) for receiver in receivers]
-        crowds = [decode.running for decode in decodes]
-        chosen = best_few(local_s, [0.0] * len(local_s), decodes, crowds, tie, spare_ranks)
-        wanted = _joined([receivers[i] for i in chosen], at_home)
-        options += [Option(pricing.local_s(receiver), receiver.decode, None) for receiver in wanted]
-    receivers, at_home = ([r for r in of if r.decode.receives] for of in (receivers, at_home))
-    if Plan.REMOTE in pricing.request.plans and prefills and receivers:
+    if Plan.LOCAL in request.plans:
+        in_time = [each for each in receivers if local_wait_s(each.decode) <= request.max_wait_s]
+        options += _local_options(pricing, in_time, home, tie, spare_ranks) if in_time else []
+    if Plan.REMOTE in request.plans and prefills:
+        soonest = min(prefills, key=lambda prefill: prefill.compute_wait_s)
+        receivers = [each for each in receivers if each.decode.receives]
+        in_time = [each for each in receivers if remote_wait_s(each.decode, soonest) <= request.max_wait_s]
         senders = [pricing.sender(prefill) for prefill in prefills]
-        options += _remote_options(pricing, receivers, senders, at_home, tie, spare_ranks)
+        options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
     return options
+
+
+def _local_options(
+    pricing: PriceList,
+    receivers: Sequence[Receiver],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    local_s = [pricing.local_s(receiver) for receiver in receivers]
+    decodes = [receiver.decode for receiver in receivers]
+    crowds = [decode.running for decode in decodes]
+    nothing = [0.0] * len(receivers)
+    chosen = best_few(local_s, nothing, nothing, decodes, crowds, tie, spare_ranks)
+    return [
+        Option(pricing.local_s(receiver), receiver.decode, None)
+        for receiver in _with_home(receivers, chosen, home)
+    ]
 
 
 def _remote_options(
     pricing: PriceList,
     receivers: Sequence[Receiver],
     senders: Sequence[Sender],
-    at_home: Sequence[Receiver],
+    home: DecodeCandidate | None,
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
+    """At least one, for each receiver has a sender with which it is in time."""
+    max_wait_s = pricing.request.max_wait_s
+    queue_waits_s, compute_waits_s = _waits_that_matter(receivers, senders, max_wait_s)
     chosen = best_few(
         [sender.fixed_s for sender in senders],
         [sender.compute_s for sender in senders],
+        compute_waits_s,
         [sender.prefill for sender in senders],
         [sender.prefill.queued for sender in senders],
         _another(tie, 7919),
@@ -150,21 +177,37 @@ def _remote_options(
     chosen = shortlist(
         [fixed for fixed, _ in prices],
         [moved for _, moved in prices],
+        queue_waits_s,
         [receiver.decode.running for receiver in receivers],
         tie,
         spare_ranks,
     )
     return [
         Option(pricing.remote_s(receiver, sender), receiver.decode, sender.prefill)
-        for receiver in _joined([receivers[i] for i in chosen], at_home)
+        for receiver in _with_home(receivers, chosen, home)
         for sender in senders
+        if remote_wait_s(receiver.decode, sender.prefill) <= max_wait_s
     ]
 
 
-def _joined(shortlist: list[Receiver], at_home: Iterable[Receiver]) -> list[Receiver]:
-    return shortlist + [
-        receiver for receiver in at_home if all(receiver.decode is not other.decode for other in shortlist)
-    ]
+def _waits_that_matter(
+    receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
+) -> tuple[list[float], list[float]]:
+    """Theirs where some pair would make one wait too long; else nothing, for any of them may be paired."""
+    queue_waits_s = [receiver.decode.queue_wait_s for receiver in receivers]
+    compute_waits_s = [sender.prefill.compute_wait_s for sender in senders]
+    if max(queue_waits_s) + max(compute_waits_s) <= max_wait_s:
+        return [0.0] * len(receivers), [0.0] * len(senders)
+    return queue_waits_s, compute_waits_s
+
+
+def _with_home(
+    receivers: Sequence[Receiver], chosen: Sequence[int], home: DecodeCandidate | None
+) -> list[Receiver]:
+    few = [receivers[index] for index in chosen]
+    if home is not None and all(receiver.decode is not home for receiver in few):
+        few += [receiver for receiver in receivers if receiver.decode is home]
+    return few
 
 
 def _choose(

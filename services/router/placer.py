@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from services.errors import IsthmusError, Unavailable
+from services.errors import IsthmusError, NoCapacity, Unavailable
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.block_hash import extend_hash
@@ -33,6 +33,7 @@ from services.router.others import Lately, Presence, Reported, traffic
 from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
 from services.router.shares import Share
+from services.router.waits import pass_over
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come
 _FEW = 16  # ranks of a role that are all priced
@@ -60,6 +61,7 @@ class Asked:
     plans: frozenset[Plan]
     pinned: RankKey | None
     exclusion: Callable[[Registration], str]
+    max_wait_s: float = math.inf  # for its turn
 
 
 _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
@@ -157,8 +159,9 @@ class Placer:
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         try:
             return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
-        except Unavailable as error:
-            return Nowhere(str(error), (*decodes, *prefills))
+        except (NoCapacity, Unavailable) as error:
+            all_decodes, all_prefills = pass_over(request, decodes, prefills)
+            return Nowhere(str(error), (*all_decodes, *all_prefills))
 
     def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
         request, decodes, prefills = self._looked_at(asked, find)
@@ -175,6 +178,7 @@ class Placer:
             chunk_tokens=self._settings.chunk_tokens,
             pinned=asked.pinned,
             plans=asked.plans,
+            max_wait_s=asked.max_wait_s,
         )
         self._note_others()
         others = self._others_tokens(self._decodes)
@@ -212,21 +216,19 @@ class Placer:
         if asked.pinned is not None:
             yield asked.pinned
         yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
-        least_loaded = (key for key in order if not self._exclusion(side.ranks[key], asked))
+        least_loaded = (key for key in order if self._may_serve(side.ranks[key], asked))
         yield from islice(least_loaded, _LEAST_LOADED)
         if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
             yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
-            yield from islice(
-                (key for key in own if not self._exclusion(side.ranks[key], asked)), _LEAST_LOADED
-            )
+            yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
         longest, ranks = 0, iter(order)
         while longest < len(hashes):
             deeper = self._index.first_holder(ranks, hashes[longest])
             if deeper is None:
                 return
-            if not self._exclusion(side.ranks[deeper], asked):
+            if self._may_serve(side.ranks[deeper], asked):
                 longest = self._index.match(deeper, hashes)
                 yield deeper
 
@@ -269,6 +271,8 @@ class Placer:
             matched_tokens=blocks * self._settings.index_block,
             waiting_tokens=now.load.waiting_tokens,
             own=own,
+            queue_wait_s=self._balance.queue_wait_s(key),
+            compute_wait_s=now.compute_wait_s,
             receives=key not in self._apart,
         )
 
@@ -288,7 +292,17 @@ class Placer:
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
             own=own,
+            compute_wait_s=now.compute_wait_s,
         )
+
+    def _may_serve(self, rank: Registration, asked: Asked) -> bool:
+        """As far as can be told of it alone."""
+        if self._exclusion(rank, asked):
+            return False
+        key, balance = rank.id.key, self._balance
+        is_decode = rank.role is Role.DECODE
+        wait_s = balance.queue_wait_s(key) if is_decode else balance.now(key).compute_wait_s
+        return wait_s <= asked.max_wait_s
 
     def _exclusion(self, rank: Registration, asked: Asked) -> str:
         if exclusion := asked.exclusion(rank):

@@ -1,12 +1,13 @@
 """The price of a placement, and the search, against every pair priced by the book."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.errors import Unavailable
+from services.errors import NoCapacity, Unavailable
 from services.kv.types import Generation, Plan, RankId, RankKey
 from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement import Decision, place
@@ -84,12 +85,27 @@ def book_price(asked, weights, d, p, able) -> float:
     return price + weights.remote_overhead_s
 
 
-def every_price(asked, weights, decodes, prefills) -> dict:
-    if not decodes:
-        return {}
-    pairs = [(d, p) for d in decodes for p in prefills if Plan.REMOTE in asked.plans]
-    pairs += [(d, None) for d in decodes if Plan.LOCAL in asked.plans]
-    return {(d.id, p and p.id): book_price(asked, weights, d, p, (decodes, prefills)) for d, p in pairs}
+def every_way(asked, decodes, prefills) -> list:
+    """And how long one would wait."""
+    pairs = [(d, p) for d in decodes for p in prefills if Plan.REMOTE in asked.plans and d.receives]
+    ways = [(d, p, d.queue_wait_s + p.compute_wait_s) for d, p in pairs]
+    return ways + [
+        (d, None, max(d.queue_wait_s, d.compute_wait_s)) for d in decodes if Plan.LOCAL in asked.plans
+    ]
+
+
+def in_time(asked, ranks, ways) -> list:
+    """Without those at which one would wait too long either way."""
+    waits = {rank.id: [wait for d, p, wait in ways if rank in (d, p)] for rank in ranks}
+    return [rank for rank in ranks if not waits[rank.id] or min(waits[rank.id]) <= asked.max_wait_s]
+
+
+def every_price(asked, weights, able, ways) -> dict:
+    return {
+        (d.id, p and p.id): book_price(asked, weights, d, p, able)
+        for d, p, wait in ways
+        if wait <= asked.max_wait_s
+    }
 
 
 def book_home(asked, decodes) -> DecodeCandidate | None:
@@ -124,8 +140,10 @@ def expected_price(prices, asked, home, own, weights) -> float:
 
 
 tokens = st.sampled_from([0, 0, 64, 640, 2_000, 4_000]) | st.integers(0, 10_000)
+waits = st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0, 2.5, 4.0])
 rates = st.sampled_from([5_000.0, 10_000.0]) | st.floats(500.0, 50_000.0)
 queues = st.sampled_from([0, 1, 1, 2, 30])
+RECEIVES = st.sampled_from([True, True, True, False])
 EXCLUDED = st.sampled_from(["", "", "", "draining", "failed"])
 
 
@@ -137,7 +155,11 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
     )
     drawn = draw(st.lists(states, min_size=1, max_size=25))
     ranks = [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
-    return shared_out(draw, ranks)
+    waiting = [
+        replace(rank, queue_wait_s=draw(waits), compute_wait_s=draw(waits), receives=draw(RECEIVES))
+        for rank in ranks
+    ]
+    return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
 
 
 @st.composite
@@ -145,7 +167,8 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
     states = st.tuples(tokens, tokens, rates, tokens, tokens, EXCLUDED, queues)
     drawn = draw(st.lists(states, max_size=25))
     ranks = [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
-    return shared_out(draw, ranks)
+    waiting = [replace(rank, compute_wait_s=draw(waits)) for rank in ranks]
+    return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
 
 
 def shared_out(draw, ranks) -> list:
@@ -161,6 +184,7 @@ def requests(draw) -> PlacementRequest:
         chunk_tokens=draw(st.sampled_from([256, 2_048])),
         pinned=draw(st.none() | st.builds(RankKey, st.just("decode"), st.integers(0, 30))),
         plans=draw(st.sampled_from([REMOTE, LOCAL, REMOTE | LOCAL])),
+        max_wait_s=draw(st.sampled_from([inf, inf, 0.5, 1.0, 3.0])),
     )
 
 
@@ -173,11 +197,18 @@ def requests(draw) -> PlacementRequest:
     st.floats(0, 1, exclude_max=True),
 )
 def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weights, tie):
+    if asked.plans == REMOTE:
+        decodes = [d if d.receives else replace(d, excluded="another layout") for d in decodes]
     able = [d for d in decodes if not d.excluded], [p for p in prefills if not p.excluded]
-    prices = every_price(asked, weights, *able)
+    ways = every_way(asked, *able)
+    able = tuple(in_time(asked, ranks, ways) for ranks in able)
+    prices = every_price(asked, weights, able, ways)
     if not prices:
-        with pytest.raises(Unavailable):
+        with pytest.raises(NoCapacity if ways else Unavailable) as refused:
             choose(asked, decodes, prefills, weights=weights, tie=tie)
+        if ways:
+            shortest_s = min(wait for _, _, wait in ways)
+            assert refused.value.retry_after_s == max(1.0, shortest_s - asked.max_wait_s)
         return
     decision = choose(asked, decodes, prefills, weights=weights, tie=tie)
 
@@ -192,7 +223,9 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
     assert totals == sorted(totals)
     assert totals[0] == pytest.approx(min(prices.values()))
     assert chosen in decision.ranked
-    assert set(decision.excluded) == {c for c in (*decodes, *prefills) if c.excluded}
+    assert {c.id for c in decision.excluded} == {c.id for c in (*decodes, *prefills)} - {
+        c.id for side in able for c in side
+    }
     at_home = {"pinned": asked.pinned, "longest_prefix": home and home.id.key}
     assert chosen.decode.id.key == at_home.get(decision.reason, chosen.decode.id.key)
     assert decision.reason != "share" or (chosen.prefill or chosen.decode).own

@@ -1,5 +1,6 @@
 """From what a router knows to a decision, and back."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.errors import Unavailable
+from services.errors import NoCapacity, Unavailable
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.types import (
@@ -24,6 +25,7 @@ from services.kv.types import (
 )
 from services.request import Admitted
 from services.router.balance import Balance
+from services.router.placement import Nowhere
 from services.router.placer import Asked, Placer, PlacerSettings
 from services.router.price import Weights
 from services.router.shares import Share
@@ -88,8 +90,16 @@ ranks = st.lists(st.tuples(held, waiting), min_size=17, max_size=60)
 
 
 @settings(max_examples=60)
-@given(ranks, ranks, st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]), st.data())
-def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(decodes, prefills, plans, data):
+@given(
+    ranks,
+    ranks,
+    st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]),
+    st.sampled_from([math.inf, math.inf, 0.2, 1.0]),
+    st.data(),
+)
+def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
+    decodes, prefills, plans, max_wait_s, data
+):
     router = Router(len(decodes), len(prefills))
     states = zip((*router.decodes, *router.prefills), (*decodes, *prefills), strict=True)
     for rank, (num_held, tokens) in states:
@@ -98,8 +108,14 @@ def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(decod
     guess = data.draw(st.none() | st.tuples(st.sampled_from(router.decodes + router.prefills), held))
     if guess is not None:
         router.balance.predict(guess[0].id.key, HASHES[: guess[1]])
-    asked = router.asked(plans=plans)
-    few, every = router.placer.place(asked, 0.5), router.placer.explain(asked, 0.5)
+    asked = router.asked(plans=plans, max_wait_s=max_wait_s)
+    every = router.placer.explain(asked, 0.5)
+    if isinstance(every, Nowhere):
+        assert "the cluster is full" in every.reason
+        with pytest.raises(NoCapacity):
+            router.placer.place(asked, 0.5)
+        return
+    few = router.placer.place(asked, 0.5)
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
 
 
