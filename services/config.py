@@ -219,8 +219,8 @@ def _choice(values: dict[str, Any]) -> _Scalar:
 
 def _read_number(text: str) -> float:
     value = float(text)
-    if math.isnan(value):
-        raise ValueError("not a number")
+    if not math.isfinite(value):  # it would travel as a deadline, and peers take none that never comes
+        raise ValueError("not finite")
     return value
 
 
@@ -234,7 +234,7 @@ _BOOLS = {"true": True, "false": False}
 _SCALARS: dict[type, _Scalar] = {
     str: _Scalar(_read_text, str, "text in UTF-8", "TEXT"),
     int: _Scalar(int, str, "whole number", "N"),
-    float: _Scalar(_read_number, repr, "number", "NUMBER"),
+    float: _Scalar(_read_number, repr, "finite number", "NUMBER"),
     bool: _choice(_BOOLS),
     Path: _Scalar(Path, str, "path", "PATH"),
 }
