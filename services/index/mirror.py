@@ -313,6 +313,12 @@ class Mirror:
     # -- pins -------------------------------------------------------------------------------------
 
     def _apply_pin(self, name: str, change: KeyChange) -> None:
-        self.pins.remove(name)
-        if change.value is not None:
-            self.pins.put(name, KnownPin(decode_pin(change.value), change.mod_revision))
+        if change.value is None:
+            self.pins.remove(name)
+            return
+        try:
+            pin = decode_pin(change.value)
+        except ProtocolError:
+            self.pins.remove(name)
+            raise
+        self.pins.put(name, KnownPin(pin, change.mod_revision))

@@ -34,8 +34,10 @@ class PinMirror(Mapping[str, KnownPin]):
         return self._pins[name]
 
     def put(self, name: str, pin: KnownPin) -> None:
-        """In a listing once for each name; it is known when the listing ends."""
+        """In a listing once for each name; what is not known yet is when the listing ends."""
         if self._listed is not None:
+            if name in self._pins:
+                self._pins[name] = pin
             heapq.heappush(self._listed, (pin.revision, name, pin))
             if len(self._listed) > self._max_pins:
                 heapq.heappop(self._listed)

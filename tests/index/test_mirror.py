@@ -16,9 +16,10 @@ from services.index.etcd_errors import EtcdNoSpace
 from services.index.etcd_server import EmbeddedEtcd, etcd_binary
 from services.index.keys import ClusterKeys, LogKey, pin_name
 from services.index.mirror import Mirror, RankState
-from services.index.pins import Pin, encode_pin
+from services.index.pins import KnownPin, Pin, encode_pin
 from services.index.prefix_codec import decode_record
 from services.index.registry import Schema, check_schema, keep_schema, register
+from services.index.watch import KeyChange, WatchBatch
 from services.kv.types import Generation, RankId, RankKey
 
 
@@ -276,6 +277,25 @@ async def test_pins_are_mirrored_and_bounded(etcd: Etcd, keys: ClusterKeys) -> N
         assert mirror.pin("talk 0") is None and len(mirror.pins) == 3
         await etcd.delete(keys.pin(pin_name("talk 3")))
         await until(lambda: mirror.pin("talk 3") is None)
+
+
+async def test_pins_are_known_while_they_are_listed_again(etcd: Etcd, keys: ClusterKeys) -> None:
+    here, there = (Pin(RankId("d0", rank, Generation(1))) for rank in (0, 1))
+    mirror, name = Mirror(etcd, keys, "r0"), pin_name("talk")
+
+    def put(pin: Pin, revision: int) -> tuple[KeyChange]:
+        return (KeyChange(keys.pin(name), encode_pin(pin), revision),)
+
+    await mirror._apply(WatchBatch(1, put(here, 1), listed=True, first=True))
+    await mirror._apply(WatchBatch(3, (), listed=True, complete=False, first=True))
+    assert mirror.known_pin(name) == KnownPin(here, 1)
+    await mirror._apply(WatchBatch(3, put(there, 2), listed=True, complete=False))
+    assert mirror.known_pin(name) == KnownPin(there, 2)
+    await mirror._apply(WatchBatch(3, (), listed=True))
+    assert mirror.known_pin(name) == KnownPin(there, 2)
+    with_torn_value = (KeyChange(keys.pin(name), b"\xff", 4),)
+    await mirror._apply(WatchBatch(4, with_torn_value))
+    assert mirror.known_pin(name) is None and mirror.torn_values == 1
 
 
 async def test_pins_that_went_while_nobody_watched_are_gone(own_server: EmbeddedEtcd) -> None:
