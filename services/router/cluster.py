@@ -232,7 +232,8 @@ class Cluster:
         self._placer.sent(request_id, placed.prompt.hashes, len(placed.prompt.ids), placed.decision)
         if conversation_id:
             prefill = chosen.prefill
-            self._pins.pin(conversation_id, chosen.decode.id, prefill.id if prefill is not None else None)
+            name, prefill_id = self._pin_name(conversation_id), prefill.id if prefill is not None else None
+            self._pins.pin(name, chosen.decode.id, prefill_id)
 
     def admitted(self, request_id: str, placed: Placed, admitted: Admitted) -> None:
         """The decode rank said what it really had: learn from it, and correct the index."""
@@ -357,10 +358,15 @@ class Cluster:
         # prefill rank that fails is left alone for a while by the balance.
         return self._balance.excluded(key)
 
+    def _pin_name(self, conversation_id: str) -> str:
+        """Routers of other models keep their pins in the same place."""
+        return f"{self._settings.model_name}\0{conversation_id}"
+
     def _pinned(self, conversation_id: str) -> RankKey | None:
         if not conversation_id:
             return None
-        pin = self._pins.recent(conversation_id) or self._mirror.pin(conversation_id)
+        name = self._pin_name(conversation_id)
+        pin = self._pins.recent(name) or self._mirror.pin(name)
         if pin is None:
             return None
         view = self._mirror.ranks.get(pin.decode.key)

@@ -1,6 +1,7 @@
 """A router's view of the ranks, as the mirror changes under it."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from services.errors import NoCapacity, Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import RankState, RankView
+from services.index.pins import Pin
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
@@ -253,6 +255,37 @@ async def test_what_is_refused_is_explained_so(two_decodes):
     explained = two_decodes.explain(prompt, "", 5.0).decision
     assert explained.reason == str(refused.value)
     assert [rank.excluded for rank in explained.candidates] == ["its queue is too long"] * 3
+
+
+class Pins(dict[str, Pin]):
+    """In place of etcd; all routers have the same."""
+
+    def pin(self, conversation, decode, prefill):
+        self[conversation] = Pin(decode, prefill)
+
+    def recent(self, conversation):
+        return self.get(conversation)
+
+
+async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_apart(mirror):
+    mirror.set(*(view(Role.DECODE, index, model=model) for index, model in enumerate("mn")))
+    pins, chosen = Pins(), []
+    async with AsyncExitStack() as stack:
+        routers = []
+        for model in "mn":
+            settings = ClusterSettings(model, frozenset({Plan.LOCAL}), PlacerSettings(16, 512, Weights()))
+            router = Cluster(settings, mirror, pins, Balance(lambda: 0.0), None)
+            await router.start()
+            stack.push_async_callback(router.close)
+            for client in router._clients.values():
+                client.connected.set()
+            routers.append(router)
+        for turn in range(2):
+            for router in routers:
+                placed = router.place(await router.hash((1, 2), ""), "c", frozenset())
+                router.sent(f"r{turn}", "c", placed)
+                chosen.append((placed.pinned, placed.decision.chosen.decode.id.key))
+    assert chosen == [(None, D0_KEY), (None, D1_KEY), (D0_KEY, D0_KEY), (D1_KEY, D1_KEY)]
 
 
 async def test_ranks_may_leave_while_a_router_closes(mirror):
