@@ -38,6 +38,7 @@ from services.index.membership import Membership
 from services.index.metrics import EtcdMetrics, MembershipCollector
 from services.index.publisher import PublisherSettings
 from services.index.registry import Registration, Schema
+from services.intake import Intake
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
 from services.notify import Notifier
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 
 # For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
 _AFTER_GRACE_S = 5.0
-# Routers hear within this that a rank drains; until then it still takes what they send.
-_NOTICE_S = 0.5
 _NOT_SGLANG = ("itl_target_ms", "protected_cache_share", "write_lease_s", "fence_margin_s")
 
 
@@ -173,7 +172,7 @@ class Services:
 
     register: Callable[[grpc.aio.Server], None]
     names: Sequence[str]
-    drain: Callable[[], Awaitable[None]]
+    intake: Intake
     close: Callable[[], Awaitable[None]]
 
 
@@ -202,9 +201,14 @@ class OpenRank:
     address: RankAddress
     engine: Engine
     server: rpc.RpcServer
-    drain: Callable[[], Awaitable[None]]  # tell the routers; returns when nothing is running
+    intake: Intake
     metrics_port: int
     failed: asyncio.Event
+
+    async def drain(self) -> None:
+        """Tell the routers that it stops; returns when nothing is running. What comes to a rank that has
+        failed before they hear of it cannot be served, and is refused at once."""
+        await self.intake.stop(at_once=self.failed.is_set())
 
 
 MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
@@ -357,17 +361,9 @@ async def open_rank(
         address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
+        services.intake.tell = membership.say_draining
         await server.set_serving(not (stopping.is_set() or failed.is_set()))
-
-        async def drain() -> None:
-            if failed.is_set():  # what comes before routers hear of it cannot be served: refused at once
-                await asyncio.gather(services.drain(), membership.drain())
-                return
-            if await membership.drain():
-                await _be_noticed()
-            await services.drain()
-
-        yield OpenRank(address, engine, server, drain, page.port, failed)
+        yield OpenRank(address, engine, server, services.intake, page.port, failed)
 
 
 class StoppedEarly(Exception):
@@ -385,10 +381,6 @@ async def _start(engine: Engine, stopping: asyncio.Event) -> None:
         stop.cancel()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-
-
-async def _be_noticed() -> None:
-    await asyncio.sleep(_NOTICE_S)
 
 
 def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str, str]:

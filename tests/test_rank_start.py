@@ -8,6 +8,7 @@ import pytest
 
 from services import rank, rpc
 from services.engine.choose import decode_engine
+from services.intake import Intake
 from services.kv.types import Role
 from services.rank import RankConfig, RankFailed, RankRole, Services, own_rank_id, run_ranks
 
@@ -21,6 +22,7 @@ class Engine:
     """What a fake engine has, but for how it starts and what it comes to."""
 
     def __init__(self, own_id, loading=None, crash=None):
+        self.own_id = own_id
         self.real = decode_engine(CONFIG.engine_settings(Role.DECODE), own_id)
         self.loading, self.crash = loading, crash or asyncio.Event()
         self.life = []
@@ -51,7 +53,7 @@ async def no_requests(): ...
 
 
 def role_of(engine):
-    services = Services(lambda server: None, [], no_requests, no_requests)
+    services = Services(lambda server: None, [], Intake(engine.own_id), no_requests)
     return RankRole(Role.DECODE, engine, lambda registry: services)
 
 

@@ -4,31 +4,26 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-import grpc
-
-from services import rpc
+from services.cli.ranks import RanksConfig, ask_router
 from services.cli.table import format_table
-from services.cluster_config import ClusterConfig
-from services.config import load, setting
+from services.config import load
 from services.errors import Unavailable, root_cause
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.mirror import Mirror
 from services.wire import convert
-from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+from services.wire.isthmus.v1 import generation_pb2
 
 _LISTING_TIMEOUT_S = 10.0
 _BASE = ("rank", "role", "state", "generation", "blocks", "epoch", "sequence", "record age")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexConfig(ClusterConfig):
+class IndexConfig(RanksConfig):
     """Print the ranks of a cluster, what each holds, and how far it is trusted and loaded.
 
     A router is asked, for trust and load are what a router knows; with --etcd the index is read from etcd.
     """
-
-    router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
 
 
 def run(argv: list[str]) -> int:
@@ -38,13 +33,7 @@ def run(argv: list[str]) -> int:
 
 
 async def _ask_router(config: IndexConfig) -> str:
-    async with rpc.open_channel(config.router, config.tls()) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        try:
-            answer = await stub.ListRanks(generation_pb2.ListRanksRequest(), timeout=_LISTING_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise rpc.error_from(error) from error
-    return format_answer(answer)
+    return format_answer(await ask_router(config))
 
 
 async def _read_etcd(config: IndexConfig) -> str:
@@ -111,7 +100,7 @@ def format_ranks(mirror: Mirror) -> str:
             (
                 str(key),
                 registration.role.value,
-                view.state.value,
+                view.condition,
                 f"{registration.id.generation:016x}",
                 mirror.index.num_blocks(key),
                 progress.epoch,

@@ -30,6 +30,7 @@ from services.errors import (
     StaleGeneration,
     Unavailable,
 )
+from services.intake import Intake
 from services.kv.types import Plan, RankId
 from services.request import Admitted, FinishReason, Output, StartCommand
 from services.wire import convert, convert_request
@@ -41,29 +42,21 @@ log = logging.getLogger(__name__)
 class RunningRequests:
     """The requests of all routers on this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, intake: Intake) -> None:
+        self.intake = intake
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.draining = False
 
     def add(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._tasks[request_id] = task
-        self._idle.clear()
+        self.intake.took()
         task.add_done_callback(lambda _: self._remove(request_id))
 
     def _remove(self, request_id: str) -> None:
         del self._tasks[request_id]
-        if not self._tasks:
-            self._idle.set()
+        self.intake.left()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
-
-    async def drained(self) -> None:
-        """Refuse newcomers from now on; returns when nothing is running."""
-        self.draining = True
-        await self._idle.wait()
 
 
 class AttachSession:
@@ -119,7 +112,7 @@ class AttachSession:
         outputs, self._outbox = self._outbox, []
         self._step += 1
         load = convert.load_to_proto(self._engine.load())
-        load.draining = self._running.draining
+        load.draining = self._running.intake.draining
         return decode_pb2.StepOutputs(step=self._step, outputs=outputs, load=load)
 
     def _put(self, output: decode_pb2.RequestOutput) -> None:
@@ -144,8 +137,7 @@ class AttachSession:
             raise StaleGeneration(f"decode rank {self._own_id} has been restarted since it was chosen")
         if message.request_id in self._running:
             raise AlreadyRunning(f"request_id {message.request_id!r} is running on {self._own_id}")
-        if self._running.draining:
-            raise Unavailable(f"decode rank {self._own_id} is draining")
+        self._running.intake.check()
 
     def _abort(self, request_id: str) -> None:
         if (task := self._tasks.get(request_id)) is not None:

@@ -32,7 +32,7 @@ def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
         return Services(
             register=lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server),
             names=[decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name],
-            drain=service.running.drained,
+            intake=service.intake,
             close=service.close,
         )
 

@@ -11,7 +11,9 @@ from services.decode.attach import AttachSession, RunningRequests
 from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels
 from services.engine.base import DecodeEngine
+from services.intake import Intake
 from services.kv.types import RankId
+from services.wire import convert
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 # A router that hears nothing for a few of these knows that the rank is gone.
@@ -30,12 +32,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._own_id = own_id
         self._channels = PrefillChannels(tls)
         self._metrics = metrics
-        self.running = RunningRequests()
+        self.intake = Intake(own_id)
+        self._running = RunningRequests(self.intake)
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext
     ) -> None:
-        session = AttachSession(self._engine, self._own_id, self._channels, self.running, self._metrics)
+        session = AttachSession(self._engine, self._own_id, self._channels, self._running, self._metrics)
         writer = asyncio.create_task(_write(session, context))
         try:
             await session.read(request_iterator)
@@ -48,8 +51,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Drain(
         self, request: decode_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.DrainResponse:
-        await self.running.drained()
-        return decode_pb2.DrainResponse()
+        self.intake.check_life(request.generation)
+        wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
+        return decode_pb2.DrainResponse(running=await self.intake.drain(wait_s))
+
+    async def Undrain(
+        self, request: decode_pb2.UndrainRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.UndrainResponse:
+        self.intake.check_life(request.generation)
+        await self.intake.undrain()
+        return decode_pb2.UndrainResponse()
 
     async def close(self) -> None:
         await self._channels.close()

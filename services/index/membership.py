@@ -1,6 +1,6 @@
 """One rank's place in the cluster: lease, registration and published blocks, for as long as it runs.
 
-run --> schema checked --> lease --> registered --> publisher attached --drain--> registered as draining
+run --> schema checked --> lease --> registered --> publisher attached <--drain--> registered as draining
              ^                                            |                             |
              +--------- lease lost, or another life publishes: publisher detached, -----+
                         the engine notices nothing
@@ -75,19 +75,24 @@ class Membership:
             self.registered.clear()
             await self._deregister()
 
-    async def drain(self) -> bool:
-        """Say that this rank takes no new requests, so that no router tries; what it holds stays published.
+    async def say_draining(self, draining: bool) -> bool:
+        """Say whether this rank takes no new requests, so that routers know; what it holds stays published.
 
         False: nobody could be told.
         """
-        self._registration = replace(self._registration, draining=True)
+        self._registration = replace(self._registration, draining=draining)
         if not self.registered.is_set():
             return False  # told with the next registration, if there is one
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._register(take_over=False)
         except (IsthmusError, TimeoutError) as error:
-            logger.warning("membership.drains_untold rank=%s error=%r", self._registration.id, error)
+            logger.warning(
+                "membership.draining_untold rank=%s draining=%s error=%r",
+                self._registration.id,
+                draining,
+                error,
+            )
             return False
         return True
 

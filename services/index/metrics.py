@@ -86,7 +86,7 @@ class MirrorCollector(Collector):
     def _ranks(self) -> Metric:
         ranks = GaugeMetricFamily("isthmus_index_ranks", "Ranks known, by state.", labels=["state"])
         views = self._mirror.ranks.values()
-        tally = Tally("draining" if view.draining else view.state.value for view in views)
+        tally = Tally(view.condition for view in views)
         for state in ("live", "suspect", "draining"):
             ranks.add_metric([state], tally[state])
         return ranks

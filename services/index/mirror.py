@@ -72,6 +72,11 @@ class RankView:
         """It said itself that it takes no new requests."""
         return self.registration.draining
 
+    @property
+    def condition(self) -> str:
+        """In a word: draining, live or suspect."""
+        return "draining" if self.draining else self.state.value
+
 
 class Mirror:
     """Owned by one event loop; `ranks`, `pins` and `index` are for reading.

@@ -43,7 +43,7 @@ class Registration:
     engine: str
     model_path: str = ""
     capabilities: tuple[str, ...] = ()
-    draining: bool = False  # takes no new requests, and will deregister
+    draining: bool = False  # takes no new requests: it is being stopped, or an operator wants it so
 
     @property
     def id(self) -> RankId:

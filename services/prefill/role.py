@@ -37,7 +37,7 @@ def _role(own_id: RankId, engine: PrefillEngine) -> RankRole:
             prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
             handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name,
         ]
-        return Services(register, names, service.drained, _nothing_to_close)
+        return Services(register, names, service.intake, _nothing_to_close)
 
     return RankRole(Role.PREFILL, engine, make_services)
 

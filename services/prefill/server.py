@@ -8,7 +8,8 @@ import grpc
 
 from services import rpc, telemetry
 from services.engine.base import PrefillEngine
-from services.errors import AlreadyRunning, StaleGeneration, Unavailable
+from services.errors import AlreadyRunning
+from services.intake import Intake
 from services.kv.types import RankId, Room
 from services.prefill.metrics import PrefillMetrics
 from services.request import PrefillResult
@@ -26,15 +27,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._own_id = own_id
         self._metrics = metrics
         self._rooms: set[Room] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.draining = False
+        self.intake = Intake(own_id)
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.PrefillResponse:
-        if self.draining:
-            raise Unavailable("this prefill rank is draining")
+        self.intake.check()
         generation, rendezvous = convert_request.prefill_request_from_proto(request)
         with (
             telemetry.request_context(generation.request_id),
@@ -52,8 +50,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def WatchLoad(
         self, request: prefill_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.WatchLoadResponse]:
-        if request.generation != self._own_id.generation:
-            raise StaleGeneration(f"prefill rank {self._own_id} has been restarted since it was listed")
+        self.intake.check_life(request.generation)
         while True:
             load = self._load()
             yield prefill_pb2.WatchLoadResponse(load=load)
@@ -64,7 +61,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _load(self) -> common_pb2.RankLoad:
         load = convert.load_to_proto(self._engine.load())
-        load.draining = self.draining
+        load.draining = self.intake.draining
         return load
 
     @contextlib.contextmanager
@@ -72,24 +69,26 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if room in self._rooms:
             raise AlreadyRunning(f"room {room:016x} is in use")
         self._rooms.add(room)
-        self._idle.clear()
+        self.intake.took()
         try:
             yield
         finally:
             self._rooms.remove(room)
-            if not self._rooms:
-                self._idle.set()
+            self.intake.left()
 
     async def DrainPrefill(
         self, request: prefill_pb2.DrainPrefillRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.DrainPrefillResponse:
-        await self.drained()
-        return prefill_pb2.DrainPrefillResponse()
+        self.intake.check_life(request.generation)
+        wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
+        return prefill_pb2.DrainPrefillResponse(running=await self.intake.drain(wait_s))
 
-    async def drained(self) -> None:
-        """Refuse newcomers from now on; returns when nothing is running."""
-        self.draining = True
-        await self._idle.wait()
+    async def UndrainPrefill(
+        self, request: prefill_pb2.UndrainPrefillRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.UndrainPrefillResponse:
+        self.intake.check_life(request.generation)
+        await self.intake.undrain()
+        return prefill_pb2.UndrainPrefillResponse()
 
 
 def _attributes(result: PrefillResult) -> dict[str, int | float]:

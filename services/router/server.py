@@ -155,7 +155,7 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
     return generation_pb2.RankStatus(
         rank=convert.rank_id_to_proto(registration.id),
         role=convert.role_to_proto(registration.role),
-        state=status.view.state.value,
+        state=status.view.condition,
         endpoint=registration.address.endpoint,
         model=registration.model,
         index_blocks=status.num_blocks,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.harness import FakeCluster
-from services import rank
+from services import intake
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -18,7 +18,7 @@ async def test_only_a_rank_that_still_can_serves_until_routers_know(
         noticing.set()
         await noticed.wait()
 
-    monkeypatch.setattr(rank, "_be_noticed", be_noticed)
+    monkeypatch.setattr(intake, "_be_noticed", be_noticed)
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
         decode = cluster.ranks["decode-0/0"]
         if failed:

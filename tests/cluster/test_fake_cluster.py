@@ -393,7 +393,7 @@ async def test_a_prefill_rank_that_drains_costs_nobody_a_retry(
                 assert tokens == continuation(prompt, 8)
                 answered[asker] += 1
 
-        monkeypatch.setattr("services.rank._be_noticed", router_has_heard_and_what_it_sent_before_has_come)
+        monkeypatch.setattr("services.intake._be_noticed", router_has_heard_and_what_it_sent_before_has_come)
         asking = [asyncio.create_task(keep_asking(asker)) for asker in range(3)]
         await leaving.drain()
         explained = await cluster.stubs[0].Explain(

@@ -310,22 +310,23 @@ async def test_ranks_that_came_and_went_leave_no_channel():
 async def test_a_rank_that_is_there_again_is_called_again_at_once():
     """gRPC would go on failing calls until the backoff of the last attempt to connect is over."""
 
-    async def call(channels, endpoint):
+    async def call(channels, life, endpoint):
+        request = prefill_pb2.DrainPrefillRequest(generation=life.generation)
         async with channels.lend(endpoint) as channel:
-            await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(prefill_pb2.DrainPrefillRequest())
+            await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(request)
 
     async with Pair() as here, Pair() as back:
         endpoint = here.peer.endpoint
-        await call(here.channels, endpoint)
+        await call(here.channels, here.peer.id, endpoint)
         await here.server.stop()
         for _ in range(3):
             with pytest.raises(grpc.aio.AioRpcError):
-                await call(here.channels, endpoint)
+                await call(here.channels, here.peer.id, endpoint)
         service = PrefillService(
             back.prefill, back.peer.id, PrefillMetrics(CollectorRegistry(), back.prefill)
         )
         register = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
         server = await rpc.open_server(endpoint, register, [])
-        await call(here.channels, endpoint)
+        await call(here.channels, back.peer.id, endpoint)
         assert len(here.channels) == 1
         await server.stop()

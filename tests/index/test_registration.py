@@ -94,7 +94,7 @@ async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: Clu
         rank.store(1, 2)
         await until(lambda: rank.is_mirrored_by(mirror))
         assert not mirror.ranks[key].draining
-        assert await rank.membership.drain()
+        assert await rank.membership.say_draining(True)
         await until(lambda: mirror.ranks[key].draining)
         rank.store(3)  # what runs goes on, and what it holds is told
         await until(lambda: rank.is_mirrored_by(mirror))
@@ -121,7 +121,7 @@ async def test_a_rank_that_drains_as_its_lease_is_lost_takes_one_new_lease(
         assert lease is not None
         monkeypatch.setattr(etcd, "grant_lease", note)
         lease.lost.set()
-        assert await rank.membership.drain()
+        assert await rank.membership.say_draining(True)
         await until(lambda: rank.membership.registered.is_set() and rank.membership.publisher.idle)
         await lease.abandon()
         assert len(granted) == 1
@@ -134,7 +134,7 @@ async def test_a_rank_that_drains_is_killed_and_started_again(etcd: Etcd, keys: 
     async with mirroring(etcd, keys) as mirror, running(old.run()) as (task,):
         old.store(*range(50))
         await until(lambda: old.is_mirrored_by(mirror))
-        assert await old.membership.drain()
+        assert await old.membership.say_draining(True)
         async with running(new.run()):  # under the same name, before the old lease is gone
             await until(lambda: mirror.ranks[new.id.key].registration.id == new.id)
             assert mirror.match_all([0, 1]) == {} and not mirror.ranks[new.id.key].draining
@@ -152,7 +152,7 @@ async def test_with_etcd_away_nobody_is_told_of_draining_and_it_ends_all_the_sam
         async with running(rank.run()):
             await until(rank.membership.registered.is_set)
             await own_server.kill()
-            assert not await rank.membership.drain()
+            assert not await rank.membership.say_draining(True)
 
 
 async def test_a_torn_registration_and_head_of_its_own_are_written_over(

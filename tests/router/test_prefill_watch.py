@@ -70,7 +70,7 @@ async def test_a_router_hears_every_change_and_silence_is_broken():
         assert {load.pending_tokens for load in heard.loads} == {500}
         engine.now = replace(BUSY, pending_tokens=9, waiting=0)
         await heard.until(lambda: heard.loads[-1].pending_tokens == 9)
-        service.draining = True
+        service.intake.draining = True
         await heard.until(lambda: heard.loads[-1].draining)
         assert heard.losses == 0
 

@@ -20,10 +20,26 @@ class WatchLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ...) -> None: ...
 
 class DrainPrefillRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("generation", "wait_s")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    wait_s: float
+    def __init__(self, generation: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class DrainPrefillResponse(_message.Message):
+    __slots__ = ("running",)
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    def __init__(self, running: _Optional[int] = ...) -> None: ...
+
+class UndrainPrefillRequest(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class UndrainPrefillResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
