@@ -5,12 +5,14 @@
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.cli.__main__ import COMMANDS
 from services.cluster_config import ClusterConfig
 from services.config import FlagDescription, describe
 from services.rank import RankConfig
@@ -55,24 +57,16 @@ CHART_VALUES = {
 SHARED = ("cluster", "index-block", "model-name")
 # Made from another service's value.
 ROUTER_CHART_VALUES = {"chunk-size": "prefill.flags"}
-COMMANDS = {
-    "up": "UpConfig",
-    "demo": "DemoConfig",
-    "generate": "GenerateConfig",
-    "explain": "ExplainConfig",
-    "index": "IndexConfig",
-    "check": "CheckConfig",
-    "size": "SizeConfig",
-    "health": "HealthConfig",
-}
 
 _HEAD = """\
 # Configuration
 
 Written by `docs/generate_configuration.py` from the code; `make lint` fails when it is out of date.
 
-Services and commands take flags only, as `--name=value`; `...` marks those that may be given several times
-(all but `--engine-arg` take commas as well). `--name=` is none. `--help` of each prints the same.
+Services take flags only, as `--name=value`, and so do commands, but for what stands here in capitals and is
+given by itself: `isthmus make-model /tmp/model --seed=1`. `...` marks what may be given several times (all
+but `--engine-arg` take commas as well). `--name=` is none, `--name` alone is true. `--help` of each prints
+the same.
 
 In the chart every flag is listed in one place: those of all services under `flags`, the others under
 `router.flags`, `prefill.flags` and `decode.flags`, by their names here without the dashes. Where the column
@@ -105,10 +99,11 @@ def sections() -> list[Section]:
             chart,
         ),
     ]
-    for command, name in COMMANDS.items():
-        cls = getattr(importlib.import_module(f"services.cli.{command}"), name)
+    for command in COMMANDS:
+        module = importlib.import_module(f"services.cli.{command.replace('-', '_')}")
+        cls = getattr(module, f"{command.title().replace('-', '')}Config")
         flags = describe(cls)
-        text = str(cls.__doc__)
+        text = inspect.cleandoc(str(cls.__doc__))
         if issubclass(cls, ClusterConfig):
             flags, text = list(_without(flags, common)), f"{text} It has those of every service, too."
         found.append(Section(f"`isthmus {command}`", text, tuple(flags), None))
@@ -133,7 +128,8 @@ def _table(section: Section) -> str:
         "|---|---|" + "---|" * (1 + chart),
     ]
     for flag in section.flags:
-        cells = [f"`--{flag.name}={_cell(flag.hint)}`" + (" ..." if flag.repeated else ""), _default(flag)]
+        name = flag.name if flag.positional else f"--{flag.name}={_cell(flag.hint)}"
+        cells = [f"`{name}`" + (" ..." if flag.repeated else ""), _default(flag)]
         if section.chart_values is not None:
             value = section.chart_values.get(flag.name, "")
             cells.append(value if value in ("", "set", "none") else f"`{value}`")

@@ -8,7 +8,8 @@ pod of a namespace, and would answer for us.
 A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these
 or None (`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=`
 is the empty tuple; with `split=False` a comma is part of the value). Of a flag that is no tuple and is
-given again, the last one counts.
+given again, the last one counts. `--undo` alone is `--undo=true`. A setting that is `positional` is given
+without its name: what a command is about.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,9 +30,10 @@ from services.errors import ConfigError
 T = TypeVar("T")
 
 
-def setting(default: Any = MISSING, help: str = "", split: bool = True) -> Any:
-    """A dataclass field with the sentence that `--help` shows; required when it has no default."""
-    return field(default=default, metadata={"help": help, "split": split})
+def setting(default: Any = MISSING, help: str = "", split: bool = True, positional: bool = False) -> Any:
+    """A dataclass field with the sentence that `--help` shows; required when it has no default, as one must
+    be that is `positional`."""
+    return field(default=default, metadata={"help": help, "split": split, "positional": positional})
 
 
 def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
@@ -43,7 +46,8 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
     flags = _flags_of(cls)
     parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
     for flag in flags:
-        parser.add_argument(flag.text, dest=flag.name, action="append", **flag.help_arguments())
+        flag.add_to(parser)
+    argv = _spelled_out(sys.argv[1:] if argv is None else argv, flags)
     given = {name: texts for name, texts in vars(parser.parse_args(argv)).items() if texts}
     try:
         return cls(**{flag.name: flag.read(given[flag.name]) for flag in flags if flag.name in given})
@@ -61,6 +65,7 @@ class FlagDescription:
     repeated: bool
     help: str
     choices: tuple[str, ...] = ()  # if no others may be given
+    positional: bool = False
 
 
 def describe(cls: type) -> list[FlagDescription]:
@@ -123,17 +128,32 @@ class _Flag:
     default: Any  # MISSING: required
     help: str
     split: bool  # of a tuple: commas separate
+    positional: bool
 
     @property
     def text(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
     def description(self) -> FlagDescription:
         default = None if self.default is MISSING else tuple(self._texts(self.default))
-        metavar, choices = self.scalar.metavar, self.scalar.choices
-        return FlagDescription(self.text[2:], metavar, default, self.repeated, self.help, choices)
+        return FlagDescription(
+            self.text.removeprefix("--"),
+            self.scalar.metavar,
+            default,
+            self.repeated,
+            self.help,
+            self.scalar.choices,
+            self.positional,
+        )
 
-    def help_arguments(self) -> dict[str, Any]:
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        if self.positional:
+            nargs: str | int = "+" if self.repeated else 1
+            parser.add_argument(self.name, metavar=self.text, nargs=nargs, help=self.help)
+        else:
+            parser.add_argument(self.text, dest=self.name, action="append", **self._help_arguments())
+
+    def _help_arguments(self) -> dict[str, Any]:
         required = self.default is MISSING
         default = "required" if required else f"default: {', '.join(self._texts(self.default)) or 'none'}"
         text = f"{self.help} ({default})".strip()
@@ -160,7 +180,7 @@ class _Flag:
         texts = self._texts(value) or [""]
         if self.read(texts) != value:
             raise ConfigError(f"{self.text} cannot say {value!r}")
-        return [f"{self.text}={text}" for text in texts]
+        return texts if self.positional else [f"{self.text}={text}" for text in texts]
 
     def _texts(self, value: Any) -> list[str]:
         if value is None:
@@ -187,7 +207,17 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
         default=default,
         help=member.metadata.get("help", ""),
         split=member.metadata.get("split", True),
+        positional=member.metadata.get("positional", False),
     )
+
+
+def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
+    """With `--name=true` for each bool that stands alone."""
+    bools = {flag.text for flag in flags if flag.scalar is _SCALARS[bool]}
+    return [
+        f"{text}=true" if text in bools and following not in _BOOLS else text
+        for text, following in pairwise([*argv, ""])
+    ]
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:

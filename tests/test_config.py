@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config import load, refusing, setting, to_flags
+from services.config import describe, load, refusing, setting, to_flags
 from services.errors import ConfigError
 
 
@@ -63,6 +63,10 @@ def test_defaults_are_the_dataclass_own():
         (["--page-size=16", "--page-size=32"], "page_size", 32),
         (["--rate=-2e3"], "rate", -2000.0),
         (["--tls=true"], "tls", True),
+        (["--tls"], "tls", True),
+        (["--tls", "true"], "tls", True),
+        (["--tls", "--tls=false"], "tls", False),
+        (["--tls", "--rate=2"], "rate", 2.0),
         (["--engine=torch"], "engine", "torch"),
         (["--mood=keen"], "mood", Mood.KEEN),
         (["--name="], "name", ""),
@@ -119,6 +123,34 @@ def test_help_lists_every_flag_with_its_sentence_and_default(capsys):
     assert "--engine fake|torch" in text
     assert "--model PATH directory of the checkpoint (required)" in text
     assert "--ca PATH (default: none)" in text
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A command on some things in one place."""
+
+    place: str = setting(help="where", positional=True)
+    things: tuple[str, ...] = setting(help="what", positional=True)
+    fast: bool = setting(False)
+
+
+@pytest.mark.parametrize(
+    "argv", [["here", "a", "b,c"], ["--fast=false", "here", "a", "b", "c"], ["here", "a,b,c", "--fast=false"]]
+)
+def test_what_a_command_is_about_stands_by_itself(argv):
+    assert load(Errand, argv) == Errand("here", ("a", "b", "c"))
+    assert load(Errand, [*argv, "--fast"]) == Errand("here", ("a", "b", "c"), fast=True)
+
+
+def test_what_a_command_is_about_is_required_and_described(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load(Errand, ["here"], prog="isthmus-test")
+    assert stop.value.code == 2
+    assert "THINGS" in capsys.readouterr().err
+    place, things, fast = describe(Errand)
+    assert (place.name, place.positional, place.default) == ("PLACE", True, None)
+    assert (things.name, things.repeated, fast.positional) == ("THINGS", True, False)
+    assert to_flags(Errand("here", ("a", "b"), fast=True)) == ["here", "a", "b", "--fast=true"]
 
 
 def test_a_setting_of_an_unknown_type_is_our_own_mistake():

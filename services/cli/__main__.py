@@ -1,13 +1,12 @@
 """The command `isthmus`."""
 
-import argparse
 import importlib
 import sys
 
 from services import telemetry
 from services.errors import ConfigError, IsthmusError
 
-_COMMANDS = {
+COMMANDS = {
     "up": "start a whole cluster on this machine",
     "demo": "watch a conversation go through a cluster on this machine",
     "generate": "send a prompt to a router and stream the answer",
@@ -22,7 +21,7 @@ _COMMANDS = {
 
 def main() -> None:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if name not in _COMMANDS:
+    if name not in COMMANDS:
         wanted_help = name in ("", "-h", "--help", "help")
         print(_usage(), file=sys.stdout if wanted_help else sys.stderr)
         sys.exit(0 if wanted_help else 2)
@@ -42,18 +41,13 @@ def main() -> None:
 def _run(name: str, arguments: list[str]) -> int:
     # A command's libraries (torch, for one) are loaded only when it is used: help answers at once.
     command = importlib.import_module(f"services.cli.{name.replace('-', '_')}")
-    if name == "make-model":
-        parser = argparse.ArgumentParser(prog="isthmus make-model", description=command.__doc__)
-        command.add_arguments(parser)
-        code: int = command.run(parser.parse_args(arguments))
-        return code
-    code = command.run(arguments)
+    code: int = command.run(arguments)
     return code
 
 
 def _usage() -> str:
     lines = ["usage: isthmus COMMAND [--help]", ""]
-    lines += [f"  {name:<12}{meaning}" for name, meaning in _COMMANDS.items()]
+    lines += [f"  {name:<12}{meaning}" for name, meaning in COMMANDS.items()]
     return "\n".join(lines)
 
 

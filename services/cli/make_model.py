@@ -15,9 +15,10 @@ Greedy output never holds EOS, and sampled output hardly ever: its logit is alwa
 highest of hundreds lies near 9.
 """
 
-import argparse
 import math
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -36,6 +37,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from services.config import load, setting
 from services.errors import ConfigError
 
 UNKNOWN, EOS, OPEN, CLOSE = "□", "␄", "⟦", "⟧"
@@ -58,7 +60,8 @@ _MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
 }
 ARCHITECTURES = tuple(_MODELS)
-TOKENIZERS = ("characters", "bytes")
+_Tokenizers = Literal["characters", "bytes"]
+TOKENIZERS = get_args(_Tokenizers)
 
 # Found by a random search over models of 2 layers and hidden size 64. Of 1,536 single changed prompt tokens
 # (4 architectures, 48 models and prompts, 32 greedy outputs) none went unnoticed in prompts of 200 tokens;
@@ -74,6 +77,23 @@ _MLP_GAIN, _LAST_MLP_GAIN = 6.0, 40.0
 _HEAD_GAIN = 3.0
 _BIAS_GAIN = 0.05  # what all values have in common would drown what one token adds
 _ROPE_THETA = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeModelConfig:
+    """Write a small random checkpoint, for tests and demos: real files, no meaning."""
+
+    directory: Path = setting(help="where to write the checkpoint", positional=True)
+    architecture: Literal["llama", "qwen2", "qwen3", "mistral"] = setting("llama", "of the model")
+    tokenizer: _Tokenizers = setting("characters", "an id is a printable character, or a byte of UTF-8")
+    hidden_size: int = setting(64, "an even multiple of the heads")
+    num_layers: int = setting(2, "layers")
+    num_heads: int = setting(4, "attention heads, a multiple of the KV heads")
+    num_kv_heads: int = setting(2, "KV heads")
+    vocab_size: int | None = setting(None, "ids; default: 512 for characters, 259 for bytes")
+    max_context_tokens: int = setting(4096, "tokens of prompt and answer")
+    seed: int = setting(0, "the same settings and seed give the same weights")
+    initializer_range: float = setting(_GAIN_AT, "0.1 or more; less makes a milder model")
 
 
 def make_model(
@@ -124,35 +144,11 @@ def make_model(
         raise ConfigError(f"cannot write to {directory}: {error}") from error
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, help="where to write the checkpoint")
-    parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
-    parser.add_argument("--tokenizer", choices=TOKENIZERS, default="characters")
-    parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--num-kv-heads", type=int, default=2)
-    parser.add_argument("--vocab-size", type=int, help="default: 512 for characters, 259 for bytes")
-    parser.add_argument("--max-context-tokens", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--initializer-range", type=float, default=_GAIN_AT)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    make_model(
-        arguments.directory,
-        arguments.architecture,
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.num_layers,
-        num_heads=arguments.num_heads,
-        num_kv_heads=arguments.num_kv_heads,
-        vocab_size=arguments.vocab_size,
-        max_context_tokens=arguments.max_context_tokens,
-        tokenizer=arguments.tokenizer,
-        seed=arguments.seed,
-        initializer_range=arguments.initializer_range,
-    )
-    print(f"wrote a random {arguments.architecture} checkpoint to {arguments.directory}")
+def run(argv: list[str]) -> int:
+    config = load(MakeModelConfig, argv, prog="isthmus make-model")
+    settings = {member.name: getattr(config, member.name) for member in fields(config)}
+    make_model(**settings)
+    print(f"wrote a random {config.architecture} checkpoint to {config.directory}")
     return 0
 
 

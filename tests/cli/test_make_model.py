@@ -1,5 +1,3 @@
-import argparse
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,7 +5,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from checkpoints import tiny_checkpoint
 from reference import random_prompt, reference_generations
-from services.cli.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, add_arguments, make_model, run
+from services.cli.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
 from services.errors import ConfigError
 
 
@@ -103,11 +101,8 @@ def test_a_seed_is_a_model_and_leaves_torchs_own_chance_alone(tmp_path):
 
 
 def test_the_command_makes_the_model_it_is_asked_for(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    sizes = "--hidden-size 32 --num-layers 3 --num-heads 2 --num-kv-heads 1 --vocab-size 200"
-    arguments = parser.parse_args([str(tmp_path), "--architecture", "qwen3", *sizes.split()])
-    assert run(arguments) == 0
+    sizes = "--hidden-size=32 --num-layers=3 --num-heads=2 --num-kv-heads=1 --vocab-size=200"
+    assert run([str(tmp_path), "--architecture=qwen3", *sizes.split()]) == 0
     assert str(tmp_path) in capsys.readouterr().out
     config = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
     assert config.architectures == ["Qwen3ForCausalLM"]
