@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": "send a prompt to a router and stream the answer",
     "explain": "show where a prompt would go and why",
     "index": "show what every rank holds",
+    "drain": "take ranks out of service in peace, or put them back",
     "check": "fail unless a conversation's second turn finds its KV again",
     "size": "tell how much KV a model's conversations need",
     "health": "ask a service on this machine how it is",

@@ -1,0 +1,175 @@
+"""`isthmus drain`: take ranks out of service in peace, and put them back.
+
+    in service --drain--> takes nothing new, what runs goes on --its last request ends--> empty: exit code 0
+         ^                                |                                                |
+         +--------------- --undo, or a restart of the rank -------------------------------+
+
+Whoever stops waiting, by --timeout-s or Ctrl-C, leaves the ranks draining.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services import rpc
+from services.cli.ranks import RanksConfig, ask_router
+from services.config import load, setting
+from services.errors import ConfigError, NotFound
+from services.index.etcd import Etcd
+from services.index.keys import ClusterKeys
+from services.index.registry import decode_registration
+from services.kv.types import RankAddress, Role
+from services.wire import convert
+from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+_POLL_S = 1.0
+_ANSWER_TIMEOUT_S = 10.0  # on top of what a rank is asked to wait: it tells the routers first
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainConfig(RanksConfig):
+    """Take ranks out of service: nothing new is placed there, and what runs there ends in peace.
+
+    Exit code 0 once nothing runs there any more; 1 if the time is over before, or a rank cannot be asked.
+    They stay out of service until --undo, or until they are started again. A router is asked for their
+    addresses; with --etcd they are read from etcd.
+    """
+
+    targets: tuple[str, ...] = setting(help="WORKER for all of its ranks, or WORKER/RANK", positional=True)
+    undo: bool = setting(False, "put them back into service")
+    timeout_s: float = setting(300.0, "seconds to wait until nothing runs there; 0: ask, and do not wait")
+
+    def __post_init__(self) -> None:
+        RanksConfig.__post_init__(self)
+        if not 0 <= self.timeout_s < float("inf"):
+            raise ConfigError(f"--timeout-s must be 0 or more, got {self.timeout_s:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRank:
+    role: Role
+    address: RankAddress
+    draining: bool
+
+    def __str__(self) -> str:
+        return str(self.address.id.key)
+
+
+def run(argv: list[str]) -> int:
+    config = load(DrainConfig, argv, prog="isthmus drain")
+    return asyncio.run(_run(config))
+
+
+async def _run(config: DrainConfig) -> int:
+    listed = await (_read_etcd(config) if config.etcd else _listed_by_router(config))
+    named = ranks_named(config.targets, listed)
+    if not config.undo:
+        for role in roles_without(named, listed):
+            print(f"isthmus drain: no other {role.value} rank takes requests", file=sys.stderr)
+    act = _undrain if config.undo else _drain
+    outcomes = await asyncio.gather(*(_answered(act, config, rank) for rank in named))
+    return 0 if all(outcomes) else 1
+
+
+def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[ListedRank]:
+    """In the order of their keys, each once. Raises NotFound when a target is no rank's or worker's name."""
+    named: dict[str, ListedRank] = {}
+    for target in targets:
+        found = [rank for rank in listed if target in (str(rank), rank.address.id.worker)]
+        if not found:
+            raise NotFound(f"there is no rank or worker {target!r}; {_there_are(listed)}")
+        named |= {str(rank): rank for rank in found}
+    return sorted(named.values(), key=lambda rank: rank.address.id.key)
+
+
+def roles_without(leaving: Sequence[ListedRank], listed: Sequence[ListedRank]) -> list[Role]:
+    """Of which nobody is left in service when these leave."""
+    left = {rank.role for rank in listed if not rank.draining and rank not in leaving}
+    return sorted({rank.role for rank in leaving} - left, key=lambda role: role.value)
+
+
+def _there_are(listed: Sequence[ListedRank]) -> str:
+    names = sorted(str(rank) for rank in listed)
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return f"there are {', '.join(names[:_MOST_SHOWN])}{more}" if names else "no rank is registered"
+
+
+# -- where they are -------------------------------------------------------------------------------
+
+
+async def _listed_by_router(config: DrainConfig) -> list[ListedRank]:
+    return [
+        ListedRank(
+            convert.role_from_proto(status.role),
+            RankAddress(convert.rank_id_from_proto(status.rank), status.endpoint),
+            status.state == "draining",
+        )
+        for status in (await ask_router(config)).ranks
+    ]
+
+
+async def _read_etcd(config: DrainConfig) -> list[ListedRank]:
+    keys = ClusterKeys(config.cluster)
+    async with Etcd(config.etcd_settings(), rng=random.Random()) as etcd:
+        _, found = await etcd.snapshot(keys.registrations)
+    registrations = [decode_registration(kv.value) for kv in found]
+    return [ListedRank(known.role, known.address, known.draining) for known in registrations]
+
+
+# -- what they are asked --------------------------------------------------------------------------
+
+_Act = Callable[[grpc.aio.Channel, ListedRank, float], Awaitable[bool]]
+
+
+async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
+    """Whether the rank is as it was asked to be."""
+    try:
+        async with rpc.open_channel(rank.address.endpoint, config.tls()) as channel:
+            return await act(channel, rank, config.timeout_s)
+    except grpc.aio.AioRpcError as error:
+        print(f"isthmus drain: {rank}: {rpc.error_from(error)}", file=sys.stderr)
+        return False
+
+
+async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) -> bool:
+    clock = asyncio.get_running_loop().time
+    deadline, shown = clock() + timeout_s, -1
+    while True:
+        left_s = max(0.0, deadline - clock())
+        running = await _ask_to_drain(channel, rank, min(_POLL_S, left_s))
+        if running == 0:
+            print(f"{rank}: drained", flush=True)
+            return True
+        if left_s == 0:
+            print(f"{rank}: {running} still running after {timeout_s:g} s, and nothing new", flush=True)
+            return False
+        if running != shown:
+            print(f"{rank}: draining, {running} running", flush=True)
+            shown = running
+
+
+async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float) -> int:
+    """Returns how many requests run there."""
+    generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
+    if rank.role is Role.DECODE:
+        decode = decode_pb2.DrainRequest(generation=generation, wait_s=wait_s)
+        return int((await decode_pb2_grpc.DecodeStub(channel).Drain(decode, timeout=timeout_s)).running)
+    prefill = prefill_pb2.DrainPrefillRequest(generation=generation, wait_s=wait_s)
+    return int((await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(prefill, timeout=timeout_s)).running)
+
+
+async def _undrain(channel: grpc.aio.Channel, rank: ListedRank, _timeout_s: float) -> bool:
+    generation = rank.address.id.generation
+    if rank.role is Role.DECODE:
+        decode = decode_pb2.UndrainRequest(generation=generation)
+        await decode_pb2_grpc.DecodeStub(channel).Undrain(decode, timeout=_ANSWER_TIMEOUT_S)
+    else:
+        prefill = prefill_pb2.UndrainPrefillRequest(generation=generation)
+        await prefill_pb2_grpc.PrefillStub(channel).UndrainPrefill(prefill, timeout=_ANSWER_TIMEOUT_S)
+    print(f"{rank}: in service", flush=True)
+    return True
