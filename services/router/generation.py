@@ -207,6 +207,7 @@ class Generator:
             prefill=placed.prefill_name if placed else "-",
             plan=placed.plan.value if placed else "-",
             reason=placed.decision.reason if placed else "-",
+            terms_ms=placed.decision.chosen.terms_ms if placed else "-",
             prompt_tokens=admitted.prompt_tokens if admitted else 0,
             decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
             prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,

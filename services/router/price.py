@@ -61,6 +61,11 @@ class Priced:
     def total_s(self) -> float:
         return sum(seconds for _, seconds in self.terms)
 
+    @property
+    def terms_ms(self) -> str:
+        """Those that are not nothing, in a log's one word: "compute:164.17,itl:32.83"."""
+        return ",".join(f"{name}:{1e3 * seconds:.2f}" for name, seconds in self.terms if seconds)
+
 
 class Option(NamedTuple):
     total_s: float

@@ -1,6 +1,7 @@
 """One request is one trace, whichever way it ends; and without an exporter nothing is recorded."""
 
 import asyncio
+import logging
 
 import grpc
 import httpx
@@ -55,6 +56,23 @@ async def answer(cluster, request, **call):
     async for response in cluster.stubs[0].Generate(request, timeout=20, **call):
         last = response
     return last.finish
+
+
+async def test_the_log_line_has_the_prices_of_the_trace(
+    etcd_endpoint, model_dir, cluster_name, spans, caplog
+):
+    caplog.set_level(logging.INFO, "services.router.generation")
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+        await cluster.generate(PROMPT)
+        router, *_ = await one_of_each(spans)
+    priced = {
+        name.removeprefix("route.").removesuffix("_s"): f"{1e3 * seconds:.2f}"
+        for name, seconds in router.attributes.items()
+        if name.startswith("route.") and name != "route.total_s" and seconds
+    }
+    (line,) = [record.getMessage() for record in caplog.records if "request_finished" in record.getMessage()]
+    (terms,) = [word.removeprefix("terms_ms=") for word in line.split() if word.startswith("terms_ms=")]
+    assert priced and dict(term.split(":") for term in terms.split(",")) == priced
 
 
 async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_dir, cluster_name, spans):
