@@ -75,6 +75,7 @@ def _run(trace: Path, setting: Setting, policy: str) -> Row:
         **setting.columns(),
         "policy": policy,
         **row,
+        "simulated_s": simulated_s,
         "times_real": simulated_s / (time.perf_counter() - began),
     }
 

@@ -50,6 +50,7 @@ def _measured(by_policy: dict[str, Row], pooled_hits: PooledHits) -> Iterator[_M
         yield from _of_pooled(by_policy, pooled_hits)
         yield from _of_the_oracle(by_policy)
         yield from _aggregated(by_policy)
+        yield from _speed(ours)
     yield from _times(by_policy)
 
 
@@ -92,6 +93,15 @@ def _aggregated(by_policy: dict[str, Row]) -> Iterator[_Measured]:
         limit = 0.45 if ours["tokens/s"] == 5_000 else 0.55
         value = _number(ours, "ttft_mean_s") / _number(cache_aware, "ttft_mean_s")
         yield _Measured("TTFT mean / cache-aware's", value, limit, ceiling=True)
+
+
+def _speed(ours: Row) -> Iterator[_Measured]:
+    """By CPU time, which one thread uses: several simulations run at once, and they share the cores."""
+    ranks, cpu_s_per_s = sum(_ranks(ours)), _number(ours, "cpu_s") / _number(ours, "simulated_s")
+    if ranks == 8:
+        yield _Measured("CPU s to simulate an hour", 3_600 * cpu_s_per_s, 60.0, ceiling=True)
+    if ranks >= 1_000:
+        yield _Measured("CPU s to simulate a second", cpu_s_per_s, 1.0, ceiling=True)
 
 
 def _times(by_policy: dict[str, Row]) -> Iterator[_Measured]:

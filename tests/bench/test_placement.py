@@ -204,7 +204,13 @@ def test_rows_of_all_settings_are_written_though_not_all_are_run(trace, tmp_path
 def row(policy: str, layout: str = "8 aggregated", **figures: object) -> dict[str, object]:
     setting = {"workload": "trace", "layout": layout, "blocks": 2_500, "tokens/s": 8_000}
     setting |= {"stale_s": 0.25, "routers": 1, "policy": policy}
-    usual = {"prefill_hit": 0.0, "decode_hit": 0.27, "computed_ratio": 0.7}
+    usual = {
+        "prefill_hit": 0.0,
+        "decode_hit": 0.27,
+        "computed_ratio": 0.7,
+        "cpu_s": 10.0,
+        "simulated_s": 1_800.0,
+    }
     return setting | usual | {"ttft_mean_s": 2.0, "ttft_p50_s": 0.6, "ttft_p99_s": 8.0} | figures
 
 
@@ -216,10 +222,9 @@ def judged(*rows: dict[str, object]) -> dict[object, object]:
 def test_goals_are_judged_by_the_rows_that_are_there():
     assert judged(row("cache-aware"), row("oracle")) == {}
     ours = row("ours", ttft_mean_s=1.0, ttft_p50_s=0.5, ttft_p99_s=9.0)
-    assert judged(ours) == {"decode hits / pooled LRU": True, "hits, aggregated": True}
-    assert judged(ours, row("cache-aware"), row("sticky", ttft_p50_s=0.4)) == {
-        "decode hits / pooled LRU": True,
-        "hits, aggregated": True,
+    alone = {"decode hits / pooled LRU": True, "hits, aggregated": True, "CPU s to simulate an hour": True}
+    assert judged(ours) == alone
+    assert judged(ours, row("cache-aware"), row("sticky", ttft_p50_s=0.4)) == alone | {
         "TTFT mean / cache-aware's": True,
         "TTFT p50 / sticky's, the lowest": False,
         "TTFT p99 / cache-aware's, the lowest": False,
@@ -239,9 +244,27 @@ def test_each_role_is_judged_by_its_hits():
         "decode hits / oracle's": True,
         "prefill hits / oracle's": False,
         "tokens saved / oracle's": True,
+        "CPU s to simulate an hour": True,
         "TTFT p50 / ours-remote's, the lowest": True,
         "TTFT p99 / ours-remote's, the lowest": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("layout", "goal", "most_cpu_s"),
+    [
+        ("8 aggregated", "CPU s to simulate an hour", 30.0),
+        ("200+800", "CPU s to simulate a second", 1_800.0),
+        ("8+64", None, 0.0),
+    ],
+)
+def test_simulating_is_judged_by_the_cpu_time_it_takes(layout, goal, most_cpu_s):
+    """Of half an hour."""
+    for cpu_s, met in ((0.99 * most_cpu_s, True), (1.01 * most_cpu_s, False)):
+        speeds = {
+            name: met for name, met in judged(row("ours", layout, cpu_s=cpu_s)).items() if "CPU" in name
+        }
+        assert speeds == ({goal: met} if goal else {})
 
 
 def test_other_workloads_and_sizes_are_judged_by_their_times_alone():
