@@ -46,10 +46,18 @@ class PrefixIndex:
     def holds(self, key: RankKey, block: int) -> bool:
         return block in self._blocks.get(key, ())
 
-    def first_holder(self, ranks: Iterator[RankKey], block: int) -> RankKey | None:
-        """The first of `ranks` that holds the block; they are consumed up to it."""
+    def holders_of(self, ranks: Iterable[RankKey], block: int) -> Iterator[RankKey]:
+        """Those of `ranks` that hold the block, as they come."""
         known = self._blocks
-        return next((key for key in ranks if block in known.get(key, ())), None)
+        return (key for key in ranks if block in known.get(key, ()))
+
+    def holders(self, block: int, most: int) -> list[RankKey] | None:
+        """The ranks that hold the block, in no order; None where more than `most` may."""
+        columns = self._filter.holders(block, most)
+        if columns is None:
+            return None
+        seeming = (self._by_column[column] for column in columns)
+        return [key for key, blocks in seeming if block in blocks]
 
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
         """The rank holds exactly these; whatever was known of this or another life is forgotten."""

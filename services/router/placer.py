@@ -9,12 +9,12 @@ It has no I/O, no clock and no chance of its own (see Balance), so that bench.pl
 
 Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
 interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
-cheaper. One look-up a rank finds them; the first few are taken in any case, the first few of this router's
-share, and the pinned one.
+cheaper. The index says who may hold the next block; the first few in the order are taken in any case, the
+first few of this router's share, and the pinned one.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -41,6 +41,7 @@ _LEAST_LOADED = 6  # of many, priced in any case
 _OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
 _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
 _USUAL_TOKENS = 4_096  # for which a rank should have room
+_SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
 _EXPLAINED = 64  # a side; more are not shown
 _OTHER_LAYOUT = "its KV layout differs from that of most ranks"
 
@@ -225,12 +226,16 @@ class Placer:
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
         longest, ranks = 0, iter(order)
         while longest < len(hashes):
-            deeper = self._index.first_holder(ranks, hashes[longest])
+            holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
+            if holders is None:  # then one of the next will do
+                holders = self._index.holders_of(ranks, hashes[longest])
+            else:  # whoever stands before those that were taken holds less
+                holders = order.sorted(holders)
+            deeper = next((key for key in holders if self._may_serve(side.ranks[key], asked)), None)
             if deeper is None:
                 return
-            if self._may_serve(side.ranks[deeper], asked):
-                longest = self._index.match(deeper, hashes)
-                yield deeper
+            longest = self._index.match(deeper, hashes)
+            yield deeper
 
     def _note_others(self) -> None:
         if self._share.of > 1 and self._reported.requests:

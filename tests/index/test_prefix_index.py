@@ -52,6 +52,12 @@ def test_many_ranks_that_hold_and_evict_are_matched_as_by_a_linear_scan(data: st
         del held[RankKey("w", rank)]
     assert index.match_all(hashes) == {key: depth for key, depth in held.items() if depth}
     assert {key: index.match(key, hashes) for key in held} == held
+    depth, most = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 90))
+    holding = [key for key, held_depth in held.items() if held_depth > depth]
+    assert list(index.holders_of(iter(held), hashes[depth])) == holding
+    found = index.holders(hashes[depth], most)
+    assert found is None or (sorted(found) == sorted(holding) and len(found) <= most)
+    assert sorted(index.holders(hashes[depth], len(depths)) or []) == sorted(holding)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.sets(st.integers(0, 2**64 - 1)), st.booleans()), min_size=1))
