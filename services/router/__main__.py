@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import secrets
+import sys
 
 from services import health, rpc, telemetry
 from services.config import load, refusing
@@ -20,7 +22,15 @@ def main() -> None:
     with refusing(_PROG):
         name = config.name or f"router-{secrets.token_hex(3)}"
         telemetry.setup_logging(name, config.log_level)
+        _do_without_torch()
         asyncio.run(_run(config, name))
+
+
+def _do_without_torch() -> None:
+    """transformers imports torch wherever it is installed; its tokenizers, all that a router wants, do not
+    need it. None in a module's place says that there is none (Python's reference, the module cache)."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn of that
 
 
 async def _run(config: RouterConfig, name: str) -> None:

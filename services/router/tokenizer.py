@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from services.errors import ConfigError, InvalidRequest
 
@@ -44,7 +43,14 @@ class Tokenizer:
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """`special_tokens` lets the tokenizer add its own (a BOS) as it does to a plain prompt."""
-        ids: list[int] = self._backend(text, add_special_tokens=special_tokens, verbose=False).input_ids
+        ids: list[int]
+        if self._backend.is_fast:  # what the call below comes to, without a mask and types for each id
+            [encoding] = self._backend.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=special_tokens
+            )
+            ids = encoding.ids
+        else:
+            ids = self._backend(text, add_special_tokens=special_tokens, verbose=False).input_ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -98,6 +104,9 @@ class Tokenizer:
 
 
 def _load_backend(directory: Path) -> Any:
+    # Not at the top: a router's process first sees to it that transformers comes without torch (__main__).
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     if not directory.is_dir():
         raise ConfigError(f"there is no model directory at {directory}")
     try:
@@ -108,6 +117,7 @@ def _load_backend(directory: Path) -> Any:
         # A tokenizer saved with truncation would cut prompts; and changing it later races with threads.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
+        backend.backend_tokenizer.encode_special_tokens = backend.split_special_tokens
     return backend
 
 
