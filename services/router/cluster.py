@@ -123,6 +123,8 @@ class Cluster:
         self._lives: dict[RankKey, RankId] = {}
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
         self._placeable: list[list[Registration]] = []
+        self._max_context_tokens = 0  # of the roomiest decode rank
+        self._known_plans = settings.plans
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
         self._stop_listening: Callable[[], None] | None = None
@@ -181,10 +183,9 @@ class Cluster:
 
     def max_context_tokens(self) -> int:
         """Of the roomiest decode rank. Raises Unavailable when there is none."""
-        sizes = [view.registration.max_context_tokens for view in self.ranks(Role.DECODE)]
-        if not sizes:
+        if not self.ranks(Role.DECODE):
             raise Unavailable("no decode rank is registered")
-        return max(sizes)
+        return self._max_context_tokens
 
     # -- placement --------------------------------------------------------------------------------
 
@@ -318,11 +319,7 @@ class Cluster:
 
     def _plans(self) -> frozenset[Plan]:
         """Those that may be chosen and that every decode rank's engine knows. Raises Unavailable."""
-        plans = self._settings.plans
-        if Plan.LOCAL in plans and any(
-            REMOTE_ONLY in view.registration.capabilities for view in self.ranks(Role.DECODE)
-        ):
-            plans -= {Plan.LOCAL}
+        plans = self._known_plans
         if not plans:
             raise Unavailable("only plan local may be chosen, and the decode ranks compute no prompts")
         return plans
@@ -395,6 +392,7 @@ class Cluster:
         self._note_missed()
         for role in self._ranks:
             self._ranks[role] = self._views(role)
+        self._note_decodes([view.registration for view in self._ranks[Role.DECODE]])
         self._connect(self._clients, self._wanted(Role.DECODE), self._open_client)
         self._connect(self._watches, self._wanted(Role.PREFILL), self._open_watch)
         placeable = [
@@ -403,6 +401,12 @@ class Cluster:
         if placeable != self._placeable:
             self._placeable = placeable
             self._placer.set_ranks(*placeable)
+
+    def _note_decodes(self, decodes: Sequence[Registration]) -> None:
+        """What every request asks of all of them."""
+        self._max_context_tokens = max((rank.max_context_tokens for rank in decodes), default=0)
+        only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
+        self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
 
     def _note_missed(self) -> None:
         now = self._balance.clock()

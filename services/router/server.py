@@ -78,10 +78,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def list_models(self) -> generation_pb2.ListModelsResponse:
         decodes = self._cluster.ranks(Role.DECODE)
-        contexts = [view.registration.max_context_tokens for view in decodes]
         model = generation_pb2.Model(
             id=self._model_name,
-            max_context_tokens=max(contexts, default=0),
+            max_context_tokens=self._cluster.max_context_tokens() if decodes else 0,
             prefill_ranks=len(self._cluster.ranks(Role.PREFILL)),
             decode_ranks=len(decodes),
         )
