@@ -22,10 +22,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.engine.torch.decode_kernel import attend_pages
+from services.engine.torch.lanes import HAS_FLOAT16
 from services.engine.torch.step_view import ChunkView, DecodeView, StepView
 
 IMPLEMENTATION = "isthmus_paged"
-IN_PLACE_DTYPES = (torch.float32, torch.bfloat16)
+# What decode_kernel reads, and what it takes their numbers for.
+_NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+if HAS_FLOAT16:
+    _NUMPY_VIEWS[torch.float16] = torch.int16
+IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)
 
 
 def paged_attention(
@@ -90,7 +95,7 @@ def attend_in_place(query: Tensor, view: DecodeView, kv: Tensor, layer: int, sca
     """`query` and the result are [num_queries, num_heads, head_dim]; `kv` is the pool."""
     output = attend_pages(
         query.float().numpy(),
-        (kv.view(torch.uint16) if kv.dtype == torch.bfloat16 else kv).numpy(),
+        kv.view(_NUMPY_VIEWS[kv.dtype]).numpy(),
         layer,
         view.pieces,
         view.joins,

@@ -83,8 +83,8 @@ def attend_pages(
     """Each query's attention over all that it reads, [num_queries, num_heads, head_dim] as `query`.
 
     `kv` is the pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] and contiguous, of
-    float32, or bfloat16 as uint16. `shares` cut [0, num_pieces * num_kv_heads) into what the caller computes
-    and, beside it, the `executor`; without one there is a single share.
+    float32, bfloat16 as uint16, or float16 as int16. `shares` cut [0, num_pieces * num_kv_heads) into what
+    the caller computes and, beside it, the `executor`; without one there is a single share.
     """
     num_heads, head_dim = query.shape[1:]
     outputs = np.empty((len(pieces.readers), num_heads, head_dim), np.float32)

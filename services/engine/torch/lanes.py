@@ -9,19 +9,24 @@ A product of small matrices keeps its sums in registers through its inner loop: 
     multiply_rows(8, ...)                        a product of matrices, eight rows of it at once
     multiply_tile(8, ...)                        the same, two vectors wide, of matrices in another order
 
-Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16. Indices are
-not checked and do not count from the end.
+Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16, or int16, which
+is float16 (where HAS_FLOAT16). Indices are not checked and do not count from the end.
 """
 
+import platform
 import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+# Elsewhere LLVM would call a function for each number, of a library that nobody links.
+HAS_FLOAT16: bool = platform.machine() == "aarch64" or bool(get_host_cpu_features().get("f16c"))
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
@@ -141,8 +146,8 @@ def multiply_rows(
     """Row i of the products becomes kept times itself plus the sum of matrix[i, k] times row k of factors.
 
     Both are in `rows`, from the numbers `factors` and `products` on; a row is as many as `kept` has lanes.
-    matrix[i, k] is the number at first + i * strides[0] + k * strides[1], float32 or bfloat16. For each k the
-    cache line of the number at ahead + 8 * k is asked for. `num_rows` is a literal: so many sums are in
+    matrix[i, k] is the number at first + i * strides[0] + k * strides[1], of any of the three types. For each
+    k the cache line of the number at ahead + 8 * k is asked for. `num_rows` is a literal: so many sums are in
     registers.
     """
     width = kept.width
@@ -151,6 +156,7 @@ def multiply_rows(
         _, _, first, strides, num_columns, _, factors, products, kept, ahead = arguments
         row_stride, column_stride = (builder.extract_value(strides, i) for i in range(2))
         number = partial(_element, context, builder, signature.args[1], arguments[1])
+        is_half = signature.args[1].dtype == types.int16
         row = partial(_row, context, builder, signature.args[5], arguments[5], width)
         to_rows = [row(builder.add(products, _INT64(i * width))) for i in range(num_rows.literal_value)]
         sums = [cgutils.alloca_once_value(builder, builder.fmul(kept, _load(builder, to))) for to in to_rows]
@@ -159,7 +165,7 @@ def multiply_rows(
             _prefetch(builder, number(builder.add(ahead, builder.mul(column.index, _INT64(8)))))
             at = builder.add(first, builder.mul(column.index, column_stride))
             for total in sums:
-                scale = _splat(builder, _float_at(builder, number(at)), width)
+                scale = _splat(builder, _float_at(builder, number(at), is_half), width)
                 builder.store(_fused(builder, scale, factor, builder.load(total)), total)
                 at = builder.add(at, row_stride)
         for to, total in zip(to_rows, sums, strict=True):
@@ -249,8 +255,10 @@ def _load(builder: Any, row: Any) -> Any:
     return vector
 
 
-def _float_at(builder: Any, element: Any) -> Any:
+def _float_at(builder: Any, element: Any, is_half: bool) -> Any:
     number = builder.load(element)
+    if is_half:
+        return builder.fpext(builder.bitcast(number, ir.HalfType()), _FLOAT)
     if isinstance(number.type, ir.IntType):  # bfloat16: the upper half of a float32
         return builder.bitcast(builder.shl(builder.zext(number, _INT32), _INT32(16)), _FLOAT)
     return number

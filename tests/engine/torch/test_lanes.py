@@ -6,6 +6,7 @@ from hypothesis.extra import numpy as arrays
 from numba import njit
 
 from services.engine.torch.lanes import (
+    HAS_FLOAT16,
     add,
     exp,
     greater,
@@ -78,13 +79,23 @@ def five_rows(matrix, first, strides, num_columns, rows, factors, products, kept
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("is_bfloat16", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("num_columns", [0, 1, 2, 11])
-def test_rows_of_a_product(num_columns, is_bfloat16, is_transposed):
+def test_rows_of_a_product(num_columns, dtype, is_transposed):
+    if dtype == "float16" and not HAS_FLOAT16:
+        pytest.skip("this processor does not know float16")
     rng = np.random.default_rng(num_columns)
     numbers = rng.standard_normal(9 * 13).astype(np.float32)
     matrix = numbers
-    if is_bfloat16:
+    if dtype == "float16":
+        numbers[:3] = (
+            2.0**-24,
+            -6.1e-5,
+            -65504,
+        )  # the least there is, another that is not normal, the greatest
+        matrix = numbers.astype(np.float16).view(np.int16)
+        numbers = matrix.view(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
         matrix = (numbers.view(np.uint32) >> 16).astype(np.uint16)
         numbers = (matrix.astype(np.uint32) << 16).view(np.float32)
     strides = (1, 9) if is_transposed else (13, 1)
@@ -95,4 +106,4 @@ def test_rows_of_a_product(num_columns, is_bfloat16, is_transposed):
     expected[12:17] *= kept
     expected[12:17] += np.reshape(of_row, (5, num_columns)) @ expected[1 : 1 + num_columns]
     five_rows(matrix, 2, strides, num_columns, rows, WIDTH, 12 * WIDTH, kept)
-    np.testing.assert_allclose(rows.reshape(20, WIDTH), expected, atol=2e-6)
+    np.testing.assert_allclose(rows.reshape(20, WIDTH), expected, atol=2e-6, rtol=1e-6)
