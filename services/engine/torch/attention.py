@@ -4,7 +4,8 @@
     model(..., paged=view)    transformers hands our keyword to the attention function of each layer
       paged_attention         1. store the step's K and V in their pages
                               2. chunks of several tokens: gather the sequence's K and V, attend causally
-                              3. single tokens: the same, or (on CPU) attend to pages where they lie
+                              3. single tokens: attend to pages where they lie, by the kernel that was chosen
+                                 at start (in_place.py); without one, as 2.
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 
 from services.engine.torch.decode_kernel import attend_pages
 from services.engine.torch.lanes import HAS_FLOAT16
+from services.engine.torch.parts import PartsView
 from services.engine.torch.step_view import ChunkView, DecodeView, StepView
 
 IMPLEMENTATION = "isthmus_paged"
@@ -53,13 +55,15 @@ def paged_attention(
     keys[paged.token_pages, :, paged.token_slots] = key[0].transpose(0, 1)
     values[paged.token_pages, :, paged.token_slots] = value[0].transpose(0, 1)
     queries = query[0].transpose(0, 1)
-    if paged.decode is not None and not paged.chunks:
+    if isinstance(paged.decode, DecodeView) and not paged.chunks:
         return attend_in_place(queries, paged.decode, paged.kv, module.layer_idx, scaling)[None], None
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     for chunk in paged.chunks:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
         output[rows] = attend_gathered(queries[rows], keys, values, chunk, scaling)
-    if paged.decode is not None:
+    if isinstance(paged.decode, PartsView):
+        paged.decode.attend(paged.decode, queries, paged.kv, module.layer_idx, scaling, output)
+    elif paged.decode is not None:
         offsets = paged.decode.offsets
         output[offsets] = attend_in_place(queries[offsets], paged.decode, paged.kv, module.layer_idx, scaling)
     return output[None], None

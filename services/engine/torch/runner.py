@@ -1,14 +1,13 @@
 """The torch model runner: one packed forward pass per engine step over the paged KV pool."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.engine.torch.attention import IN_PLACE_DTYPES
 from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.in_place import choose_in_place
 from services.engine.torch.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
 from services.engine.torch.sampling import sample
@@ -54,9 +53,7 @@ class TorchRunner:
             model_fingerprint=checkpoint.fingerprint,
             device=self._device,
         )
-        self._in_place = None
-        if self._device.type == "cpu" and checkpoint.dtype in IN_PLACE_DTYPES:
-            self._in_place = _in_place(torch.get_num_threads())
+        self._in_place = choose_in_place(self._pool.kv, config.num_attention_heads)
         self._vocab_size: int = config.vocab_size
         self._max_context_tokens: int = config.max_position_embeddings
 
@@ -108,14 +105,9 @@ class TorchRunner:
 
     def close(self) -> None:
         """Free the pool and end the threads; the runner cannot run any more."""
-        if self._in_place is not None and self._in_place.executor is not None:
+        if isinstance(self._in_place, InPlace) and self._in_place.executor is not None:
             self._in_place.executor.shutdown()
         self._pool.close()
-
-
-def _in_place(num_threads: int) -> InPlace:
-    executor = ThreadPoolExecutor(num_threads - 1, "attention") if num_threads > 1 else None
-    return InPlace(num_threads, executor)
 
 
 def _open_device(name: str) -> torch.device:

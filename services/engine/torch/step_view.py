@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.decode_kernel import Ids, Joins, Pieces
+from services.engine.torch.parts import OnDevice, PartsView, view_parts
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
@@ -40,7 +41,7 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
-    """The step's single tokens: query i is the one at offsets[i] of the step."""
+    """The step's single tokens, on the CPU: query i is the one at offsets[i] of the step."""
 
     offsets: Tensor  # int64 [num_queries]
     pieces: Pieces
@@ -57,18 +58,18 @@ class StepView:
     token_pages: Tensor  # int64 [total]
     token_slots: Tensor  # int64 [total]
     chunks: tuple[ChunkView, ...]
-    decode: DecodeView | None
+    decode: DecodeView | PartsView | None
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """That single tokens are to read pages where they are (CPU only), and by how many threads at most."""
+    """That single tokens are to read pages where they are, on the CPU, and by how many threads at most."""
 
     num_threads: int = 1
     executor: Executor | None = None  # of num_threads - 1
 
 
-def view_step(kv: Tensor, chunks: Sequence[Chunk], in_place: InPlace | None) -> StepView:
+def view_step(kv: Tensor, chunks: Sequence[Chunk], in_place: InPlace | OnDevice | None) -> StepView:
     """Plan a step over the pool `kv`."""
     page_size = kv.shape[4]
     offsets = np.cumsum([0, *(len(chunk.token_ids) for chunk in chunks)])[:-1].tolist()
@@ -100,8 +101,12 @@ def _view_chunk(offset: int, chunk: Chunk, page_size: int, device: torch.device)
     return ChunkView(offset, length, end, pages, mask)
 
 
-def _view_decodes(decodes: Sequence[tuple[int, Chunk]], kv: Tensor, in_place: InPlace) -> DecodeView:
+def _view_decodes(
+    decodes: Sequence[tuple[int, Chunk]], kv: Tensor, in_place: InPlace | OnDevice
+) -> DecodeView | PartsView:
     pieces = _pieces([chunk for _, chunk in decodes], kv.shape[4])
+    if isinstance(in_place, OnDevice):
+        return view_parts(kv, np.array([offset for offset, _ in decodes]), pieces, in_place)
     readings = np.argsort(pieces.readers, kind="stable")
     starts = np.searchsorted(pieces.readers[readings], np.arange(len(decodes) + 1))
     return DecodeView(
