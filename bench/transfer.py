@@ -6,7 +6,8 @@ Ours: page lists -> runs -> merged moves -> Transport.write -> poll until landed
 (services/transfer/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
 memory, straight through nixl's own API. The two alternate within a run, over the same memory.
 A fresh pool gives contiguous runs; an aged one has seen turns come and go on both sides; scattered is
-the worst case, every page by itself.
+the worst case, every page by itself. Digests: what each side of a checked transfer spends beside
+(services/kv/page_digest.py).
 Between processes of one host UCX copies with process_vm_writev, one system call a descriptor. With
 `--device cuda` both pools lie in that GPU's memory.
 """
@@ -32,6 +33,7 @@ from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
 from services.kv.page_allocator import PageAllocator
+from services.kv.page_digest import digest_of
 from services.kv.transfer_plan import runs_of
 from services.kv.types import Generation, KvTicket, PageId, PoolMemory, Room
 from services.transfer.base import PeerName
@@ -63,6 +65,10 @@ class Pool:
         self.address = self.bytes.data_ptr()
         self.size_bytes = size_bytes
         self.kind, self.device_id = ("VRAM", device.index) if device.type == "cuda" else ("DRAM", 0)
+
+    def read_page(self, page: PageId, page_bytes: int) -> memoryview:
+        piece = self.bytes[page * page_bytes : (page + 1) * page_bytes]
+        return memoryview(piece.cpu().numpy())
 
     def memory(self, page_bytes: int, address: int | None = None) -> PoolMemory:
         """Of this pool, or of one like it elsewhere that begins at `address`."""
@@ -233,9 +239,16 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
                 ours = partial(delta.write, transport, peer, page_bytes)
                 row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
                 seconds(ours), seconds(raw.write)  # not counted, nor was the one above
-                rows.append(row | _rates(total_bytes, measure(ours, raw.write, rounds)))
+                rates = _rates(total_bytes, measure(ours, raw.write, rounds))
+                digests_s = [seconds(partial(digest, pool, delta, page_bytes)) for _ in range(rounds)]
+                rows.append(row | rates | {"digest_gb_s": total_bytes / median(digests_s) / 1e9})
             transport.close()
     return rows
+
+
+def digest(pool: Pool, delta: Delta, page_bytes: int) -> None:
+    for page in delta.sources:
+        digest_of(pool.read_page(page, page_bytes))
 
 
 def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:

@@ -29,6 +29,10 @@ class PeerFailed(IsthmusError):
     """A rank we depended on failed or went away; retry with another."""
 
 
+class KvCorrupt(PeerFailed):
+    """Pages do not hold what the rank that wrote them says it wrote; retry with another."""
+
+
 class StaleGeneration(IsthmusError):
     """The rank has been restarted since it was chosen; choose again."""
 

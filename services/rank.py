@@ -48,7 +48,13 @@ log = logging.getLogger(__name__)
 
 # For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
 _AFTER_GRACE_S = 5.0
-_NOT_SGLANG = ("itl_target_ms", "protected_cache_share", "write_lease_s", "fence_margin_s")
+_NOT_SGLANG = (
+    "itl_target_ms",
+    "protected_cache_share",
+    "write_lease_s",
+    "fence_margin_s",
+    "kv_digest_share",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,9 @@ class RankConfig(ClusterConfig):
     )
     write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
     fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
+    kv_digest_share: float = setting(
+        0.01, "of the transfers, those whose pages are compared with what prefill wrote (decode)"
+    )
     lease_ttl_s: int = setting(10, "seconds without etcd after which the rank counts as suspect")
     index_flush_ms: float = setting(50.0, "least time between two writes of a rank's index to etcd")
     index_writes_per_s: float = setting(
@@ -116,6 +125,8 @@ class RankConfig(ClusterConfig):
             )
         if self.write_lease_s <= 0 or self.fence_margin_s < 0:
             raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
+        if not 0 <= self.kv_digest_share <= 1:
+            raise ConfigError(f"--kv-digest-share is between 0 and 1, got {self.kv_digest_share:g}")
         if self.index_flush_ms < 0 or self.index_writes_per_s <= 0:
             raise ConfigError("--index-flush-ms must be 0 or more and --index-writes-per-s above 0")
 
@@ -151,6 +162,7 @@ class RankConfig(ClusterConfig):
             index_block=self.index_block,
             cache_enabled=cache == "on",
             protected_cache_share=self.protected_cache_share,
+            digest_share=self.kv_digest_share,
             transport=self.transport,
             limits=Limits(
                 self.max_running_requests,

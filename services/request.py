@@ -140,6 +140,7 @@ class Admitted:
     transfer_s: float
     plan: Plan
     first_decode_step_s: float = 0.0  # filled in by the service: what it waited beside all that
+    digested_pages: int = 0  # of what moved; not told to routers
 
     @property
     def rank_s(self) -> float:

@@ -7,10 +7,18 @@ import pytest
 
 
 def wrong_page(patch: pytest.MonkeyPatch) -> None:
-    """The first page of every write is another one than it should be.
+    """The first page of every write is another one than it should be, and nobody compares digests.
 
     (Two pages in each other's place would not do: attention does not care for the order of what it reads.)
     """
+    from services.engine.paged import decode
+
+    wrong_page_with_digests(patch)
+    patch.setattr(decode, "is_sampled", lambda room, share: False)
+
+
+def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
+    """The first page of every write is another one than it should be."""
     from services.transfer import delta_write
 
     merge_moves = delta_write.merge_moves
@@ -22,19 +30,20 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
-    """Decode claims one page more than it holds, and asks for one less."""
+    """Decode claims one page more than it holds, asks for one less, and checks neither bytes nor digests."""
     from services.engine.paged import decode
 
     make_ticket = decode.make_ticket
 
-    def mutated(room, generation, prompt_len, prefix_len, pages, write_until_s):
+    def mutated(room, generation, prompt_len, prefix_len, pages, write_until_s, **wanted):
         page_size = next(s for s in (1, 4, 16, 64) if -(-(prompt_len - prefix_len) // s) == len(pages))
         if len(pages) > 1:
             prefix_len, pages = prefix_len + page_size, pages[1:]
-        return make_ticket(room, generation, prompt_len, prefix_len, pages, write_until_s)
+        return make_ticket(room, generation, prompt_len, prefix_len, pages, write_until_s, **wanted)
 
     patch.setattr(decode, "make_ticket", mutated)
     patch.setattr(decode, "_check_bytes", lambda moved, expected: None)
+    patch.setattr(decode, "is_sampled", lambda room, share: False)
 
 
 def stale_generation(patch: pytest.MonkeyPatch) -> None:
@@ -77,7 +86,9 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(links, "read_hello", any_life)
 
 
-MUTATIONS = {f.__name__: f for f in (wrong_page, prefix_off_by_one_page, stale_generation)}
+MUTATIONS = {
+    f.__name__: f for f in (wrong_page, wrong_page_with_digests, prefix_off_by_one_page, stale_generation)
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

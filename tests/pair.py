@@ -32,6 +32,7 @@ FAKE = EngineSettings(
     transport="local",
     limits=Limits(max_running_requests=8, chunk_size=8),
     lease=Lease(write_lease_s=4.0, fence_margin_s=0.5),
+    digest_share=1.0,
 )
 
 

@@ -19,6 +19,7 @@ FAKE_CONVERSATION = "tests/engine/test_pair.py::test_a_conversation_moves_only_i
 TORCH_CONVERSATION = "tests/cluster/test_exact.py::test_over_nixl[16]"
 WATCHDOGS = {
     "wrong_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
+    "wrong_page_with_digests": ("tests/engine/test_digests.py::test_every_page_that_moves_is_compared",),
     "prefix_off_by_one_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
     "stale_generation": ("tests/engine/test_pair.py::test_a_stale_generation_is_refused",),
 }

@@ -1,11 +1,14 @@
 """How a rank's requests are counted."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.errors import NoCapacity, PeerFailed
+from services.decode.metrics import DecodeMetrics
+from services.errors import KvCorrupt, NoCapacity, PeerFailed
+from services.kv.types import RankLoad
 from services.pool_metrics import RequestMetrics
 
 
@@ -32,3 +35,14 @@ def test_each_end_has_its_name(ends_with, outcome):
     assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": outcome}) == 1
     failed = registry.get_sample_value("isthmus_transfer_failures_total")
     assert failed == isinstance(ends_with, PeerFailed)
+
+
+@pytest.mark.parametrize("error", [KvCorrupt("changed"), PeerFailed("gone")])
+def test_pages_that_came_changed_are_a_failed_transfer_that_is_counted_by_itself(error):
+    registry = CollectorRegistry()
+    metrics = DecodeMetrics(registry, SimpleNamespace(load=RankLoad))
+    with pytest.raises(PeerFailed), metrics.counted():
+        raise error
+    assert registry.get_sample_value("isthmus_transfer_failures_total") == 1
+    mismatches = registry.get_sample_value("isthmus_kv_digest_mismatches_total")
+    assert mismatches == isinstance(error, KvCorrupt)

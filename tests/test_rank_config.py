@@ -30,6 +30,10 @@ def test_the_protected_share_reaches_the_engine():
     assert config_of("--protected-cache-share=0.5").engine_settings(Role.DECODE).protected_cache_share == 0.5
 
 
+def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
+    assert config_of("--kv-digest-share=0.25").engine_settings(Role.DECODE).digest_share == 0.25
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -38,7 +42,10 @@ def test_the_protected_share_reaches_the_engine():
         {"protected_cache_share": 0.5, "engine": "sglang", "model": "m"},
         {"write_lease_s": 2.0, "engine": "sglang", "model": "m"},
         {"fence_margin_s": 2.0, "engine": "sglang", "model": "m"},
+        {"kv_digest_share": 1.0, "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},
+        {"kv_digest_share": -0.1},
+        {"kv_digest_share": 1.1},
         {"metrics_port": 70000},
         {"health_port": -1},
         {"port": 65535, "dp_size": 2},

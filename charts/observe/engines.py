@@ -152,6 +152,20 @@ def engines() -> Dashboard:
                         Query(_rate("isthmus_transfer_failures_total"), _NAME),
                     ),
                     graph(
+                        "Transfers that came changed",
+                        "ops",
+                        "Transfers per second that were given up because pages differed from what prefill wrote, of "
+                        "those that are checked. Must be 0. Runbook: IsthmusKvCorrupted.",
+                        Query(_rate("isthmus_kv_digest_mismatches_total"), _NAME),
+                    ),
+                    graph(
+                        "Pages checked on arrival",
+                        "short",
+                        "Received pages per second that were compared with what prefill wrote; the share is "
+                        "--kv-digest-share.",
+                        Query(_rate("isthmus_kv_digested_pages_total"), _NAME),
+                    ),
+                    graph(
                         "Ranks that are up",
                         "short",
                         "1 while a router can use the rank, 0 while none can. Runbook: IsthmusRankDown.",

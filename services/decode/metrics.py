@@ -1,8 +1,12 @@
 """What a decode rank shows Prometheus beside its pool."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.engine.base import DecodeEngine
+from services.errors import KvCorrupt
 from services.kv.types import Plan
 from services.pool_metrics import SECONDS, PoolCollector, RequestMetrics
 from services.request import Admitted
@@ -22,6 +26,16 @@ class DecodeMetrics(RequestMetrics):
         self._received = Counter(
             "isthmus_decode_received_bytes", "KV bytes written into this rank's pages.", registry=registry
         )
+        self._digested = Counter(
+            "isthmus_kv_digested_pages",
+            "Received pages that were compared with the digests of what prefill wrote.",
+            registry=registry,
+        )
+        self._mismatches = Counter(
+            "isthmus_kv_digest_mismatches",
+            "Transfers that were given up because pages differed from what prefill wrote.",
+            registry=registry,
+        )
         self._queue = Histogram(
             "isthmus_decode_queue_seconds",
             "Request received until its pages are reserved and its prefill rank is connected.",
@@ -35,10 +49,20 @@ class DecodeMetrics(RequestMetrics):
             registry=registry,
         )
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        try:
+            with super().counted():
+                yield
+        except KvCorrupt:
+            self._mismatches.inc()
+            raise
+
     def admitted(self, admitted: Admitted, exemplar: dict[str, str] | None) -> None:
         self._prompt_tokens.inc(admitted.prompt_tokens)
         self._prefix_tokens.inc(admitted.decode_prefix_len)
         self._received.inc(admitted.kv_bytes_moved)
+        self._digested.inc(admitted.digested_pages)
         self._queue.observe(admitted.decode_queue_s, exemplar)
         if admitted.plan is Plan.REMOTE:
             self._transfer.observe(admitted.transfer_s, exemplar)

@@ -39,6 +39,7 @@ class EngineSettings:
     limits: Limits
     lease: Lease
     protected_cache_share: float = 0.3
+    digest_share: float = 0.0
     fake_step_s: float = 0.0
     fake_prompt_token_s: float = 0.0
     # Of an engine that listens itself:
@@ -86,6 +87,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId, tls: TlsConfig | Non
         limits=settings.limits,
         cache=_cache(settings),
         lease=settings.lease,
+        digest_share=settings.digest_share,
         open_channel=partial(open_channel, tls=tls),
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.kv.types import GroupKind, KvGroup, KvLayout, PoolMemory
+from services.kv.types import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.request import TokenLogprobs
 
 _SLOT_BYTES = 8
@@ -57,6 +57,9 @@ class FakeRunner:
         if pause_s > 0:
             self._sleep(pause_s)
         return [self._run_chunk(chunk) for chunk in chunks]
+
+    def read_page(self, page: PageId) -> memoryview:
+        return memoryview(self._slots[page]).cast("B")
 
     def close(self) -> None:
         self._slots = np.zeros((0, 0), dtype=np.uint64)

@@ -43,6 +43,8 @@ def make_ticket(
     decode_prefix_len: int,
     delta_pages: Sequence[PageId],
     write_until_s: float,
+    *,
+    want_digests: bool = False,
 ) -> KvTicket:
     """`delta_pages` hold tokens [decode_prefix_len, prompt_len), in token order.
 
@@ -62,6 +64,7 @@ def make_ticket(
         decode_prefix_len=decode_prefix_len,
         runs=runs_of(delta_pages),
         write_until_s=write_until_s,
+        want_digests=want_digests,
     )
 
 

@@ -126,6 +126,7 @@ class KvTicket:
     write_until_s: float  # on the writer's monotonic clock; nothing is posted at or past it
     state_slots: tuple[int, ...] = ()
     aux_slot: int | None = None
+    want_digests: bool = False  # of the delta's pages, with the word that they have landed
 
 
 class HitKind(Enum):

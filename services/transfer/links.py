@@ -282,7 +282,8 @@ class PrefillLink:
                 watch.on_accepted()
         elif (watch := self._last_word(status.room)) is not None:
             if status.state == _State.STATE_LANDED:
-                watch.on_landed(Landed(status.bytes_moved, status.descriptors))
+                digests = tuple(status.page_digests)
+                watch.on_landed(Landed(status.bytes_moved, status.descriptors, digests))
             elif status.state == _State.STATE_RENEGOTIATE:
                 watch.on_renegotiated(Renegotiated(status.start))
             else:

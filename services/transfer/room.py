@@ -8,6 +8,7 @@ from services.kv.handshake import RoomEvent, RoomState
 from services.kv.ticket import hit_kind
 from services.kv.types import HitKind, KvTicket, PageId, PoolMemory, RankId, Room
 from services.transfer.base import PeerName
+from services.transfer.delta_digests import DeltaDigests
 from services.transfer.delta_write import DeltaWrite
 from services.wire.isthmus.v1 import handshake_pb2
 
@@ -82,9 +83,16 @@ class PrefillRoom:
     pages: list[PageId] = field(default_factory=list)  # computed ones, from position 0 on
     peer: PeerName | None = None  # that it writes to, from its ticket on
     delta: DeltaWrite | None = None
+    digests: DeltaDigests | None = None  # where its ticket wants them
     began_s: float = 0.0
     outcome: Outcome | None = None
     reason: str = ""
+
+    @property
+    def landed(self) -> bool:
+        """All that its ticket asks for has been done."""
+        written = self.delta is not None and self.delta.landed
+        return written and (self.digests is None or self.digests.complete)
 
     @property
     def deadline_s(self) -> float | None:
@@ -116,6 +124,8 @@ class PrefillRoom:
             status.start = self.earlier_start
         if self.delta is not None:
             status.bytes_moved, status.descriptors = self.delta.bytes_moved, self.delta.descriptors
+        if self.digests is not None and state == handshake_pb2.Status.STATE_LANDED:
+            status.page_digests.extend(self.digests.values)
         if self.ticket is not None:
             status.hit = _HIT[hit_kind(self.ticket.decode_prefix_len, self.ticket.prompt_len)]
         self._say(handshake_pb2.HandshakeMessage(status=status))

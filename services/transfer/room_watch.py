@@ -34,6 +34,7 @@ class Landed:
 
     bytes_moved: int
     descriptors: int
+    page_digests: tuple[int, ...] = ()  # of the delta's pages, in token order; or none at all
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 
 from services.errors import Aborted, IsthmusError, PeerFailed, ProtocolError
 from services.kv.handshake import RoomEffect, RoomEvent, RoomState, step_room
+from services.kv.page_digest import ReadPage
 from services.kv.ticket import StartsWithinPage, check_ticket
 from services.kv.transfer_plan import pages_covering
 from services.kv.types import KvLayout, KvTicket, PageId, RankId, Room
 from services.transfer.base import PeerName, Transport
+from services.transfer.delta_digests import DeltaDigests
 from services.transfer.delta_write import DeltaWrite
 from services.transfer.hello import Hello
 from services.transfer.room import Link, Outcome, PrefillRoom, Request, RoomEnd, Send
@@ -27,6 +29,7 @@ from services.wire.isthmus.v1 import handshake_pb2
 log = logging.getLogger(__name__)
 
 _MAX_TOMBSTONES = 4096
+_DIGEST_PIECE_BYTES = 4 * 2**20  # about a millisecond, in which no other room's pages are posted
 _OVER = (RoomState.ENDED, RoomState.ABANDONED)
 _STOPPING = (RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL)
 _AWAITS_TICKET = (RoomState.NEW, RoomState.REQUESTED, RoomState.ABANDONED)
@@ -40,12 +43,15 @@ class RoomTable:
         own_id: RankId,
         clock: Callable[[], float],
         max_post_bytes: int,
+        read_page: ReadPage,
     ) -> None:
         self._transport = transport
         self._layout = layout
         self._own_id = own_id
         self._clock = clock
         self._max_pages = max(1, max_post_bytes // layout.page_bytes)
+        self._max_digests = max(1, _DIGEST_PIECE_BYTES // layout.page_bytes)
+        self._read_page = read_page
         self._links: dict[int, Link] = {}
         self._doubted: set[PeerName] = set()  # a write to it has failed, and other rooms still write
         self._rooms: dict[Room, PrefillRoom] = {}
@@ -231,7 +237,7 @@ class RoomTable:
     def _advance(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
         moved, descriptors = delta.bytes_moved, delta.descriptors
         try:
-            progressed = delta.poll() | self._post(room, delta)
+            progressed = delta.poll() | self._post(room, delta) | self._digest(room)
         except IsthmusError as error:
             if isinstance(error, PeerFailed):
                 self._doubt(room.peer)
@@ -239,7 +245,7 @@ class RoomTable:
             progressed = True
         self.bytes_moved_total += delta.bytes_moved - moved
         self.descriptors_total += delta.descriptors - descriptors
-        if room.state is RoomState.WRITING and delta.landed:
+        if room.state is RoomState.WRITING and room.landed:
             self._step(room, RoomEvent.LANDED)
         elif room.state in _STOPPING and delta.writes_in_flight == 0:
             self._step(room, RoomEvent.WRITES_STOPPED)
@@ -253,6 +259,11 @@ class RoomTable:
             raise Aborted("the write lease is over")
         delta.post(self._transport, room.peer, self._max_pages)
         return True
+
+    def _digest(self, room: PrefillRoom) -> bool:
+        if room.state is not RoomState.WRITING or room.digests is None:
+            return False
+        return room.digests.advance(self._read_page, self._max_digests)
 
     def _step(self, room: PrefillRoom, event: RoomEvent, reason: str = "") -> None:
         room.state, effects = step_room(room.state, event)
@@ -284,6 +295,8 @@ class RoomTable:
     def _start_writes(self, room: PrefillRoom) -> None:
         assert room.ticket is not None
         room.delta = DeltaWrite(room.ticket, self._layout.page_size, room.pages)
+        if room.ticket.want_digests:
+            room.digests = DeltaDigests(room.ticket, self._layout.page_size, room.pages)
         room.began_s = self._clock()
 
     def _reject(self, link: Link, room: PrefillRoom, reason: str) -> None:
@@ -295,7 +308,7 @@ class RoomTable:
     def _finish(self, room: PrefillRoom) -> None:
         """The room is over: end its request, keep a tombstone."""
         request, peer, end = room.request, room.peer, room.end(self._clock())
-        room.request, room.delta, room.peer, room.pages = None, None, None, []
+        room.request, room.delta, room.digests, room.peer, room.pages = None, None, None, None, []
         room.ticket, room.link = None, None  # who speaks to a room that is over, says where from
         self._rooms.pop(room.id, None)
         self._tombstones[room.id] = room

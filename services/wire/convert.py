@@ -198,6 +198,7 @@ def ticket_to_proto(ticket: KvTicket) -> handshake_pb2.KvTicket:
         state_slots=ticket.state_slots,
         aux_slot=ticket.aux_slot,
         write_until_s=ticket.write_until_s,
+        want_digests=ticket.want_digests,
     )
 
 
@@ -211,6 +212,7 @@ def ticket_from_proto(pb: handshake_pb2.KvTicket) -> KvTicket:
         write_until_s=finite("ticket.write_until_s", pb.write_until_s),
         state_slots=tuple(pb.state_slots),
         aux_slot=pb.aux_slot if pb.HasField("aux_slot") else None,
+        want_digests=pb.want_digests,
     )
 
 

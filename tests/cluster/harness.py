@@ -30,6 +30,7 @@ FAKE_RANK = RankConfig(
     max_running_requests=16,
     write_lease_s=2.0,
     fence_margin_s=0.3,
+    kv_digest_share=1.0,
     grace_s=1.0,
 )
 

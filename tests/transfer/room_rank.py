@@ -69,15 +69,27 @@ class FakeTransport:
             write.done = True
 
 
+def page_of(page):
+    """Its bytes in the rank's pool."""
+    return memoryview(page.to_bytes(LAYOUT.page_bytes))
+
+
 class Rank:
     """A prefill rank with one link to DECODE."""
 
     def __init__(self, max_post_bytes=1 << 20, **transport):
         self.now_s = 100.0
         self.transport = FakeTransport(**transport)
-        self.rooms = RoomTable(self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes)
+        self.read = []
+        self.rooms = RoomTable(
+            self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes, self.read_page
+        )
         self.said, self.ends = [], []
         self.link_up(1)
+
+    def read_page(self, page):
+        self.read.append(page)
+        return page_of(page)
 
     def link_up(self, link_id, decode=DECODE):
         self.rooms.link_up(
@@ -95,10 +107,22 @@ class Rank:
 
         return send
 
-    def ticket(self, room=A, prompt_len=10, prefix_len=0, link_id=1, until_s=110.0, generation=7, pages=None):
+    def ticket(
+        self,
+        room=A,
+        prompt_len=10,
+        prefix_len=0,
+        link_id=1,
+        until_s=110.0,
+        generation=7,
+        pages=None,
+        want_digests=False,
+    ):
         num_pages = -(-prompt_len // PAGE) - prefix_len // PAGE
         runs = runs_of(pages if pages is not None else range(500, 500 + num_pages))
-        ticket = KvTicket(room, Generation(generation), prompt_len, prefix_len, runs, until_s)
+        ticket = KvTicket(
+            room, Generation(generation), prompt_len, prefix_len, runs, until_s, want_digests=want_digests
+        )
         self.rooms.ticket(link_id, ticket)
 
     def request(self, room=A, prompt_len=10, decode=DECODE, timeout_s=30.0):

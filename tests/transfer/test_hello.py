@@ -55,6 +55,19 @@ MESSAGES = {
             descriptors=2,
         )
     ),
+    "ticket_with_digests": pb.HandshakeMessage(
+        ticket=convert.ticket_to_proto(replace(TICKET, want_digests=True))
+    ),
+    "status_with_digests": pb.HandshakeMessage(
+        status=pb.Status(
+            room=TICKET.room,
+            state=pb.Status.STATE_LANDED,
+            bytes_moved=2 << 20,
+            hit=pb.HIT_KIND_PARTIAL,
+            descriptors=1,
+            page_digests=[0x1122334455667788, 0xFFEEDDCCBBAA9988],
+        )
+    ),
     "abort": pb.HandshakeMessage(abort=pb.Abort(room=TICKET.room)),
     "abort_ack": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room)),
     "renew": pb.HandshakeMessage(renew=pb.RenewLease(room=TICKET.room, write_until_s=1244.5)),

@@ -11,6 +11,7 @@ import pytest
 
 from services import rpc
 from services.errors import ConfigError, PeerFailed, StaleGeneration, Unavailable
+from services.kv.page_digest import digest_of
 from services.kv.transfer_plan import runs_of
 from services.kv.types import Generation, KvLayout, KvTicket, PageId, PoolMemory, RankAddress, RankId, Room
 from services.transfer import links as links_module
@@ -68,7 +69,13 @@ class Prefill:
     def __init__(self, pool, generation=7, layout=LAYOUT):
         self.pool, self.transport = pool, GatedTransport()
         self.id = RankId("prefill", 0, Generation(generation))
-        self.sender = KvSender(lambda: self.transport, pool.memory, layout, self.id)
+        self.sender = KvSender(
+            lambda: self.transport,
+            pool.memory,
+            layout,
+            self.id,
+            read_page=lambda page: memoryview(pool.pages[page]),
+        )
         self.sender.start()
         self.server = None
 
@@ -124,7 +131,7 @@ class Pair:
         self.prefills.append(Prefill(self.make_pool(NUM_PAGES, PAGE_BYTES, seed=2), **fields))
         return self.prefills[-1]
 
-    def send_ticket(self, link, targets, prompt_len=10, prefix_len=0, lease_s=10.0, room=None):
+    def send_ticket(self, link, targets, prompt_len=10, prefix_len=0, lease_s=10.0, room=None, **fields):
         ticket = KvTicket(
             room if room is not None else next(self.rooms),
             link.address.id.generation,
@@ -132,6 +139,7 @@ class Pair:
             prefix_len,
             runs_of([PageId(page) for page in targets]),
             link.write_until_s(lease_s),
+            **fields,
         )
         return link.send_ticket(ticket)
 
@@ -182,6 +190,14 @@ async def test_the_delta_lands_and_nothing_else_changes(
     assert prefill.sender.writes_in_flight == 0
     assert (pair.pool.pages == expected).all()
     await watch.writer_stopped(fence_s=60.0)
+
+
+@pytest.mark.parametrize("want_digests", [True, False])
+async def test_digests_come_with_the_last_word_to_who_wants_them(pair, prefill, link, want_digests):
+    watch = pair.send_ticket(link, (9, 3), prefix_len=4, want_digests=want_digests)
+    prefill.request(watch.room, 10, (5, 6, 30))
+    digests = (await watch.landed()).page_digests
+    assert digests == tuple(digest_of(memoryview(pair.pool.pages[page])) for page in (9, 3) if want_digests)
 
 
 async def test_a_full_hit_lands_before_anything_is_computed(pair, prefill, link):
@@ -461,7 +477,7 @@ async def test_a_stopped_sender_ends_every_room_and_takes_no_more(pair, prefill,
 
 def test_a_pool_that_cannot_be_registered_stops_the_start():
     vram = PoolMemory(0, 4, kind="VRAM")
-    sender = KvSender(LocalTransport, vram, LAYOUT, DECODE)
+    sender = KvSender(LocalTransport, vram, LAYOUT, DECODE, read_page=lambda page: memoryview(b""))
     with pytest.raises(ConfigError, match="VRAM"):
         sender.start()
     sender.stop()

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.kv.page_digest import digest_of
 from services.kv.types import PageId
 from services.transfer.room import Outcome
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.room_rank import LAYOUT, OTHER_DECODE, PAGE, A, B, Rank
+from transfer.room_rank import LAYOUT, OTHER_DECODE, PAGE, A, B, Rank, page_of
 
 
 @pytest.fixture
@@ -106,6 +107,68 @@ def test_what_is_computed_while_posts_are_in_flight_goes_out_in_one():
     rank.transport.writes[0].done = True
     rank.turn()
     assert [write.size_bytes for write in rank.transport.writes] == [100, 100, 300]
+
+
+@pytest.mark.parametrize("prefix_len", [0, 8])
+def test_the_word_that_pages_have_landed_brings_their_digests(rank, prefix_len):
+    rank.ticket(prefix_len=prefix_len, want_digests=True)
+    rank.request()
+    rank.pages(0, 8, first=40)
+    rank.turn()
+    rank.pages(8, 10, first=40)
+    rank.turn()
+    assert list(rank.last.status.page_digests) == []
+    rank.transport.land()
+    rank.turn()
+    assert rank.take_said() == ["accepted", "landed"]
+    delta = range(40, 43)[prefix_len // PAGE :]
+    assert list(rank.last.status.page_digests) == [digest_of(page_of(page)) for page in delta]
+    assert rank.read == list(delta)
+
+
+def test_who_wants_no_digests_gets_none(rank):
+    rank.ticket()
+    rank.request()
+    rank.pages(0, 10)
+    rank.turn()
+    rank.transport.land()
+    rank.turn()
+    assert (rank.take_said(), rank.read) == (["accepted", "landed"], [])
+    assert list(rank.last.status.page_digests) == []
+
+
+def test_digests_take_turns_with_other_rooms_posts(rank, monkeypatch):
+    monkeypatch.setattr(rank.rooms, "_max_digests", 2)
+    rank.ticket(A, prompt_len=20, want_digests=True)
+    rank.request(A, prompt_len=20)
+    rank.pages(0, 20, A)
+    rank.rooms.turn()
+    rank.transport.land()
+    rank.ticket(B, prompt_len=4, pages=[600])
+    rank.request(B, prompt_len=4)
+    rank.pages(0, 4, B)
+    rank.take_said()
+    assert rank.rooms.turn()
+    assert (len(rank.read), len(rank.transport.writes), rank.take_said()) == (4, 2, [])
+    assert rank.rooms.turn()
+    assert (len(rank.read), rank.take_said()) == (5, ["landed"])
+
+
+@pytest.mark.parametrize("end", ["fails", "is aborted"])
+def test_nothing_is_digested_for_a_transfer_that_is_over(rank, end, monkeypatch):
+    monkeypatch.setattr(rank.rooms, "_max_digests", 1)
+    rank.ticket(want_digests=True)
+    rank.request()
+    rank.pages(0, 10)
+    rank.rooms.turn()
+    if end == "fails":
+        rank.transport.writes[0].failure = "cut"
+    else:
+        rank.rooms.abort(1, A)
+        rank.transport.land()
+    rank.turn()
+    assert rank.take_said() == ["accepted", "failed" if end == "fails" else "ack"]
+    assert len(rank.read) == 1
 
 
 @pytest.mark.parametrize("requested", [False, True])

@@ -23,16 +23,17 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, EndQuarantine, Landed, Renegotiate
-from services.errors import PeerFailed, ProtocolError, StaleGeneration
+from services.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
 from services.kv.handshake import (
     ReservationEffect,
     ReservationEvent,
     ReservationState,
     step_reservation,
 )
+from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket
 from services.kv.transfer_plan import delta_bytes
-from services.kv.types import Plan, RankId, Rendezvous, Room
+from services.kv.types import PageId, Plan, RankId, Rendezvous, Room
 from services.request import Admitted, GenerationRequest, Output, PrefillResult
 from services.transfer.base import Transport
 from services.transfer.links import PrefillLink, PrefillLinks
@@ -67,6 +68,7 @@ class _Received:
 
     prefill: PrefillResult
     bytes_moved: int
+    digested_pages: int
     link_s: float  # until the handshake with the rank stood
     transfer_s: float
 
@@ -85,12 +87,14 @@ class PagedDecodeEngine(PagedEngine):
         limits: Limits,
         cache: CacheSettings,
         lease: Lease,
+        digest_share: float = 0.0,
         open_channel: OpenChannel = rpc.open_channel,
     ) -> None:
         super().__init__(make_runner, limits, cache)
         self._open_transport = open_transport
         self._own_id = own_id
         self._lease = lease
+        self._digest_share = digest_share
         self._open_channel = open_channel
         self._transport: Transport | None = None
         self._links: PrefillLinks | None = None
@@ -151,8 +155,8 @@ class PagedDecodeEngine(PagedEngine):
         """Have the delta computed elsewhere and written into our pages.
 
         Raises:
-            PeerFailed, NoCapacity: the prefill leg failed; the pages are given back, or are in
-                quarantine until the writer has stopped.
+            PeerFailed, NoCapacity: the prefill leg failed, or other bytes landed than prefill wrote; the
+                pages are given back, or are in quarantine until the writer has stopped.
             Unavailable: the rank is stopping; likewise.
         """
         assert self._links is not None
@@ -163,7 +167,7 @@ class PagedDecodeEngine(PagedEngine):
         except StaleGeneration as error:
             raise PeerFailed(str(error)) from error
         room = Room(secrets.randbits(64))
-        delta = _Delta(self, seq, link, room, self._lease)
+        delta = _Delta(self, seq, link, room, self._lease, is_sampled(room, self._digest_share))
         began = time.monotonic()
         delta.send_ticket(reserved)
         try:
@@ -175,6 +179,7 @@ class PagedDecodeEngine(PagedEngine):
             )
             _check_bytes(landed.bytes_moved, delta_bytes(delta.start, len(seq.ids), self.layout))
             _check_token(prefill.first_token_id, self.vocab_size)
+            digested_pages = await delta.check_digests(landed)
         except BaseException:
             delta.on(ReservationEvent.CANCELLED)
             raise
@@ -182,7 +187,7 @@ class PagedDecodeEngine(PagedEngine):
         self.post(Landed(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
-        return _Received(prefill, landed.bytes_moved, began - reserved_at, transfer_s)
+        return _Received(prefill, landed.bytes_moved, digested_pages, began - reserved_at, transfer_s)
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
         """Set the pages aside; `on_stopped` is called when nobody can write them any more."""
@@ -216,6 +221,7 @@ class PagedDecodeEngine(PagedEngine):
             prefill_compute_s=prefill.compute_s if prefill is not None else first.compute_s,
             transfer_s=received.transfer_s if received is not None else 0.0,
             plan=Plan.LOCAL if received is None else Plan.REMOTE,
+            digested_pages=received.digested_pages if received is not None else 0,
         )
 
 
@@ -223,21 +229,29 @@ class _Delta:
     """One request's delta, from the first ticket to the last word: the shell of the reservation table."""
 
     def __init__(
-        self, engine: PagedDecodeEngine, seq: Sequence, link: PrefillLink, room: Room, lease: Lease
+        self,
+        engine: PagedDecodeEngine,
+        seq: Sequence,
+        link: PrefillLink,
+        room: Room,
+        lease: Lease,
+        want_digests: bool,
     ) -> None:
         self._engine = engine
         self._seq = seq
         self._link = link
         self._room = room
         self._lease = lease
+        self._want_digests = want_digests
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
         self._state = ReservationState.RESERVED
         self._watch: RoomWatch | None = None
+        self._pages: tuple[PageId, ...] = ()  # that are written into
         self.start = 0  # tokens
 
     def send_ticket(self, reserved: Reserved) -> None:
         """Raises PeerFailed when the link has ended; then nothing was sent."""
-        self.start = reserved.prefix_len
+        self.start, self._pages = reserved.prefix_len, reserved.delta_pages
         ticket = make_ticket(
             self._room,
             self._link.address.id.generation,
@@ -245,6 +259,7 @@ class _Delta:
             reserved.prefix_len,
             reserved.delta_pages,
             self._link.write_until_s(self._lease.write_lease_s),
+            want_digests=self._want_digests,
         )
         self._watch = self._link.send_ticket(ticket)
         self.on(ReservationEvent.PREFILL_SENT)
@@ -261,6 +276,34 @@ class _Delta:
             self.start = outcome.start
             self.on(ReservationEvent.RENEGOTIATED)
             self.send_ticket(await self._reserved_again.get())
+
+    async def check_digests(self, landed: LandedDelta) -> int:
+        """How many pages were compared with what prefill says it wrote: none where it says nothing of that.
+
+        Raises:
+            KvCorrupt: a page differs.
+        """
+        digests, pages = landed.page_digests, self._pages
+        if not self._want_digests or not digests:
+            return 0
+        if len(digests) != len(pages):
+            raise PeerFailed(f"prefill sent {len(digests)} digests of {len(pages)} pages")
+        wrong = await asyncio.to_thread(differing_pages, digests, pages, self._engine.read_page)
+        if wrong:
+            self._tell_corrupt(wrong)
+            raise KvCorrupt(f"{self._link.address.id}: {len(wrong)} of {len(pages)} pages came changed")
+        return len(pages)
+
+    def _tell_corrupt(self, wrong: tuple[PageId, ...]) -> None:
+        log.error(
+            "kv_digest_mismatch request_id=%s prefill=%s room=%016x page=%d differing=%d pages=%d",
+            self._seq.request.request_id,
+            self._link.address.id,
+            self._room,
+            wrong[0],
+            len(wrong),
+            len(self._pages),
+        )
 
     async def attend(self, mailbox: Mailbox) -> None:
         """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""

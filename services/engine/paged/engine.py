@@ -14,7 +14,7 @@ from services.engine.paged.thread import CheckBooks, Command, EngineThread, Fail
 from services.engine.paged.warm_up import warm_up
 from services.errors import Unavailable
 from services.kv.prefix_cache import PrefixCache
-from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
+from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PageId, PoolMemory, RankLoad
 from services.request import GenerationRequest
 
 # Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts
@@ -77,6 +77,10 @@ class PagedEngine:
     @property
     def memory(self) -> PoolMemory:
         return self._running_core.runner.memory
+
+    def read_page(self, page: PageId) -> memoryview:
+        """See ModelRunner.read_page."""
+        return self._running_core.runner.read_page(page)
 
     @property
     def max_context_tokens(self) -> int:

@@ -43,7 +43,7 @@ class RunnerFailed(Exception):
 
 
 class ModelRunner(Protocol):
-    """Called from the engine's thread only."""
+    """Called from the engine's thread only, but for `read_page`."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -64,6 +64,9 @@ class ModelRunner(Protocol):
         memory and may be read by a transport. Chunks of any lengths may be mixed. No two chunks
         write the same page; they may read the same ones.
         """
+
+    def read_page(self, page: PageId) -> memoryview:
+        """The page's bytes, in the host's memory: copied there where the pool is not. Any thread may call."""
 
     def close(self) -> None:
         """Free the pool."""

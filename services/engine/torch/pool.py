@@ -3,7 +3,7 @@
 import torch
 
 from services.errors import ConfigError
-from services.kv.types import GroupKind, KvGroup, KvLayout, PoolMemory
+from services.kv.types import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.transfer.host_memory import map_memory
 
 
@@ -20,7 +20,11 @@ class KvPool:
         dtype: torch.dtype = getattr(torch, group.dtype)
         page_bytes = torch.Size(page_shape).numel() * dtype.itemsize
         self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=(group,))
-        self.kv = _allocate(num_pages * page_bytes, device).view(dtype).view(num_pages, *page_shape)
+        memory = _allocate(num_pages * page_bytes, device)
+        self.kv = memory.view(dtype).view(num_pages, *page_shape)
+        self._bytes = memoryview(memory.numpy()) if device.type == "cpu" else None
+        # On the stream that computes each copy would wait for a step.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def memory(self) -> PoolMemory:
@@ -28,9 +32,18 @@ class KvPool:
         kind, device_id = ("VRAM", self.kv.device.index or 0) if on_cuda else ("DRAM", 0)
         return PoolMemory(self.kv.data_ptr(), self.kv.shape[0], kind, device_id)
 
+    def read_page(self, page: PageId) -> memoryview:
+        """Its bytes, in the host's memory."""
+        if self._bytes is not None:
+            first = page * self.layout.page_bytes
+            return self._bytes[first : first + self.layout.page_bytes]
+        with torch.cuda.stream(self._copies):
+            return memoryview(self.kv[page].view(-1).view(torch.uint8).cpu().numpy())
+
     def close(self) -> None:
         """Free the memory; `kv` has no pages afterwards."""
         self.kv = self.kv.new_empty(0, *self.kv.shape[1:])
+        self._bytes = None
 
 
 def full_attention_group(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KvGroup:

@@ -13,7 +13,7 @@ from services.engine.torch.pool import KvPool, full_attention_group
 from services.engine.torch.sampling import sample
 from services.engine.torch.step_view import InPlace, view_step
 from services.errors import ConfigError, ProtocolError
-from services.kv.types import KvLayout, PoolMemory
+from services.kv.types import KvLayout, PageId, PoolMemory
 
 
 class TorchRunner:
@@ -85,6 +85,9 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # a transport reads the pages as soon as we return
         return results
+
+    def read_page(self, page: PageId) -> memoryview:
+        return self._pool.read_page(page)
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""

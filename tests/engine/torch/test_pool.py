@@ -1,3 +1,5 @@
+import ctypes
+
 import pytest
 import torch
 
@@ -20,6 +22,16 @@ def test_a_page_is_one_run_of_bytes_at_the_address_that_the_layout_says(dtype):
     assert pool.layout.page_bytes == 3 * 2 * 2 * 8 * 4 * dtype.itemsize
     for page in range(5):
         assert pool.kv[page].data_ptr() == pool.memory.base_address + page * pool.layout.page_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_page_is_read_as_its_bytes(dtype):
+    pool = make_pool(dtype=dtype)
+    pool.kv.copy_(torch.rand(pool.kv.shape))
+    whole = ctypes.string_at(pool.memory.base_address, 5 * pool.layout.page_bytes)
+    for page in range(5):
+        first = page * pool.layout.page_bytes
+        assert bytes(pool.read_page(page)) == whole[first : first + pool.layout.page_bytes]
 
 
 def test_the_pool_says_what_a_peer_must_know():

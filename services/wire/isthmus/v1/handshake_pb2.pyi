@@ -181,7 +181,7 @@ class PageRun(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class KvTicket(_message.Message):
-    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "state_slots", "aux_slot", "write_until_s", "tickets_of_room", "no_pages", "engine_state")
+    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "state_slots", "aux_slot", "write_until_s", "tickets_of_room", "no_pages", "engine_state", "want_digests")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     PREFILL_GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class KvTicket(_message.Message):
     TICKETS_OF_ROOM_FIELD_NUMBER: _ClassVar[int]
     NO_PAGES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
+    WANT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     room: int
     prefill_generation: int
     prompt_len: int
@@ -204,7 +205,8 @@ class KvTicket(_message.Message):
     tickets_of_room: int
     no_pages: bool
     engine_state: bytes
-    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., state_slots: _Optional[_Iterable[int]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ..., tickets_of_room: _Optional[int] = ..., no_pages: _Optional[bool] = ..., engine_state: _Optional[bytes] = ...) -> None: ...
+    want_digests: bool
+    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., state_slots: _Optional[_Iterable[int]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ..., tickets_of_room: _Optional[int] = ..., no_pages: _Optional[bool] = ..., engine_state: _Optional[bytes] = ..., want_digests: _Optional[bool] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ("room", "write_until_s")
@@ -215,7 +217,7 @@ class RenewLease(_message.Message):
     def __init__(self, room: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors")
+    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Status.State]
@@ -237,6 +239,7 @@ class Status(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     HIT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     room: int
     state: Status.State
     reason: str
@@ -244,7 +247,8 @@ class Status(_message.Message):
     bytes_moved: int
     hit: HitKind
     descriptors: int
-    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ...) -> None: ...
+    page_digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("room", "generation")

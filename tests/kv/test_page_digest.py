@@ -1,0 +1,43 @@
+"""What is sampled, and which pages differ, against what is said of them by hand."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.kv.page_digest import differing_pages, digest_of, is_sampled
+from services.kv.types import PageId, Room
+
+rooms = st.integers(0, 2**64 - 1).map(Room)
+shares = st.floats(0, 1)
+
+
+@given(rooms, shares, shares)
+def test_a_larger_share_has_all_that_a_smaller_one_has(room, one, other):
+    assert is_sampled(room, min(one, other)) <= is_sampled(room, max(one, other))
+    assert not is_sampled(room, 0.0)
+    assert is_sampled(room, 1.0)
+
+
+@given(shares, st.integers(1, 200))
+def test_of_rooms_spread_evenly_it_is_that_share(share, num_rooms):
+    spread = [Room(2**64 * i // num_rooms) for i in range(num_rooms)]
+    assert abs(sum(is_sampled(room, share) for room in spread) - share * num_rooms) <= 1
+
+
+contents = st.binary(min_size=1, max_size=32)
+
+
+@given(st.data(), st.lists(contents, min_size=1, max_size=8))
+def test_exactly_the_pages_that_differ_are_named(data, written):
+    pages = data.draw(st.permutations(range(100)).map(lambda ids: [PageId(i) for i in ids[: len(written)]]))
+    landed = dict(zip(pages, (data.draw(st.just(page) | contents) for page in written), strict=True))
+    digests = [digest_of(memoryview(page)) for page in written]
+    expected = [page for page, content in zip(pages, written, strict=True) if landed[page] != content]
+    assert list(differing_pages(digests, pages, lambda page: memoryview(landed[page]))) == expected
+
+
+@given(st.binary(min_size=1, max_size=512), st.data())
+def test_one_bit_is_enough(content, data):
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    assert digest_of(memoryview(changed)) != digest_of(memoryview(content))
