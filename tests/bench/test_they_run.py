@@ -3,7 +3,7 @@
 import json
 import sys
 
-from bench import decode_cache
+from bench import decode_cache, transfer
 
 
 def test_decode_cache_quickly(tmp_path, monkeypatch):
@@ -15,3 +15,18 @@ def test_decode_cache_quickly(tmp_path, monkeypatch):
     written = json.loads(figures.read_text())
     assert {row["cache"] for row in written["rows"]} == {"on", "off"}
     assert all(row["rejected"] == 0 for row in written["rows"])
+
+
+def test_transfer_quickly(tmp_path, monkeypatch):
+    figures = tmp_path / "figures.json"
+    monkeypatch.setattr(transfer, "PAGE_BYTES", (256 * transfer.KIB,))
+    arguments = ["--total-mib=4", "--pool-mib=12", "--rounds=1", f"--json={figures}"]
+    monkeypatch.setattr(sys, "argv", ["transfer", *arguments])
+    transfer.main()
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["pool"] for row in rows] == list(transfer.KINDS)
+    fresh, aged, scattered = (row["descriptors"] for row in rows)
+    assert fresh == 1 <= aged <= scattered <= 16
+    made_up = transfer.run_made_up(3.0, 1, total_bytes=4 * transfer.MIB, rounds=1)
+    assert [row["pool"] for row in made_up] == ["fresh", "made up"]
+    assert made_up[0]["descriptors"] == 1 <= made_up[1]["descriptors"] <= 16
