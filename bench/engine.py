@@ -215,7 +215,7 @@ def prefill_rows(runner: TorchRunner, model: PreTrainedModel, plan: Plan, rng: r
             return prefill(runner, prompt, pages, plan.chunk_size)
 
         def theirs(prompt: list[int] = prompt) -> int:
-            return prefill_with_transformers(model, prompt)
+            return int(prefill_with_transformers(model, prompt))
 
         agreed = ours() == theirs()
         samples = alternate({"ours": ours, "transformers": theirs}, max(3, plan.rounds // 3))

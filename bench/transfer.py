@@ -64,7 +64,8 @@ class Pool:
             torch.cuda.synchronize(device)
         self.address = self.bytes.data_ptr()
         self.size_bytes = size_bytes
-        self.kind, self.device_id = ("VRAM", device.index) if device.type == "cuda" else ("DRAM", 0)
+        self.kind = "VRAM" if device.type == "cuda" else "DRAM"
+        self.device_id: int = device.index or 0
 
     def read_page(self, page: PageId, page_bytes: int) -> memoryview:
         piece = self.bytes[page * page_bytes : (page + 1) * page_bytes]
