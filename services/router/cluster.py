@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ class ClusterSettings:
 class HashedPrompt:
     """A prompt and the names of its full index blocks."""
 
-    ids: tuple[int, ...]
+    ids: "array[int]"  # "I"
     seed: int
     hashes: tuple[BlockHash, ...]
 
@@ -189,7 +190,7 @@ class Cluster:
 
     # -- placement --------------------------------------------------------------------------------
 
-    async def hash(self, ids: tuple[int, ...], tenant: str) -> HashedPrompt:
+    async def hash(self, ids: "array[int]", tenant: str) -> HashedPrompt:
         """Off the loop where it would be felt."""
         if len(ids) < _LONG_PROMPT:
             return self._hash(ids, tenant)
@@ -240,7 +241,7 @@ class Cluster:
         """The decode rank said what it really had: learn from it, and correct the index."""
         self._placer.admitted(request_id, placed.prompt.hashes, placed.decision, admitted)
 
-    def finished(self, placed: Placed, all_ids: tuple[int, ...]) -> None:
+    def finished(self, placed: Placed, all_ids: "array[int]") -> None:
         """A request ended well: its decode rank will soon say that it holds prompt and answer."""
         prompt = placed.prompt
         self._placer.finished(prompt.hashes, placed.decision, all_ids, prompt.seed)
@@ -274,7 +275,7 @@ class Cluster:
         view = self._mirror.ranks.get(life.key)
         return view if view is not None and view.registration.id == life else None
 
-    def _hash(self, ids: tuple[int, ...], tenant: str) -> HashedPrompt:
+    def _hash(self, ids: "array[int]", tenant: str) -> HashedPrompt:
         seed = scope_seed(self._settings.model_name, tenant)
         return HashedPrompt(ids, seed, tuple(sequence_hashes(ids, self._settings.placer.index_block, seed)))
 

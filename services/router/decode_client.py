@@ -22,13 +22,18 @@ from services.errors import InvalidRequest, IsthmusError, PeerFailed
 from services.kv.types import RankAddress, RankLoad
 from services.request import Output, StartCommand
 from services.wire import convert, convert_request
-from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
+from services.wire.isthmus.v1 import decode_pb2
+from services.wire.packed_ids import PackedIds, length_delimited
 
 log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0  # ten missed reports
 _TICK_S = 0.5
 _RETRY_S = 0.2
+_ATTACH = f"/{decode_pb2.DESCRIPTOR.services_by_name['Decode'].full_name}/Attach"
+_START = decode_pb2.Command.START_FIELD_NUMBER
+_PROMPT_IDS = decode_pb2.Start.PROMPT_IDS_FIELD_NUMBER
+_NO_IDS = PackedIds.of(())
 
 
 class DecodeRankLost(PeerFailed):
@@ -94,10 +99,9 @@ class DecodeClient:
     ) -> None:
         self.address = address
         self._channel = rpc.open_channel(address.endpoint, tls)
-        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
         self._on_load = on_load
         self._on_lost = on_lost
-        self._commands: asyncio.Queue[decode_pb2.Command] = asyncio.Queue()
+        self._commands: asyncio.Queue[bytes] = asyncio.Queue()  # serialized
         self._streams: dict[str, OutputStream] = {}
         self._idle = asyncio.Event()  # no request runs
         self._idle.set()
@@ -105,8 +109,8 @@ class DecodeClient:
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
 
-    def start(self, command: StartCommand) -> OutputStream:
-        """Send a request to the rank.
+    def start(self, command: StartCommand, prompt: PackedIds = _NO_IDS) -> OutputStream:
+        """Send a request to the rank. `prompt` is its prompt, where the command's request has none.
 
         Raises:
             DecodeRankLost: the rank is not connected.
@@ -119,10 +123,10 @@ class DecodeClient:
         request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
         command = replace(command, request=replace(command.request, request_id=request_id))
         start = convert_request.start_to_proto(command, self.address.id.generation)
-        message = decode_pb2.Command(start=start)
-        if (size_bytes := message.ByteSize()) > rpc.MAX_MESSAGE_BYTES:
+        message = length_delimited(_START, start.SerializeToString() + prompt.field(_PROMPT_IDS))
+        if len(message) > rpc.MAX_MESSAGE_BYTES:
             raise InvalidRequest(
-                f"the request is too large: {size_bytes} bytes, and a message holds {rpc.MAX_MESSAGE_BYTES}"
+                f"the request is too large: {len(message)} bytes, and a message holds {rpc.MAX_MESSAGE_BYTES}"
             )
         stream = self._streams[request_id] = OutputStream(self, request_id)
         self._idle.clear()
@@ -131,7 +135,7 @@ class DecodeClient:
 
     def send_abort(self, request_id: str) -> None:
         abort = decode_pb2.AbortCommand(request_id=request_id)
-        self._commands.put_nowait(decode_pb2.Command(abort=abort))
+        self._commands.put_nowait(decode_pb2.Command(abort=abort).SerializeToString())
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -174,7 +178,8 @@ class DecodeClient:
 
     async def _attach(self) -> None:
         self._commands = asyncio.Queue()  # what was meant for the old stream is void
-        call = self._stub.Attach()
+        # No stub: what it would serialize is serialized.
+        call = self._channel.stream_stream(_ATTACH, None, decode_pb2.StepOutputs.FromString)()
         writer = asyncio.create_task(self._write(call))
         limit = asyncio.timeout(None)
         watch = asyncio.create_task(self._end_when_silent(limit))

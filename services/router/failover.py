@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable
 
 from services import telemetry
@@ -26,6 +27,7 @@ from services.router.cluster import Cluster, HashedPrompt, Placed
 from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.metrics import RouterMetrics
 from services.router.progress import Checked, Progress
+from services.wire.packed_ids import PackedIds
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class FailoverStream:
         cluster: Cluster,
         metrics: RouterMetrics,
         checked: Checked,
-        prompt: tuple[int, ...],
+        prompt: PackedIds,
         progress: Progress,
         *,
         eos_token_ids: tuple[int, ...],
@@ -108,7 +110,7 @@ class FailoverStream:
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
         began = self._clock()
-        ids = self._prompt + tuple(self._progress.output_ids)
+        ids = self._prompt.ids + array("I", self._progress.output_ids)
         prompt = await self._cluster.hash(ids, self._checked.tenant)
         self._progress.route_s += self._clock() - began
         return prompt
@@ -127,7 +129,7 @@ class FailoverStream:
         progress.tokens_when_placed = len(progress.output_ids)
         placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded), max_wait_s)
         progress.placed = placed
-        progress.stream = placed.client.start(self._command(placed))
+        progress.stream = placed.client.start(self._command(placed), self._prompt)
         self._cluster.sent(checked.request_id, checked.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
@@ -138,7 +140,7 @@ class FailoverStream:
         checked = self._checked
         request = GenerationRequest(
             request_id=checked.request_id,
-            prompt_ids=self._prompt,
+            prompt_ids=(),  # they go as they came
             sampling=checked.sampling,
             output_ids_so_far=tuple(self._progress.output_ids),
             cache_salt=checked.tenant,

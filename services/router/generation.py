@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,9 +41,11 @@ from services.router.tokenizer import Tokenizer
 from services.router.trace_attributes import attributes_of
 from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
+from services.wire.packed_ids import PackedIds
 
 log = logging.getLogger(__name__)
 
+_PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
@@ -101,9 +104,15 @@ class Generator:
         return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
 
     async def generate(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float | None = None, traceparent: str = ""
+        self,
+        request: generation_pb2.GenerateRequest,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        *,
+        tells_prompt: bool = True,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Responses as they come; the last one has `finish`, and when it comes nothing is held any more.
+        """Responses as they come; the last one has `finish`, and when it comes nothing is held any more. The
+        first one has the prompt's ids, unless it `tells_prompt` not.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
@@ -118,9 +127,10 @@ class Generator:
             with self._track(checked, span, deadline) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
-                answer = _Answer(self, checked, prompt.ids, progress, deadline)
+                answer = _Answer(self, checked, prompt, progress, deadline)
                 response = await answer.next_response()
-                response.prompt_token_ids.extend(prompt.ids)
+                if tells_prompt:
+                    response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
                 while not response.HasField("finish"):
                     yield response
                     response = await answer.next_response()
@@ -226,7 +236,7 @@ class _Answer:
         self,
         generator: Generator,
         checked: Checked,
-        prompt: tuple[int, ...],
+        prompt: PackedIds,
         progress: Progress,
         deadline: float,
     ) -> None:
@@ -253,7 +263,7 @@ class _Answer:
         self._detokenizer = Detokenizer(self._tokenizer)
         self._stop = StopStrings(checked.sampling.stop)
         remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
-        self._drift = None if remembered is None else drift_tokens(remembered, prompt)
+        self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
         self._metrics.drifted(self._drift or 0)
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
@@ -331,8 +341,8 @@ class _Answer:
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress
-        response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt), self._drift))
-        all_ids = self._prompt + tuple(progress.output_ids)
+        response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt.ids), self._drift))
+        all_ids = self._prompt.ids + array("I", progress.output_ids)
         if self._checked.memory_key:
             self._memory.remember(self._checked.memory_key, all_ids)
         if progress.placed is not None and reason is not FinishReason.ABORTED:

@@ -1,23 +1,19 @@
 """The ids of a request's prompt, whichever way the client gave it."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable
 from typing import NoReturn
+
+import numpy as np
 
 from services.errors import InvalidRequest
 from services.router.chat import ChatTokenizer, render_chat
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
+from services.wire.packed_ids import PackedIds
 
-# Bytes of a serialized request; encoding a longer one would be felt by every stream on the loop.
-_LONG_REQUEST = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """At least one id, every one in the vocabulary, with room for one more token in the context."""
-
-    ids: tuple[int, ...]
+# Bytes of a serialized request, or ids; encoding a longer one would be felt by every stream on the loop.
+_LONG_REQUEST, _MANY_IDS = 4096, 2048
 
 
 class PromptEncoder:
@@ -39,31 +35,32 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._max_text_bytes = max_text_bytes or max(1 << 20, 16 * max_context_tokens)
 
-    async def encode(self, request: GenerateRequest) -> EncodedPrompt:
+    async def encode(self, request: GenerateRequest) -> PackedIds:
         """As `encode_now`, with a long request in a thread."""
-        if request.ByteSize() < _LONG_REQUEST:
-            return self.encode_now(request)
-        return await asyncio.to_thread(self.encode_now, request)
+        if _is_long(request):
+            return await asyncio.to_thread(self.encode_now, request)
+        return self.encode_now(request)
 
-    def encode_now(self, request: GenerateRequest) -> EncodedPrompt:
-        """
+    def encode_now(self, request: GenerateRequest) -> PackedIds:
+        """At least one id, every one in the vocabulary, with room for one more token in the context.
+
         Raises:
             InvalidRequest: no prompt, an empty one, one that the context cannot hold, an id that is not in
                 the vocabulary, or a chat that the template refuses; the message begins with the field.
         """
         match request.WhichOneof("prompt"):
             case "text":
-                ids = self._encode_text(request.text)
+                prompt = PackedIds.of(self._encode_text(request.text))
             case "chat":
-                ids = self._encode_chat(request.chat)
+                prompt = PackedIds.of(self._encode_chat(request.chat))
             case "token_ids":
-                ids = list(request.token_ids.ids)
+                prompt = PackedIds.from_proto(request.token_ids)
             case _:
                 raise InvalidRequest("prompt must be set: one of text, chat and token_ids")
         name = "token_ids.ids" if request.HasField("token_ids") else "prompt"
-        self._check_len(len(ids), name)
-        self._check_ids(ids, name)
-        return EncodedPrompt(tuple(ids))
+        self._check_len(len(prompt.ids), name)
+        self._check_ids(prompt.ids, name)
+        return prompt
 
     def _encode_text(self, text: str) -> list[int]:
         if not text:
@@ -77,7 +74,7 @@ class PromptEncoder:
             self._refuse_len(f"{len(chat.messages)} messages")
         self._check_bytes((message.content for message in chat.messages), "chat.messages")
         for index, message in enumerate(chat.messages):
-            self._check_ids(message.token_ids, f"chat.messages[{index}].token_ids")
+            self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
         return render_chat(self._tokenizer, chat.messages)
 
     def _check_bytes(self, texts: Iterable[str], name: str) -> None:
@@ -99,11 +96,18 @@ class PromptEncoder:
             "tokens, prompt and output together"
         )
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        if max(ids, default=0) < self._vocab_size:
+    def _check_ids(self, ids: "array[int]", name: str) -> None:
+        if np.frombuffer(ids, np.uint32).max(initial=0) < self._vocab_size:
             return
         for index, token_id in enumerate(ids):
             if token_id >= self._vocab_size:
                 raise InvalidRequest(
                     f"{name}[{index}] must be below the vocabulary's size {self._vocab_size}, got {token_id}"
                 )
+
+
+def _is_long(request: GenerateRequest) -> bool:
+    if request.HasField("token_ids"):  # they would be packed to learn their size
+        return len(request.token_ids.ids) > _MANY_IDS
+    size_bytes: int = request.ByteSize()
+    return size_bytes >= _LONG_REQUEST

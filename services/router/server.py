@@ -68,7 +68,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return self._generator.generate(request, timeout_s, traceparent)
+        # OpenAI's answers have no place for the prompt's ids.
+        return self._generator.generate(request, timeout_s, traceparent, tells_prompt=False)
 
     def rejected(self, error: IsthmusError) -> None:
         self._generator.rejected(error)

@@ -91,7 +91,7 @@ class LosingCluster:
         placed.client.start = self._start
         return placed
 
-    def _start(self, command):
+    def _start(self, command, prompt):
         stream = OutputStream(MagicMock(), "r")
         admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
         for token_id in range(self._num_tokens):

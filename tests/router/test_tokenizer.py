@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,34 @@ def test_text_comes_back_from_ids(character_tokenizer: Tokenizer, byte_tokenizer
     for tokenizer in (character_tokenizer, byte_tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert byte_tokenizer.encode("é👋") == list("é👋".encode())
+
+
+def test_ids_are_those_that_transformers_itself_gives(
+    character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    for tokenizer in (character_tokenizer, byte_tokenizer, sentencepiece_tokenizer):
+        for text in ("", "a b", "<|user|>Hi 👋<|end|>\n <|assistant|>", "x" * 3000):
+            for special in (True, False):
+                ids = tokenizer._backend(text, add_special_tokens=special).input_ids
+                assert tokenizer.encode(text, special) == ids
+
+
+_WITHOUT_TORCH = """
+import sys
+from services.router import __main__
+assert not {"torch", "transformers"} & set(sys.modules)
+__main__._do_without_torch()
+from services.router.tokenizer import Tokenizer
+print(Tokenizer(sys.argv[1]).encode("Hi"))
+assert sys.modules["torch"] is None
+"""
+
+
+def test_a_routers_process_has_no_torch(character_model: Path, character_tokenizer: Tokenizer) -> None:
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(character_model)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert json.loads(run.stdout) == character_tokenizer.encode("Hi")
 
 
 def test_special_tokens_and_unknown_ids_are_silent(byte_tokenizer: Tokenizer) -> None:
