@@ -55,7 +55,7 @@ def transfer(rooms, number, link_id, decode):
 
 def test_others_are_written_to_and_so_is_who_comes_back(caplog):
     transport, said = ClingingTransport(), []
-    rooms = RoomTable(transport, LAYOUT, OWN, lambda: 0.0, 1 << 20)
+    rooms = RoomTable(transport, LAYOUT, OWN, lambda: 0.0, 1 << 20, lambda page: memoryview(b""))
     for link_id, decode in enumerate((GONE, OTHER)):
         rooms.link_up(link_id, Hello(decode, LAYOUT, POOL, "fake", str(decode).encode()), said.append)
     assert transfer(rooms, 1, 0, GONE) == [Outcome.LANDED]
