@@ -20,6 +20,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.harness import BLOCK, ids_request
+from fault_proxy import FaultProxy
 from services import rpc
 from services.cli.local_cluster import LocalCluster, Shape
 from services.engine.fake import continuation
@@ -41,10 +42,12 @@ RANK_FLAGS = (
     "--max-running-requests=16",
     "--fake-step-s=0.02",
     "--lease-ttl-s=3",
+    "--kv-digest-share=1",
 )
 # With plan local a dead prefill rank would hardly be noticed.
 ROUTER_FLAGS = ("--plans=remote", "--chunk-size=32")
 MARK = "ISTHMUS_TEST_MARK"
+PROXY_HOST = "127.0.0.2"  # where proxies have the ports that the ranks have at 127.0.0.1
 
 
 def prompt_of(number, length=21):
@@ -106,9 +109,16 @@ class RankProcess:
 
 
 class ProcessCluster:
-    """`async with ProcessCluster(data_dir, model_dir, ...) as cluster`; later flags win."""
+    """`async with ProcessCluster(data_dir, model_dir, ...) as cluster`; later flags win.
 
-    def __init__(self, data_dir, model_dir, *, rank_flags=(), router_flags=(), **shape):
+    With `behind_proxies` every rank is reached through `proxies[name]` only.
+    """
+
+    def __init__(self, data_dir, model_dir, *, rank_flags=(), router_flags=(), behind_proxies=False, **shape):
+        self._behind_proxies = behind_proxies
+        self.proxies: dict[str, FaultProxy] = {}
+        if behind_proxies:
+            rank_flags = (*rank_flags, f"--advertise-host={PROXY_HOST}")
         self.shape = Shape(
             model=model_dir,
             data_dir=data_dir,
@@ -122,6 +132,7 @@ class ProcessCluster:
         self.other_lines: list[str] = []
         self.stubs = []
         self._mark = secrets.token_hex(8)
+        self._openings: list[asyncio.Task] = []
 
     async def __aenter__(self):
         os.environ[MARK] = self._mark
@@ -153,8 +164,16 @@ class ProcessCluster:
         parsed = parse_line(name, line)
         if parsed is not None:
             self.lines.append(parsed)
+            if self._behind_proxies and parsed.event == "rank_ready":
+                self._openings.append(asyncio.create_task(self._open_proxy(parsed)))
         else:
             self.other_lines.append(f"{name}| {line}")
+
+    async def _open_proxy(self, ready):
+        if ready.service not in self.proxies:
+            port = int(ready.fields["endpoint"].rpartition(":")[2])
+            proxy = self.proxies[ready.service] = FaultProxy(PROXY_HOST, port, "127.0.0.1", port)
+            await self._stack.enter_async_context(proxy)
 
     async def play(self, *scenarios):
         """One after the other; after each, nothing is held."""
@@ -282,6 +301,7 @@ class ProcessCluster:
                 newest = self.events("router_ready", self.router_name(index))[-1]
                 port = int(newest.fields["metrics_port"])
                 await until(lambda p=port: _idle(p), f"router {index} has nothing in flight")
+        assert not self.events("kv_digest_mismatch")
         tracebacks = [line for line in self.other_lines if "Traceback" in line]
         assert not tracebacks, "\n".join(self.other_lines)
 
