@@ -37,6 +37,7 @@ class FakeBackend:
     ) -> None:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
         self.model_ids, self.decode_ranks = models, 1
+        self.unread_s = 3600.0  # after which a stream is closed
         self.requests: list[GenerateRequest] = []
         self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
@@ -65,6 +66,9 @@ class FakeBackend:
                     yield step
         finally:
             self.closed.set()
+
+    def time_limit_s(self, timeout_s: float | None) -> float:
+        return self.unread_s if timeout_s is None else timeout_s
 
     def rejected(self, error: errors.IsthmusError) -> None:
         self.rejections.append(type(error).__name__)

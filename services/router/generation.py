@@ -49,6 +49,7 @@ _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBE
 _MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
+_LAST_WORDS_S = 1.0
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
 
 
@@ -103,6 +104,13 @@ class Generator:
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
 
+    def time_limit_s(self, timeout_s: float | None) -> float:
+        """In which the call of a request with that timeout, or none, is over, its last word included."""
+        return self._timeout_s(timeout_s) + _LAST_WORDS_S
+
+    def _timeout_s(self, timeout_s: float | None) -> float:
+        return self._request_timeout_s if timeout_s is None else timeout_s
+
     async def generate(
         self,
         request: generation_pb2.GenerateRequest,
@@ -118,9 +126,10 @@ class Generator:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
             NoCapacity: no rank can hold it, or it would wait too long for its turn.
             Unavailable: no rank can take it.
-            DeadlineExceeded: `timeout_s` has passed; None: --request-timeout-s.
+            DeadlineExceeded: `timeout_s` has passed; None: --request-timeout-s. Not while a response is being
+                handed on: whoever does that has to bound it, by `time_limit_s`.
         """
-        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s(timeout_s)
         deadline = self._clock() + timeout_s
         with telemetry.span("router.generate", traceparent) as span:
             checked = self._admit(request, timeout_s)

@@ -99,6 +99,9 @@ class GenerationBackend(Protocol):
             IsthmusError: any of services/errors.py, at the first response or at a later one.
         """
 
+    def time_limit_s(self, timeout_s: float | None) -> float:
+        """In which a call with that `timeout_s` is over, with a moment for its last word."""
+
     def rejected(self, error: IsthmusError) -> None:
         """Told of each request that cannot be read, for it never comes to `generate`."""
 
@@ -177,7 +180,7 @@ class _OpenAiApi:
         )
         responses = self._generation.generate(call.request, timeout_s, call.traceparent)
         if call.stream:
-            return _EventStream(answer.events(responses))
+            return _EventStream(answer.events(responses), self._generation.time_limit_s(timeout_s))
         return JSONResponse(await _until_disconnect(request.receive, answer.whole(responses)))
 
     async def _read(
@@ -275,23 +278,31 @@ class _Answer:
 
 
 class _EventStream(Response):
-    """Sends server-sent events as they come, until the client leaves. Closes `events`."""
+    """Sends server-sent events as they come, until the client leaves or the time is over: it may have stopped
+    reading. Closes `events`."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], time_limit_s: float) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events = events
+        self._time_limit_s = time_limit_s
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _until_disconnect(receive, self._send_events(send))
+            async with asyncio.timeout(self._time_limit_s):
+                await _until_disconnect(receive, self._send_events(send))
         except _ClientLeft:
             return  # nobody to answer, and a stream that has begun cannot change its status
+        except TimeoutError:
+            if not self._started:
+                raise DeadlineExceeded("the deadline has passed") from None
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             event = await anext(events)  # what it raises can still have a status of its own
+            self._started = True
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )

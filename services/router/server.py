@@ -1,6 +1,7 @@
 """The Generation service: gRPC in front of the Generator."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc
@@ -29,12 +30,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    ) -> None:
         traceparent = telemetry.traceparent_in(context.invocation_metadata())
-        responses = self._generator.generate(request, rpc.remaining_s(context), traceparent)
-        async with aclosing(responses):
-            async for response in responses:
-                yield response
+        timeout_s = rpc.remaining_s(context)
+        # A client may have stopped reading.
+        async with asyncio.timeout(self.time_limit_s(timeout_s)):
+            async with aclosing(self._generator.generate(request, timeout_s, traceparent)) as responses:
+                async for response in responses:
+                    await context.write(response)
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -70,6 +73,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         # OpenAI's answers have no place for the prompt's ids.
         return self._generator.generate(request, timeout_s, traceparent, tells_prompt=False)
+
+    def time_limit_s(self, timeout_s: float | None) -> float:
+        return self._generator.time_limit_s(timeout_s)
 
     def rejected(self, error: IsthmusError) -> None:
         self._generator.rejected(error)

@@ -61,6 +61,35 @@ async def test_a_client_that_leaves_without_reading_closes_the_generation() -> N
     assert backend.closed.is_set()
 
 
+async def test_a_client_that_stops_reading_is_not_waited_for_longer_than_its_request_may_take() -> None:
+    backend = FakeBackend(response("He"), response("llo"), finished())
+    backend.unread_s = 0.2
+    body = json.dumps({"prompt": "Hi", "stream": True}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop() if incoming else await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await asyncio.wait_for(openai_app(backend)(scope, receive, send), DEADLINE_S)
+    assert sent == ["http.response.start", "http.response.body"]
+    assert backend.closed.is_set()
+
+
+async def test_a_stream_that_never_begins_is_answered_when_its_time_is_over() -> None:
+    backend = FakeBackend("wait")
+    backend.unread_s = 0.2
+    answer = await asyncio.wait_for(chat(backend, stream=True), DEADLINE_S)
+    assert answer.status_code == 504
+    assert backend.closed.is_set()
+
+
 @asynccontextmanager
 async def serving(backend: FakeBackend) -> AsyncIterator[str]:
     with socket.socket() as listener:

@@ -1,0 +1,62 @@
+"""The gRPC front, before a generator that plays."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services import rpc
+from services.router.server import GenerationService
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+DEADLINE_S = 20.0
+
+
+class Talker:
+    """A generator whose answers never end. Each is more than a connection takes unread."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    def time_limit_s(self, timeout_s):
+        return 0.5 if timeout_s is None else timeout_s
+
+    async def generate(self, request, timeout_s, traceparent):
+        try:
+            while True:
+                yield generation_pb2.GenerateResponse(text="x" * (8 << 20))
+        finally:
+            self.closed.set()
+
+
+@pytest.fixture
+async def talker():
+    return Talker()
+
+
+@pytest.fixture
+async def stub(talker):
+    service = GenerationService("m", SimpleNamespace(), talker, SimpleNamespace())
+    server = await rpc.open_server(
+        "127.0.0.1:0",
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        [],
+    )
+    async with rpc.open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield generation_pb2_grpc.GenerationStub(channel)
+    await server.stop()
+
+
+async def test_a_client_that_stops_reading_is_not_waited_for_longer_than_its_request_may_take(stub, talker):
+    call = stub.Generate(generation_pb2.GenerateRequest(text="Hi"))
+    await call.read()
+    await asyncio.wait_for(talker.closed.wait(), DEADLINE_S)
+    assert not call.done()
+    call.cancel()
+
+
+async def test_a_client_that_leaves_closes_its_generation(stub, talker):
+    call = stub.Generate(generation_pb2.GenerateRequest(text="Hi"), timeout=DEADLINE_S)
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(talker.closed.wait(), DEADLINE_S)
