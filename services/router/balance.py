@@ -91,11 +91,6 @@ class Balance:
 
     # -- in flight --------------------------------------------------------------------------------
 
-    @property
-    def in_flight(self) -> int:
-        """Requests that were sent and have not ended."""
-        return len(self._flights)
-
     def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
         """The request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under plan local.
 
@@ -179,6 +174,11 @@ class Balance:
             known.forget_report()
             self.changed(rank)
 
+    def reported_requests(self, rank: RankKey) -> tuple[int, int]:
+        """At a decode rank when it last reported: of all routers, and those that we had there then."""
+        known = self._ranks.get(rank)
+        return (0, 0) if known is None else (known.load.running + known.load.waiting, known.ours_reported)
+
     def load(self, rank: RankKey) -> RankLoad:
         """The last report; all zero before the first."""
         known = self._ranks.get(rank)
@@ -239,6 +239,7 @@ class _Rank:
 
     load: RankLoad = _NO_LOAD
     reported_s: float = float("-inf")
+    ours_reported: int = 0  # those that were decoding there then
     decoding: set[str] = field(default_factory=set)  # until ended
     computing: dict[str, _Flight] = field(default_factory=dict)  # until admitted
     computing_tokens: int = 0
@@ -272,13 +273,13 @@ class _Rank:
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 
     def report(self, load: RankLoad, now: float, seen_s: float) -> None:
-        self.load, self.reported_s = load, now
+        self.load, self.reported_s, self.ours_reported = load, now, len(self.decoding)
         while self.arriving_s and self.arriving_s[0] <= seen_s:
             self.arriving_s.popleft()
         self._see(seen_s)
 
     def forget_report(self) -> None:
-        self.load, self.reported_s = _NO_LOAD, float("-inf")
+        self.load, self.reported_s, self.ours_reported = _NO_LOAD, float("-inf"), 0
         self._see(float("-inf"))
 
     def _see(self, seen_s: float) -> None:

@@ -31,27 +31,26 @@ class Lately:
     def sent(self, rank: RankKey, tokens: int, now: float) -> None:
         self._sent.append(_Sent(now, rank, tokens))
 
-    def requests(self, now: float) -> int:
-        while self._sent and self._sent[0].sent_s <= now - LATELY_S:
-            self._sent.popleft()
-        return len(self._sent)
-
     def tokens(self, ranks: Container[RankKey], now: float) -> int:
         """Sent to these, in all."""
-        self.requests(now)
+        while self._sent and self._sent[0].sent_s <= now - LATELY_S:
+            self._sent.popleft()
         return sum(sent.tokens for sent in self._sent if sent.rank in ranks)
 
 
 class Reported:
-    """The requests of all routers, as the decode ranks report them."""
+    """The requests of all routers, as the decode ranks report them, and those of this one when they did."""
 
     def __init__(self) -> None:
         self.requests = 0
-        self._by_rank: dict[RankKey, int] = {}
+        self.own = 0
+        self._by_rank: dict[RankKey, tuple[int, int]] = {}
 
-    def update(self, rank: RankKey, requests: int) -> None:
-        self.requests += requests - self._by_rank.get(rank, 0)
-        self._by_rank[rank] = requests
+    def update(self, rank: RankKey, requests: int, own: int) -> None:
+        before = self._by_rank.get(rank, (0, 0))
+        self.requests += requests - before[0]
+        self.own += own - before[1]
+        self._by_rank[rank] = requests, own
 
 
 def traffic(reported: int, own: int, routers: int) -> float:

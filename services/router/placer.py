@@ -240,11 +240,10 @@ class Placer:
     def _note_others(self) -> None:
         if self._share.of > 1 and self._reported.requests:
             now = self._balance.clock()
-            self._presence.note(self._traffic(now), now)
+            self._presence.note(self._traffic(), now)
 
-    def _traffic(self, now: float) -> float:
-        known = self._balance.in_flight - self._lately.requests(now)
-        return traffic(self._reported.requests, known, self._share.of)
+    def _traffic(self) -> float:
+        return traffic(self._reported.requests, self._reported.own, self._share.of)
 
     def _others_tokens(self, side: _Side) -> int:
         """That pend on each rank of the others' shares, too new for its report."""
@@ -252,7 +251,7 @@ class Placer:
             return 0
         now = self._balance.clock()
         own_tokens = self._lately.tokens(side.own, now) / max(1, len(side.own))
-        return int(own_tokens * self._traffic(now))
+        return int(own_tokens * self._traffic())
 
     def _is_own(self, key: RankKey, side: _Side) -> bool:
         return key in side.own or self._presence.alone
@@ -412,8 +411,7 @@ class Placer:
                 side.order.update(key, self._load(key, side.ranks[key]))
 
     def _count(self, key: RankKey) -> None:
-        load = self._balance.load(key)
-        self._reported.update(key, load.running + load.waiting)
+        self._reported.update(key, *self._balance.reported_requests(key))
 
     def _load(self, key: RankKey, rank: Registration) -> Load:
         """With what a usual prompt that hits nothing would cost there."""

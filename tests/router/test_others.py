@@ -21,15 +21,16 @@ def test_what_was_sent_lately_is_known_and_nothing_else(sent, own, until_s):
     now += until_s
     new = [(rank, tokens) for sent_s, rank, tokens in all_sent if sent_s > now - LATELY_S]
     assert lately.tokens(own, now) == sum(tokens for rank, tokens in new if rank in own)
-    assert lately.requests(now) == len(new)
 
 
-@given(st.lists(st.tuples(st.sampled_from(RANKS), st.integers(0, 50))))
+@given(st.lists(st.tuples(st.sampled_from(RANKS), st.tuples(st.integers(0, 50), st.integers(0, 50)))))
 def test_the_last_report_of_each_rank_counts(reports):
     reported = Reported()
-    for rank, requests in reports:
-        reported.update(rank, requests)
-    assert reported.requests == sum(dict(reports).values())
+    for rank, counts in reports:
+        reported.update(rank, *counts)
+    last = dict(reports).values()
+    assert reported.requests == sum(requests for requests, _ in last)
+    assert reported.own == sum(own for _, own in last)
 
 
 @pytest.mark.parametrize(

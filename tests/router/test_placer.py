@@ -1,7 +1,7 @@
 """From what a router knows to a decision, and back."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -215,6 +215,27 @@ def test_who_has_got_all_requests_for_minutes_does_not_leave_ranks_to_others(oth
         router.now += 10.0
     assert chosen[0] in {0, 2}
     assert chosen[-1] in expected
+
+
+@pytest.mark.parametrize(("others", "alone"), [(0, True), (1, False)])
+def test_short_requests_tell_as_well_who_sends_them(others, alone):
+    """50 a second of 0.2 s each, and as many from others; each rank reports every 20 ms."""
+    router = Router(2, 0, Weights())
+    router.placer.set_share(Share(0, 2))
+    asked = router.asked(1, hashes=(), plans=frozenset({Plan.LOCAL}))
+    ends: deque[tuple[float, str, RankKey]] = deque()
+    for number in range(5_500):
+        while ends and ends[0][0] <= router.now:
+            router.placer.ended(ends.popleft()[1])
+        for rank in router.decodes:
+            own = sum(key == rank.id.key for _, _, key in ends)
+            router.waits(rank, 0, running=own * (1 + others))
+        decision = router.placer.place(asked, 0.5)
+        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+        router.placer.admitted(str(number), (), decision, admitted(0))
+        ends.append((router.now + 0.2, str(number), decision.chosen.decode.id.key))
+        router.now += 0.02
+    assert router.placer._presence.alone == alone
 
 
 def test_excluded_ranks_among_many_are_passed_over():
