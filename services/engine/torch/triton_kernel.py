@@ -26,6 +26,7 @@ from services.engine.torch.parts import PartsView, rows_of
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # What a program holds of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared memory.
+# (By 1 KiB not in float32 with head_dim 256: where there are no more, that gathers.)
 _TILE_BYTES = 16 << 10
 _MAX_SLOTS = 64
 NUM_STAGES, NUM_WARPS = 2, 4

@@ -184,22 +184,34 @@ COMPILED = [("bfloat16", 128, 4), ("bfloat16", 256, 8), ("float32", 128, 4), ("f
 SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9; others have more
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_it_compiles_for_gpus_and_fits_into_their_shared_memory(capability, tmp_path):
-    """In a process of its own, for what is interpreted cannot be compiled."""
+def printed(program, *arguments, cache):
+    """By a process of its own, for what is interpreted cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    program = Path(__file__).parent / "compile_triton_kernel.py"
     done = subprocess.run(
-        [sys.executable, program, str(capability), json.dumps(COMPILED)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, Path(__file__).parent / program, *arguments],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_it_compiles_for_gpus_and_fits_into_their_shared_memory(capability, tmp_path):
+    kernels = json.loads(
+        printed("compile_triton_kernel.py", str(capability), json.dumps(COMPILED), cache=tmp_path)
+    )
     assert len(kernels) == 3 * len(COMPILED)
     for kernel in kernels:
         assert kernel["cubin_bytes"] > 0
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, kernel
+
+
+def test_it_is_compiled_once_whatever_a_step_looks_like(tmp_path):
+    """It takes a second, in which a rank stands still."""
+    counts = [int(line) for line in printed("count_triton_kernels.py", cache=tmp_path).split()]
+    assert len(counts) == 13
+    assert set(counts) == {3}  # of narrow parts, of wide ones, and what joins them
