@@ -18,7 +18,7 @@ from dataclasses import replace
 import grpc
 
 from services import rpc
-from services.errors import InvalidRequest, IsthmusError, PeerFailed
+from services.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
 from services.kv.types import RankAddress, RankLoad
 from services.request import Output, StartCommand
 from services.wire import convert, convert_request
@@ -43,21 +43,24 @@ class DecodeRankLost(PeerFailed):
 class OutputStream:
     """What a decode rank says of one request, in order."""
 
-    def __init__(self, client: "DecodeClient", request_id: str) -> None:
+    def __init__(self, client: "DecodeClient", request_id: str, timeout_s: float | None = None) -> None:
+        """After `timeout_s` it ends with DeadlineExceeded: one timer, for each `next` would need another."""
         self._client = client
         self._request_id = request_id
         self._items: deque[Output | IsthmusError] = deque()
         self._came = asyncio.Event()  # there are items
         self._ended = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `next` would not wait."""
-        return bool(self._items)
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def put(self, item: Output | IsthmusError) -> None:
         self._ended = isinstance(item, IsthmusError) or item.finished is not None
         self._items.append(item)
+        self._came.set()
+
+    def _expire(self) -> None:
+        self._items.append(DeadlineExceeded("the deadline has passed"))  # it has not ended there
         self._came.set()
 
     async def next(self, *, all_at_once: bool = False) -> Output:
@@ -82,6 +85,8 @@ class OutputStream:
 
     def close(self) -> None:
         """Forget the request; if it is still running, stop it."""
+        if self._timer is not None:
+            self._timer.cancel()
         if not self._ended:
             self.abort()
         self._client.forget(self._request_id)
@@ -128,7 +133,7 @@ class DecodeClient:
             raise InvalidRequest(
                 f"the request is too large: {len(message)} bytes, and a message holds {rpc.MAX_MESSAGE_BYTES}"
             )
-        stream = self._streams[request_id] = OutputStream(self, request_id)
+        stream = self._streams[request_id] = OutputStream(self, request_id, command.timeout_s)
         self._idle.clear()
         self._commands.put_nowait(message)
         return stream

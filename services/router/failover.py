@@ -98,14 +98,8 @@ class FailoverStream:
 
         Where a stop string may end the request, it is one at a time, to end with its last token.
         """
-        remaining_s, all_at_once = self._remaining_s(), not self._checked.sampling.stop
-        if stream.is_ready:
-            return await stream.next(all_at_once=all_at_once)
-        try:
-            async with asyncio.timeout(remaining_s):
-                return await stream.next(all_at_once=all_at_once)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline has passed") from None
+        self._remaining_s()  # though there be tokens
+        return await stream.next(all_at_once=not self._checked.sampling.stop)
 
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""

@@ -5,11 +5,12 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from services import rpc
-from services.errors import InvalidRequest, PeerFailed
+from services.errors import DeadlineExceeded, InvalidRequest, PeerFailed
 from services.kv.types import Generation, Plan, RankAddress, RankId
 from services.request import (
     FinishReason,
@@ -158,11 +159,11 @@ async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
     for item in (first, output(2, 3), output(4), output(finished=FinishReason.ABORTED)):
         stream.put(item)
     assert await stream.next(all_at_once=True) is first
-    assert stream.is_ready
+    assert len(stream._items) == 3
     whole = await stream.next(all_at_once=True)
     assert (whole.token_ids, len(whole.logprobs)) == ((2, 3, 4), 3)
     assert (whole.admitted, whole.finished) == (None, FinishReason.ABORTED)
-    assert not stream.is_ready
+    assert not stream._items
     for item in (output(4), output(5), PeerFailed("lost")):
         stream.put(item)
     assert (await stream.next()).token_ids == (4,)
@@ -174,6 +175,27 @@ async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
     assert not waiting.done()
     stream.put(output(6))
     assert (await waiting).token_ids == (6,)
+
+
+async def test_the_deadline_ends_the_stream_behind_what_has_come_and_the_request_at_the_rank():
+    aborted, forgotten = [], []
+    client = SimpleNamespace(send_abort=aborted.append, forget=forgotten.append)
+    stream = OutputStream(client, "a", timeout_s=0.0)
+    stream.put(output(1))
+    assert (await stream.next()).token_ids == (1,)
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            await stream.next(all_at_once=True)
+    assert aborted == []
+    stream.close()
+    assert aborted == forgotten == ["a"]
+
+
+async def test_who_is_closed_has_no_deadline():
+    stream = OutputStream(SimpleNamespace(send_abort=print, forget=print), "a", timeout_s=0.0)
+    stream.close()
+    await asyncio.sleep(0)
+    assert not stream._items
 
 
 class Closed:
