@@ -1,0 +1,1 @@
+"""What the router costs: one placement decision, and a request's whole way through its process."""
