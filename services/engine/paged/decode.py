@@ -282,6 +282,7 @@ class _Delta:
 
         Raises:
             KvCorrupt: a page differs.
+            PeerFailed: the digests are not those of the delta's pages, by their number.
         """
         digests, pages = landed.page_digests, self._pages
         if not self._want_digests or not digests:
