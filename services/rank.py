@@ -43,6 +43,7 @@ from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
 from services.notify import Notifier
 from services.ports import check_port, is_wildcard
+from services.transfer.hello import VERSION as HANDSHAKE_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -473,4 +474,5 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         engine=config.engine,
         capabilities=role.capabilities,
         model_path=config.model,
+        handshake_version=HANDSHAKE_VERSION,
     )

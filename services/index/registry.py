@@ -19,6 +19,7 @@ SCHEMA_VERSION = 1
 # A capability of a decode rank whose engine computes no prompts: plan local does not work there.
 REMOTE_ONLY = "remote-only"
 _ATTEMPTS = 5
+_UNSAID_VERSION = 1  # of the handshake: a rank from before registrations had one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Registration:
     model_path: str = ""
     capabilities: tuple[str, ...] = ()
     draining: bool = False  # takes no new requests: it is being stopped, or an operator wants it so
+    handshake_version: int = _UNSAID_VERSION  # only ranks of one version are paired
 
     @property
     def id(self) -> RankId:
@@ -63,6 +65,7 @@ def encode_registration(registration: Registration) -> bytes:
             model_path=registration.model_path,
             engine=registration.engine,
             draining=registration.draining,
+            handshake_version=registration.handshake_version,
         )
     )
 
@@ -82,6 +85,7 @@ def decode_registration(value: bytes) -> Registration:
         model_path=pb.model_path,
         capabilities=tuple(pb.capabilities),
         draining=pb.draining,
+        handshake_version=pb.handshake_version or _UNSAID_VERSION,
     )
 
 

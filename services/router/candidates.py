@@ -26,6 +26,7 @@ class DecodeCandidate:
     queue_wait_s: float = 0.0  # until it has room for the next request
     compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
     receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
+    handshake_version: int = 1
 
     @property
     def has_room(self) -> bool:
@@ -48,6 +49,7 @@ class PrefillCandidate:
     matched_tokens: int = 0
     own: bool = True
     compute_wait_s: float = 0.0
+    handshake_version: int = 1
 
 
 Candidate = DecodeCandidate | PrefillCandidate

@@ -33,6 +33,7 @@ from services.router.others import Lately, Presence, Reported, traffic
 from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
 from services.router.shares import Share
+from services.router.versions import able_to_pair
 from services.router.waits import pass_over
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come
@@ -70,10 +71,11 @@ _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The ranks of one role; `order` only where there are many. `own` are this router's share."""
+    """The ranks of one role; where they are many, those of each handshake version in the order of load: two
+    versions are not compared, for whom they can be paired with differs. `own` are this router's share."""
 
     ranks: dict[RankKey, Registration] = field(default_factory=dict)
-    order: LoadOrder | None = None
+    orders: dict[int, LoadOrder] = field(default_factory=dict)
     own: frozenset[RankKey] = frozenset()
 
 
@@ -161,7 +163,7 @@ class Placer:
         try:
             return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
         except (NoCapacity, Unavailable) as error:
-            all_decodes, all_prefills = pass_over(request, decodes, prefills)
+            all_decodes, all_prefills = pass_over(request, *able_to_pair(request, decodes, prefills))
             return Nowhere(str(error), (*all_decodes, *all_prefills))
 
     def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
@@ -203,14 +205,15 @@ class Placer:
 
     def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         """Those that may win."""
-        if side.order is None:
+        if not side.orders:
             yield from self._all(side, asked)
             return
         seen = set()
-        for key in self._promising(side, side.order, asked):
-            if key not in seen and key in side.ranks:
-                seen.add(key)
-                yield key, side.ranks[key], self._index.match(key, asked.hashes)
+        for order in side.orders.values():
+            for key in self._promising(side, order, asked):
+                if key not in seen and key in side.ranks:
+                    seen.add(key)
+                    yield key, side.ranks[key], self._index.match(key, asked.hashes)
 
     def _promising(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
         hashes, balance = asked.hashes, self._balance
@@ -278,6 +281,7 @@ class Placer:
             queue_wait_s=self._balance.queue_wait_s(key),
             compute_wait_s=now.compute_wait_s,
             receives=key not in self._apart,
+            handshake_version=rank.handshake_version,
         )
 
     def _prefill_candidate(
@@ -297,6 +301,7 @@ class Placer:
             matched_tokens=blocks * self._settings.index_block,
             own=own,
             compute_wait_s=now.compute_wait_s,
+            handshake_version=rank.handshake_version,
         )
 
     def _may_serve(self, rank: Registration, asked: Asked) -> bool:
@@ -399,16 +404,18 @@ class Placer:
         by_key = {rank.id.key: rank for rank in ranks}
         own = self._share.own(by_key)
         if len(ranks) <= _FEW:
-            return _Side(by_key, None, own)
-        order = LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items())
-        return _Side(by_key, order, own)
+            return _Side(by_key, own=own)
+        loads: dict[int, list[tuple[RankKey, Load]]] = {}
+        for key, rank in by_key.items():
+            loads.setdefault(rank.handshake_version, []).append((key, self._load(key, rank)))
+        return _Side(by_key, {version: LoadOrder(its) for version, its in loads.items()}, own)
 
     def _changed(self, key: RankKey) -> None:
         if key in self._decodes.ranks:
             self._count(key)
         for side in (self._decodes, self._prefills):
-            if side.order is not None and key in side.ranks:
-                side.order.update(key, self._load(key, side.ranks[key]))
+            if side.orders and (rank := side.ranks.get(key)) is not None:
+                side.orders[rank.handshake_version].update(key, self._load(key, rank))
 
     def _count(self, key: RankKey) -> None:
         self._reported.update(key, *self._balance.reported_requests(key))

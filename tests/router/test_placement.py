@@ -85,9 +85,22 @@ def book_price(asked, weights, d, p, able) -> float:
     return price + weights.remote_overhead_s
 
 
+def able_ranks(asked, decodes, prefills) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
+    """Those that may be chosen and, where both roles have such, have somebody to be paired with."""
+    decodes, prefills = ([rank for rank in ranks if not rank.excluded] for ranks in (decodes, prefills))
+    heard = {rank.handshake_version for rank in decodes if rank.receives}
+    spoken = {rank.handshake_version for rank in prefills}
+    if not heard or not spoken:
+        return decodes, prefills
+    if Plan.LOCAL not in asked.plans:
+        decodes = [rank for rank in decodes if rank.handshake_version in spoken]
+    return decodes, [rank for rank in prefills if rank.handshake_version in heard]
+
+
 def every_way(asked, decodes, prefills) -> list:
     """And how long one would wait."""
     pairs = [(d, p) for d in decodes for p in prefills if Plan.REMOTE in asked.plans and d.receives]
+    pairs = [(d, p) for d, p in pairs if d.handshake_version == p.handshake_version]
     ways = [(d, p, d.queue_wait_s + p.compute_wait_s) for d, p in pairs]
     return ways + [
         (d, None, max(d.queue_wait_s, d.compute_wait_s)) for d in decodes if Plan.LOCAL in asked.plans
@@ -173,7 +186,11 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
 
 def shared_out(draw, ranks) -> list:
     share, routers = draw(st.sampled_from([(0, 1), (0, 2), (1, 3), (7, 8)]))
-    return [replace(rank, own=index % routers == share) for index, rank in enumerate(ranks)]
+    versions = draw(st.sampled_from([(1,), (1,), (1,), (2,), (1, 2), (1, 2, 2, 3)]))
+    return [
+        replace(rank, own=index % routers == share, handshake_version=versions[index % len(versions)])
+        for index, rank in enumerate(ranks)
+    ]
 
 
 @st.composite
@@ -199,7 +216,7 @@ def requests(draw) -> PlacementRequest:
 def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weights, tie):
     if asked.plans == REMOTE:
         decodes = [d if d.receives else replace(d, excluded="another layout") for d in decodes]
-    able = [d for d in decodes if not d.excluded], [p for p in prefills if not p.excluded]
+    able = able_ranks(asked, decodes, prefills)
     ways = every_way(asked, *able)
     able = tuple(in_time(asked, ranks, ways) for ranks in able)
     prices = every_price(asked, weights, able, ways)
@@ -464,6 +481,17 @@ def test_all_excluded_says_why():
         choose(request(), ranks, [prefill(0)])
     with pytest.raises(Unavailable, match="no prefill rank can take the request: 1 suspect"):
         choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded="suspect")])
+
+
+def test_ranks_of_another_handshake_version_are_no_peers():
+    old, new = decode(0, hit_tokens=4_000), decode(1, handshake_version=2)
+    decision = choose(request(plans=REMOTE), [old, new], [prefill(0, handshake_version=2)])
+    assert (decision.chosen.decode, decision.chosen.prefill.id.rank) == (new, 0)
+    (left_out,) = decision.excluded
+    assert (left_out.id, left_out.excluded) == (old.id, "no prefill rank speaks its handshake version 1")
+    assert choose(request(), [old], [prefill(0, handshake_version=2)]).chosen.plan is Plan.LOCAL
+    with pytest.raises(Unavailable, match="2 no prefill rank speaks its handshake version 1"):
+        choose(request(plans=REMOTE), [old, decode(1)], [prefill(0, handshake_version=2)])
 
 
 def test_without_a_prefill_rank_the_decode_rank_computes():

@@ -38,15 +38,19 @@ BOTH = frozenset(Plan)
 NO_SLACK = Weights(slack_ratio=0.0, slack_s=0.0)
 
 
-def registration(role: Role, index: int) -> Registration:
+def registration(role: Role, index: int, version: int = 1) -> Registration:
     rank = RankId(role.value, index, Generation(1))
-    return Registration(role, RankAddress(rank, "host:1"), LAYOUT, "m", 100_000, 10_000, "fake")
+    address = RankAddress(rank, "host:1")
+    return Registration(role, address, LAYOUT, "m", 100_000, 10_000, "fake", handshake_version=version)
 
 
 class Router:
     """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
 
-    def __init__(self, decodes: int, prefills: int, weights: Weights = NO_SLACK) -> None:
+    def __init__(
+        self, decodes: int, prefills: int, weights: Weights = NO_SLACK, versions: tuple[int, ...] = (1,)
+    ) -> None:
+        """The ranks of each role have these versions in turn."""
         self.now = 100.0
         self.index = PrefixIndex()
         self.balance = Balance(lambda: self.now)
@@ -54,8 +58,10 @@ class Router:
         self.placer = Placer(
             PlacerSettings(BLOCK, 512, weights), self.index, self.balance, self.records.__getitem__
         )
-        self.decodes = [registration(Role.DECODE, i) for i in range(decodes)]
-        self.prefills = [registration(Role.PREFILL, i) for i in range(prefills)]
+        self.decodes, self.prefills = (
+            [registration(role, i, versions[i % len(versions)]) for i in range(number)]
+            for role, number in ((Role.DECODE, decodes), (Role.PREFILL, prefills))
+        )
         self.placer.set_ranks(self.decodes, self.prefills)
         for rank in (*self.decodes, *self.prefills):
             self.holds(rank, 0)
@@ -95,12 +101,13 @@ ranks = st.lists(st.tuples(held, waiting), min_size=17, max_size=60)
     ranks,
     st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]),
     st.sampled_from([math.inf, math.inf, 0.2, 1.0]),
+    st.sampled_from([(1,), (1,), (1, 2), (1, 1, 1, 2)]),
     st.data(),
 )
 def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
-    decodes, prefills, plans, max_wait_s, data
+    decodes, prefills, plans, max_wait_s, versions, data
 ):
-    router = Router(len(decodes), len(prefills))
+    router = Router(len(decodes), len(prefills), versions=versions)
     states = zip((*router.decodes, *router.prefills), (*decodes, *prefills), strict=True)
     for rank, (num_held, tokens) in states:
         router.holds(rank, num_held)
@@ -129,6 +136,28 @@ def test_a_few_of_a_thousand_ranks_are_priced():
     assert decision.chosen.decode.id.rank == 700
     assert len(decision._compared) < 100
     assert len(router.placer.explain(router.asked(), 0.5)._compared) >= 800
+
+
+def test_of_many_ranks_those_that_are_left_of_a_version_are_looked_at():
+    """The one prefill rank that was upgraded is the busiest, and the decode ranks of its version too."""
+    router = Router(40, 40, versions=(1,) * 39 + (2,))
+    upgraded = router.decodes[39], router.prefills[39]
+    for rank in upgraded:
+        router.waits(rank, 50_000)
+
+    def others_failed(rank: Registration) -> str:
+        return "" if rank.role is Role.DECODE or rank in upgraded else "failed"
+
+    def all_failed(rank: Registration) -> str:
+        return "failed" if rank in upgraded[:1] else others_failed(rank)
+
+    remote = frozenset({Plan.REMOTE})
+    chosen = router.place(plans=remote, exclusion=others_failed).chosen
+    assert chosen.decode.id.rank == chosen.prefill.id.rank == 39
+    nowhere = router.placer.explain(router.asked(plans=remote, exclusion=all_failed), 0.5)
+    assert "39 no prefill rank speaks its handshake version 1" in nowhere.reason
+    reasons = {rank.excluded for rank in nowhere.candidates}
+    assert "no decode rank speaks its handshake version 2" in reasons
 
 
 def test_requests_that_come_at_once_spread_over_many_idle_ranks():
