@@ -90,7 +90,7 @@ class HttpFront:
 
     async def ask(self, request: object) -> Answered:
         assert isinstance(request, bytes)
-        responses, usage = 0, {}
+        responses, usage = 0, dict[str, int]()
         async with self._client.stream("POST", "/v1/completions", content=request) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():

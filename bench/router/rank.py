@@ -13,7 +13,9 @@ from services.prefill.role import prefill_roles
 from services.rank import main
 
 # Where the engine is chosen it is looked up by this name; of itself it has 4,096 tokens and 512 ids.
-fake.FakeRunner = partial(fake.FakeRunner, max_context_tokens=MAX_CONTEXT_TOKENS, vocab_size=VOCAB_SIZE)
+vars(fake)["FakeRunner"] = partial(
+    fake.FakeRunner, max_context_tokens=MAX_CONTEXT_TOKENS, vocab_size=VOCAB_SIZE
+)
 
 if __name__ == "__main__":
     main("bench.router.rank", decode_roles if "--worker=decode" in sys.argv else prefill_roles)
