@@ -12,6 +12,7 @@ and ends some decisions later; ranks report their loads meanwhile.
 Times are the thread's own CPU time.
 """
 
+import gc
 import random
 import time
 from array import array
@@ -225,6 +226,7 @@ def _row(prefill: int, decode: int, prompt_tokens: int) -> Row:
 
 def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
     """`matched_ns`: spent matching so far."""
+    gc.freeze()  # as a router does with its index, see services/index/garbage.py
     rng, spent = random.Random(1), _Spent()
     for number in range(_DECISIONS):
         router.pass_time()
