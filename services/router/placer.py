@@ -227,17 +227,20 @@ class Placer:
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
-        longest, ranks = 0, iter(order)
+        longest, ranks, taken = 0, iter(order), set[RankKey]()
         while longest < len(hashes):
             holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
             if holders is None:  # then one of the next will do
                 holders = self._index.holders_of(ranks, hashes[longest])
             else:  # whoever stands before those that were taken holds less
                 holders = order.sorted(holders)
-            deeper = next((key for key in holders if self._may_serve(side.ranks[key], asked)), None)
+            # Of a rank whose records are half applied a match may be too short: nobody is taken twice.
+            untaken = (key for key in holders if key not in taken)
+            deeper = next((key for key in untaken if self._may_serve(side.ranks[key], asked)), None)
             if deeper is None:
                 return
-            longest = self._index.match(deeper, hashes)
+            taken.add(deeper)
+            longest = max(longest, self._index.match(deeper, hashes))
             yield deeper
 
     def _note_others(self) -> None:

@@ -126,6 +126,15 @@ def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
 
 
+@pytest.mark.parametrize("blocks", [[3], [0, 3], [1, 3, 5]])
+def test_a_rank_whose_records_are_half_applied_keeps_nobody_waiting(blocks):
+    """It holds what comes after the other's, and a match of it is shorter."""
+    router = Router(20, 0)
+    router.holds(router.decodes[0], 3)
+    router.index.apply_snapshot(router.decodes[1].id, [HASHES[block] for block in blocks])
+    assert router.place(8).chosen.decode.id.rank == 0
+
+
 def test_a_few_of_a_thousand_ranks_are_priced():
     router = Router(800, 200)
     for rank in router.decodes:
