@@ -120,7 +120,7 @@ class Generator:
         tells_prompt: bool = True,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Responses as they come; the last one has `finish`, and when it comes nothing is held any more. The
-        first one has the prompt's ids, unless it `tells_prompt` not.
+        first one has the prompt's ids, if it `tells_prompt`.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.

@@ -29,6 +29,8 @@ class PackedIds:
 
     @classmethod
     def from_proto(cls, pb: TokenIds) -> Self:
+        """Fields of `pb` that we do not know are discarded."""
+        pb.DiscardUnknownFields()
         return cls(array("I", pb.ids), _payload(pb.SerializeToString()))
 
     def field(self, number: int) -> bytes:

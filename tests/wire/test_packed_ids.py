@@ -24,6 +24,14 @@ def test_they_are_those_of_protobuf(numbers):
     assert packed.field(2) == decode_pb2.Start(prompt_ids=numbers).SerializeToString()
 
 
+@given(st.lists(st.integers(0, 300), max_size=3))
+def test_what_a_newer_client_adds_is_no_id(numbers):
+    added = decode_pb2.AbortCommand(request_id="unknown").SerializeToString().replace(b"\x0a", b"\x12", 1)
+    sent = TokenIds(ids=numbers).SerializeToString()
+    for message in (sent + added, added + sent):
+        assert PackedIds.from_proto(TokenIds.FromString(message)) == PackedIds.of(numbers)
+
+
 def test_a_field_can_be_merged_into_a_message_and_stand_in_another():
     start = decode_pb2.Start(request_id="r", priority=3)
     whole = decode_pb2.Start(request_id="r", priority=3, prompt_ids=[7, 300, 70_000])
