@@ -46,7 +46,7 @@ class Engine(Protocol):
 
     @property
     def max_context_tokens(self) -> int:
-        """Prompt and output together never exceed it."""
+        """Prompt and output together never exceed it; on prefill, the prompt."""
 
     async def start(self) -> None:
         """Load the model and start the engine's thread. Raises ConfigError with the reason, or Unavailable

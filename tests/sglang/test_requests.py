@@ -3,7 +3,7 @@
 import pytest
 
 from services.engine.sglang.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
-from services.errors import InvalidRequest
+from services.errors import InvalidRequest, NoCapacity
 from services.request import GenerationRequest, SamplingParams
 from sglang_stand_in import OWN, worker_on
 
@@ -19,6 +19,18 @@ async def test_a_priority_is_heeded_or_refused(checkpoint, engine):
     async with worker_on(None, checkpoint, engine_args=("--enable-priority-scheduling",)) as worker:
         assert engine(worker, OWN)._body(request, 7, 0)["priority"] == 2
         assert engine(worker, OWN)._body(plain, 7, 0)["priority"] == 0
+
+
+async def test_a_prefill_rank_registers_the_longest_prompt_that_it_takes(checkpoint):
+    async with worker_on(None, checkpoint) as worker:
+        prefill, decode = SglangPrefillEngine(worker, OWN), SglangDecodeEngine(worker, OWN)
+
+        def prompt(num_tokens: int) -> GenerationRequest:
+            return GenerationRequest("r", (1,) * num_tokens, SamplingParams())
+
+        prefill._body(prompt(prefill.max_context_tokens), 7, 0)
+        with pytest.raises(NoCapacity, match=f"this rank holds {decode.max_context_tokens} with"):
+            prefill._body(prompt(prefill.max_context_tokens + 1), 7, 0)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class SglangRank:
             "routed_dp_rank": self._own_id.rank,
             "disagg_prefill_dp_rank": prefill_rank,
             "cache_salt": request.cache_salt or None,
-            "sampling_params": sampling_arguments(request, self.max_context_tokens),
+            "sampling_params": sampling_arguments(request, self._worker.max_context_tokens),
         }
 
     def _check(self, request: GenerationRequest) -> None:
@@ -93,10 +93,8 @@ class SglangRank:
             raise InvalidRequest("the prompt is empty")
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {vocab_size})")
-        if len(ids) >= self.max_context_tokens:
-            raise NoCapacity(
-                f"prompt has {len(ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
-            )
+        if len(ids) >= (holds := self._worker.max_context_tokens):
+            raise NoCapacity(f"prompt has {len(ids)} tokens; this rank holds {holds} with the answer")
 
 
 class SglangDecodeEngine(SglangRank):
@@ -169,6 +167,11 @@ class SglangDecodeEngine(SglangRank):
 
 class SglangPrefillEngine(SglangRank):
     """Implements services.engine.base.PrefillEngine."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Of the prompt: SGLang wants room for its first token here too."""
+        return self._worker.max_context_tokens - 1
 
     def handshake(self) -> DirectoryService:
         """Served at our endpoint: it says where SGLang's own processes serve Connect."""
