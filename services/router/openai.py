@@ -136,7 +136,7 @@ class _OpenAiApi:
         self._created = int(clock())  # of the models: when this router came up
 
     async def health(self, request: Request) -> Response:
-        """200 while some model is served by some rank."""
+        """200 while some model is served by some rank that is up."""
         if any(model.decode_ranks for model in (await self._generation.list_models()).models):
             return JSONResponse({"status": "ok"})
         raise Unavailable("no model is served at present")

@@ -84,14 +84,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return self._tokenizer.token_text(token_id)
 
     async def list_models(self) -> generation_pb2.ListModelsResponse:
-        decodes = self._cluster.ranks(Role.DECODE)
+        """With the ranks that are up; the context does not change while they come and go."""
+        known = bool(self._cluster.ranks(Role.DECODE))
         model = generation_pb2.Model(
             id=self._model_name,
-            max_context_tokens=self._cluster.max_context_tokens() if decodes else 0,
-            prefill_ranks=len(self._cluster.ranks(Role.PREFILL)),
-            decode_ranks=len(decodes),
+            max_context_tokens=self._cluster.max_context_tokens() if known else 0,
+            prefill_ranks=self._num_up(Role.PREFILL),
+            decode_ranks=self._num_up(Role.DECODE),
         )
         return generation_pb2.ListModelsResponse(models=[model])
+
+    def _num_up(self, role: Role) -> int:
+        return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
 
 
 def _explanation(prompt_tokens: int, explained: Explained) -> generation_pb2.ExplainResponse:

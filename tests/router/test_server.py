@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services import rpc
+from services.kv.types import Role
 from services.router.server import GenerationService
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -60,3 +61,17 @@ async def test_a_client_that_leaves_closes_its_generation(stub, talker):
     await call.read()
     call.cancel()
     await asyncio.wait_for(talker.closed.wait(), DEADLINE_S)
+
+
+async def test_the_ranks_of_a_model_are_those_that_are_up():
+    ranks = {Role.DECODE: ["d0", "d1"], Role.PREFILL: ["p0"]}
+    up = ["d0", "p0"]
+    cluster = SimpleNamespace(
+        ranks=ranks.__getitem__, is_up=lambda view: view in up, max_context_tokens=lambda: 9
+    )
+    service = GenerationService("m", SimpleNamespace(), SimpleNamespace(), cluster)
+    for decode_ranks, prefill_ranks in ((1, 1), (0, 1), (0, 0)):
+        (model,) = (await service.list_models()).models
+        assert (model.decode_ranks, model.prefill_ranks) == (decode_ranks, prefill_ranks)
+        assert model.max_context_tokens == 9
+        del up[:1]
