@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from services import rpc
-from services.errors import Unavailable
+from services.errors import ConfigError, Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import Mirror, RankState, RankView
 from services.index.pins import PinWriter
@@ -36,6 +36,7 @@ _Connection = TypeVar("_Connection", DecodeClient, PrefillWatch)
 
 # Hashing so many ids takes about a millisecond; longer prompts would be felt by every stream on the loop.
 _LONG_PROMPT = 8_192
+_RETRY_S = 1.0
 _MISSED_S = 1800.0  # a rank that went without a word is spoken of for so long
 
 
@@ -128,6 +129,7 @@ class Cluster:
         self._known_plans = settings.plans
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
+        self._retry: asyncio.TimerHandle | None = None  # of ranks that could not be connected
         self._stop_listening: Callable[[], None] | None = None
         self._retiring: dict[asyncio.Task[None], DecodeClient | PrefillWatch] = {}
 
@@ -139,6 +141,8 @@ class Cluster:
     async def close(self) -> None:
         if self._stop_listening is not None:
             self._stop_listening()
+        if self._retry is not None:
+            self._retry.cancel()
         self._outdated = False
         connections: list[DecodeClient | PrefillWatch] = [*self._clients.values(), *self._watches.values()]
         for connection in (*connections, *self._retiring.values()):
@@ -439,8 +443,22 @@ class Cluster:
                 self._retiring[task] = connection
                 task.add_done_callback(self._retiring.pop)
         for rank, address in wanted.items():
-            if rank not in connections:
+            if rank in connections:
+                continue
+            try:
                 connections[rank] = open_one(address)
+            except ConfigError as error:  # a certificate that is being replaced, perhaps
+                log.warning("rank_unconnected rank=%s error=%s", rank, error)
+                self._try_again()
+
+    def _try_again(self) -> None:
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._connect_again)
+
+    def _connect_again(self) -> None:
+        self._retry = None
+        self._outdated = True
+        self._refresh()
 
     def _open_client(self, address: RankAddress) -> DecodeClient:
         rank = address.id.key

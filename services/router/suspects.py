@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services import rpc
+from services.errors import ConfigError
 from services.index.mirror import Mirror, RankView
 from services.kv.types import RankId, RankKey
 
@@ -67,13 +68,16 @@ class SuspectChecks:
 
     async def _serves(self, view: RankView) -> bool:
         life = view.registration.id
-        if life not in self._channels:
-            self._channels[life] = rpc.open_channel(view.registration.address.endpoint, self._tls)
-        stub = health_pb2_grpc.HealthStub(self._channels[life])
         try:
+            if life not in self._channels:
+                self._channels[life] = rpc.open_channel(view.registration.address.endpoint, self._tls)
+            stub = health_pb2_grpc.HealthStub(self._channels[life])
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError:
             rpc.heed_cancellation()
+            return False
+        except ConfigError as error:  # a certificate that is being replaced, perhaps
+            log.warning("suspect_unasked rank=%s error=%s", life, error)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from services import rpc
 from services.errors import NoCapacity, Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import RankState, RankView
@@ -13,6 +14,7 @@ from services.index.pins import Pin
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
+from services.router import cluster as cluster_module
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.placer import Placer, PlacerSettings
@@ -286,6 +288,22 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
                 router.sent(f"r{turn}", "c", placed)
                 chosen.append((placed.pinned, placed.decision.chosen.decode.id.key))
     assert chosen == [(None, D0_KEY), (None, D1_KEY), (D0_KEY, D0_KEY), (D1_KEY, D1_KEY)]
+
+
+async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "_RETRY_S", 0.01)
+    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
+    tls = rpc.TlsConfig(ca=tmp_path / "ca.pem")
+    opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), tls)
+    mirror.set(D0, P0)
+    await opened.start()
+    assert len(opened.ranks(Role.DECODE)) == 1
+    assert not opened._clients and not opened._watches
+    (tmp_path / "ca.pem").write_bytes(b"there again")
+    async with asyncio.timeout(10):
+        while not (opened._clients and opened._watches):
+            await asyncio.sleep(0.01)
+    await opened.close()
 
 
 async def test_ranks_may_leave_while_a_router_closes(mirror):

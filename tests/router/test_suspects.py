@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 from index.cluster import registration
 from index.real_etcd import client, running, until
@@ -61,3 +62,17 @@ async def test_a_rank_that_begins_a_new_life_meanwhile_is_not_marked() -> None:
         assert mirror.ranks[key] == new
         await checks._close_all_but(set())
     await server.stop(0)
+
+
+async def test_a_certificate_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
+    async with client("127.0.0.1:1") as nowhere:
+        mirror = Mirror(nowhere, ClusterKeys("c"), "r0")
+        gone = lapsed("gone", "127.0.0.1:1")
+        mirror.ranks[gone.registration.id.key] = gone
+        failed: list[RankId] = []
+        tls = rpc.TlsConfig(ca=tmp_path / "ca.pem")
+        checks = SuspectChecks(mirror, tls, failed.append, interval_s=0.01, timeout_s=5.0)
+        async with running(checks.run()):
+            await until(lambda: gone.registration.id in failed)
+            (tmp_path / "ca.pem").write_bytes(b"there again")
+            await until(lambda: checks._channels)
