@@ -494,6 +494,30 @@ def test_ranks_of_another_handshake_version_are_no_peers():
         choose(request(plans=REMOTE), [old, decode(1)], [prefill(0, handshake_version=2)])
 
 
+def test_a_wait_counts_only_between_ranks_of_one_handshake_version():
+    """An idle prefill rank of one version and an idle decode rank of the other serve nobody together."""
+    decodes = [decode(0), decode(1, queue_wait_s=9.0, handshake_version=2)]
+    prefills = [prefill(0, compute_wait_s=5.0), prefill(1, handshake_version=2)]
+    with pytest.raises(NoCapacity, match=r"would wait 5\.0 s"):
+        choose(request(plans=REMOTE, max_wait_s=1.0), decodes, prefills)
+    decision = choose(request(plans=REMOTE, max_wait_s=6.0), decodes, prefills)
+    assert (decision.chosen.decode, decision.chosen.prefill) == (decodes[0], prefills[0])
+    assert [(c.id.rank, c.excluded) for c in decision.excluded] == [(1, "its queue is too long")] * 2
+
+
+def test_a_decode_rank_that_does_not_receive_is_no_peer_of_its_handshake_version():
+    decodes = [decode(0), decode(1, receives=False, handshake_version=2)]
+    prefills = [prefill(0), prefill(1, handshake_version=2)]
+    decision = choose(request(max_wait_s=1.0), decodes, prefills)
+    (left_out,) = decision.excluded
+    assert (left_out.id, left_out.excluded) == (
+        prefills[1].id,
+        "no decode rank speaks its handshake version 2",
+    )
+    plans = {way.decode.id.rank: way.plan for way in decision.ranked if way.prefill is None}
+    assert plans[1] is Plan.LOCAL
+
+
 def test_without_a_prefill_rank_the_decode_rank_computes():
     decision = choose(request(), [decode(0)], [prefill(0, excluded="failed")])
     assert decision.chosen.plan is Plan.LOCAL

@@ -108,6 +108,8 @@ def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
     decodes, prefills, plans, max_wait_s, versions, data
 ):
     router = Router(len(decodes), len(prefills), versions=versions)
+    num_other = data.draw(st.sampled_from([0, 0, 5]))
+    router.placer.set_ranks(of_other_layout(router.decodes, num_other), router.prefills)
     states = zip((*router.decodes, *router.prefills), (*decodes, *prefills), strict=True)
     for rank, (num_held, tokens) in states:
         router.holds(rank, num_held)
@@ -437,3 +439,14 @@ def test_layouts_that_differ_in_their_tp_degrees_count_as_one():
     router.placer.set_ranks(of_other_layout(router.decodes, 2)[:2] + old, of_other_layout(router.prefills, 1))
     excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
     assert {str(rank.id.key) for rank in excluded} == {"decode/0", "decode/1", "prefill/0"}
+
+
+def test_pairs_of_two_handshake_versions_do_not_count_for_a_layout():
+    router = Router(3, 3, versions=(2, 1, 1))
+    old_prefills = [replace(rank, handshake_version=3) for rank in router.prefills[1:]]
+    router.placer.set_ranks(
+        of_other_layout(router.decodes, 1), of_other_layout(router.prefills, 1)[:1] + old_prefills
+    )
+    decision = router.place(plans=REMOTE)
+    assert decision.chosen.decode.id.rank == decision.chosen.prefill.id.rank == 0
+    assert {rank.excluded for rank in decision.excluded} == {"its KV layout differs from that of most ranks"}
