@@ -48,7 +48,7 @@ from services.transfer.hello import VERSION as HANDSHAKE_VERSION
 log = logging.getLogger(__name__)
 
 # For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
-_AFTER_GRACE_S = 5.0
+_AFTER_GRACE_S = 15.0
 _NOT_SGLANG = (
     "itl_target_ms",
     "protected_cache_share",

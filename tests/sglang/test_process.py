@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from services.engine.sglang import process as process_module
 from services.engine.sglang.process import SglangProcess
 
 WITHIN_S = 60.0
@@ -43,3 +44,27 @@ async def test_its_end_is_seen_though_its_output_goes_nowhere(start, monkeypatch
         await process.ended.wait()
     monkeypatch.undo()
     await process.stop()
+
+
+_WITH_A_CHILD = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {child!r}])
+"""
+_WITH_A_SEGMENT = """
+import os, time
+open(f"{folder}/sgl_shm_mq_{{os.getpid()}}_0badcafe", "w").close()
+time.sleep(600)
+"""
+
+
+async def test_what_was_killed_leaves_no_shared_memory(start, monkeypatch, tmp_path):
+    """Of SGLang's processes that do not heed SIGTERM; other workers' segments stay."""
+    monkeypatch.setattr(process_module, "_SHARED_MEMORY", tmp_path)
+    others = tmp_path / f"sgl_shm_mq_{os.getpid()}_0badcafe"
+    others.touch()
+    process = await start(_WITH_A_CHILD.format(child=_WITH_A_SEGMENT.format(folder=tmp_path)))
+    async with asyncio.timeout(WITHIN_S):
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.01)
+    await process.stop(in_order=False)
+    assert list(tmp_path.iterdir()) == [others]

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -18,8 +19,10 @@ from services.parent_death import dying_with_us
 
 log = logging.getLogger(__name__)
 
-_TERM_TIMEOUT_S = 5.0
+# SGLang looks every 5 s whether it was told to stop; then its schedulers give back what they hold.
+_TERM_TIMEOUT_S = 12.0
 _LAST_LINES = 200
+_SHARED_MEMORY = Path("/dev/shm")
 _NOISE = ("WARNING", "UserWarning", "FutureWarning")
 
 
@@ -58,6 +61,7 @@ class SglangProcess:
         for process in filter(_alive, tree):
             process.kill()
         await self._process.wait()
+        _unlink_segments({process.pid for process in tree})
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -91,6 +95,14 @@ class SglangProcess:
             await process.wait()
             self.ended.set()
         log.warning("sglang_ended code=%s", process.returncode)
+
+
+def _unlink_segments(pids: set[int]) -> None:
+    """Of shared memory whose makers were killed: named sgl_shm_<kind>_<pid>_<random>, and in no one's way
+    until the tmpfs is full."""
+    for segment in _SHARED_MEMORY.glob("sgl_shm_*_*_*"):
+        if segment.name.split("_")[-2] in map(str, pids):
+            segment.unlink(missing_ok=True)
 
 
 def _alive(process: psutil.Process) -> bool:
