@@ -17,6 +17,7 @@ from services.request import Admitted
 from services.router.balance import Balance
 from services.router.burst import GATHER_S
 from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.others import Requests
 from services.router.placement import Decision, place
 from services.router.placer import Asked, Placer, PlacerSettings
 from services.router.price import Weights
@@ -61,6 +62,8 @@ class Ours:
         self._router = share.index
         self._random = Random(share.index)
         self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
+        self._sent_to: dict[int, RankKey] = {}  # decode ranks, by the requests in flight
+        self._own: Counter[RankKey] = Counter()  # of these, at each
 
     def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
         asked = [self._asked(request) for request in together]
@@ -80,7 +83,10 @@ class Ours:
     def sent(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]
         self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
-        self._pins.pin(job.request.session, decision.chosen.decode.id.key, self._router)
+        decode = decision.chosen.decode.id.key
+        self._pins.pin(job.request.session, decode, self._router)
+        self._sent_to[job.request.number] = decode
+        self._own[decode] += 1
 
     def first_token(self, job: Job) -> None:
         hashes, decision = self._placed.pop(job.request.number)
@@ -88,6 +94,7 @@ class Ours:
 
     def ended(self, job: Job) -> None:
         self._placer.ended(str(job.request.number))
+        self._own[self._sent_to.pop(job.request.number)] -= 1
 
     def told(self, rank: RankId, taken: CacheEvents) -> None:
         """A delta of the rank's has come."""
@@ -95,7 +102,9 @@ class Ours:
         self._deltas[rank.key] += 1
 
     def loaded(self, rank: Rank) -> None:
-        self._balance.report(rank.id.key, rank.load())
+        load = rank.load()
+        counted = Requests(load.running + load.waiting, self._own[rank.id.key])
+        self._balance.report(rank.id.key, load, counted)
 
 
 class Oracle:

@@ -113,7 +113,13 @@ class AttachSession:
         self._step += 1
         load = convert.load_to_proto(self._engine.load())
         load.draining = self._running.intake.draining
-        return decode_pb2.StepOutputs(step=self._step, outputs=outputs, load=load)
+        return decode_pb2.StepOutputs(
+            step=self._step,
+            outputs=outputs,
+            load=load,
+            requests=self._running.intake.num_running,
+            own_requests=len(self._tasks),
+        )
 
     def _put(self, output: decode_pb2.RequestOutput) -> None:
         self._outbox.append(output)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from services.kv.types import BlockHash, Plan, RankKey, RankLoad
 from services.request import Admitted
+from services.router.others import NOBODY, Requests
 from services.router.predictions import Predictions
 from services.router.speeds import Speeds
 from services.router.trust import Trust
@@ -163,9 +164,10 @@ class Balance:
 
     # -- health -----------------------------------------------------------------------------------
 
-    def report(self, rank: RankKey, load: RankLoad) -> None:
+    def report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
+        """What a rank said of itself; a decode rank with the requests that it has."""
         now = self.clock()
-        self._of(rank).report(load, now, now - _REPORT_LAG_S)
+        self._of(rank).report(load, counted, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
     def unreported(self, rank: RankKey) -> None:
@@ -174,10 +176,10 @@ class Balance:
             known.forget_report()
             self.changed(rank)
 
-    def reported_requests(self, rank: RankKey) -> tuple[int, int]:
-        """At a decode rank when it last reported: of all routers, and those that we had there then."""
+    def reported_requests(self, rank: RankKey) -> Requests:
+        """At a decode rank when it last reported."""
         known = self._ranks.get(rank)
-        return (0, 0) if known is None else (known.load.running + known.load.waiting, known.ours_reported)
+        return NOBODY if known is None else known.counted
 
     def load(self, rank: RankKey) -> RankLoad:
         """The last report; all zero before the first."""
@@ -239,7 +241,7 @@ class _Rank:
 
     load: RankLoad = _NO_LOAD
     reported_s: float = float("-inf")
-    ours_reported: int = 0  # those that were decoding there then
+    counted: Requests = NOBODY  # as reported
     decoding: set[str] = field(default_factory=set)  # until ended
     computing: dict[str, _Flight] = field(default_factory=dict)  # until admitted
     computing_tokens: int = 0
@@ -272,14 +274,14 @@ class _Rank:
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 
-    def report(self, load: RankLoad, now: float, seen_s: float) -> None:
-        self.load, self.reported_s, self.ours_reported = load, now, len(self.decoding)
+    def report(self, load: RankLoad, counted: Requests, now: float, seen_s: float) -> None:
+        self.load, self.counted, self.reported_s = load, counted, now
         while self.arriving_s and self.arriving_s[0] <= seen_s:
             self.arriving_s.popleft()
         self._see(seen_s)
 
     def forget_report(self) -> None:
-        self.load, self.reported_s, self.ours_reported = _NO_LOAD, float("-inf"), 0
+        self.load, self.counted, self.reported_s = _NO_LOAD, NOBODY, float("-inf")
         self._see(float("-inf"))
 
     def _see(self, seen_s: float) -> None:

@@ -25,6 +25,7 @@ from services.router.admission import refusal
 from services.router.balance import Balance, RankNow
 from services.router.burst import Burst
 from services.router.decode_client import DecodeClient
+from services.router.others import NOBODY, Requests
 from services.router.placement import Decision, Nowhere
 from services.router.placer import Asked, Placer, PlacerSettings
 from services.router.prefill_watch import PrefillWatch
@@ -470,6 +471,6 @@ class Cluster:
             address, self._tls, partial(self._report, rank), partial(self._balance.unreported, rank)
         )
 
-    def _report(self, rank: RankKey, load: RankLoad) -> None:
-        self._balance.report(rank, load)
+    def _report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
+        self._balance.report(rank, load, counted)
         self._mirror.mark_live(rank)  # a stream that speaks is a health check passed

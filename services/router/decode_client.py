@@ -21,6 +21,7 @@ from services import rpc
 from services.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
 from services.kv.types import RankAddress, RankLoad
 from services.request import Output, StartCommand
+from services.router.others import Requests
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import decode_pb2
 from services.wire.packed_ids import PackedIds, length_delimited
@@ -99,7 +100,7 @@ class DecodeClient:
         self,
         address: RankAddress,
         tls: rpc.TlsConfig | None,
-        on_load: Callable[[RankLoad], None],
+        on_load: Callable[[RankLoad, Requests], None],
         on_lost: Callable[[], None],
     ) -> None:
         self.address = address
@@ -219,7 +220,8 @@ class DecodeClient:
                 await call.write(await self._commands.get())
 
     def _receive(self, message: decode_pb2.StepOutputs) -> None:
-        self._on_load(convert.load_from_proto(message.load))
+        counted = Requests(all=message.requests, own=message.own_requests)
+        self._on_load(convert.load_from_proto(message.load), counted)
         for output in message.outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put(_item(output))
@@ -231,7 +233,7 @@ class DecodeClient:
         self._idle.set()
 
 
-def _unheard(load: RankLoad) -> None:
+def _unheard(load: RankLoad, counted: Requests) -> None:
     pass
 
 

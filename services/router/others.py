@@ -38,19 +38,29 @@ class Lately:
         return sum(sent.tokens for sent in self._sent if sent.rank in ranks)
 
 
+class Requests(NamedTuple):
+    """At a decode rank, as it counted them: of all routers, and of the one that it tells."""
+
+    all: int = 0
+    own: int = 0
+
+
+NOBODY = Requests()
+
+
 class Reported:
-    """The requests of all routers, as the decode ranks report them, and those of this one when they did."""
+    """The sum of what the decode ranks counted."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.own = 0
-        self._by_rank: dict[RankKey, tuple[int, int]] = {}
+        self._by_rank: dict[RankKey, Requests] = {}
 
-    def update(self, rank: RankKey, requests: int, own: int) -> None:
-        before = self._by_rank.get(rank, (0, 0))
-        self.requests += requests - before[0]
-        self.own += own - before[1]
-        self._by_rank[rank] = requests, own
+    def update(self, rank: RankKey, counted: Requests) -> None:
+        before = self._by_rank.get(rank, NOBODY)
+        self.requests += counted.all - before.all
+        self.own += counted.own - before.own
+        self._by_rank[rank] = counted
 
 
 def traffic(reported: int, own: int, routers: int) -> float:

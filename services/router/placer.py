@@ -421,7 +421,7 @@ class Placer:
                 side.orders[rank.handshake_version].update(key, self._load(key, rank))
 
     def _count(self, key: RankKey) -> None:
-        self._reported.update(key, *self._balance.reported_requests(key))
+        self._reported.update(key, self._balance.reported_requests(key))
 
     def _load(self, key: RankKey, rank: Registration) -> Load:
         """With what a usual prompt that hits nothing would cost there."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kv.types import RankKey
-from services.router.others import LATELY_S, Lately, Presence, Reported, traffic
+from services.router.others import LATELY_S, Lately, Presence, Reported, Requests, traffic
 
 RANKS = [RankKey("d", index) for index in range(4)]
 sends = st.lists(st.tuples(st.floats(0.0, 0.2), st.sampled_from(RANKS), st.integers(1, 9_000)), max_size=12)
@@ -23,14 +23,17 @@ def test_what_was_sent_lately_is_known_and_nothing_else(sent, own, until_s):
     assert lately.tokens(own, now) == sum(tokens for rank, tokens in new if rank in own)
 
 
-@given(st.lists(st.tuples(st.sampled_from(RANKS), st.tuples(st.integers(0, 50), st.integers(0, 50)))))
+counts = st.builds(Requests, st.integers(0, 50), st.integers(0, 50))
+
+
+@given(st.lists(st.tuples(st.sampled_from(RANKS), counts)))
 def test_the_last_report_of_each_rank_counts(reports):
     reported = Reported()
-    for rank, counts in reports:
-        reported.update(rank, *counts)
+    for rank, counted in reports:
+        reported.update(rank, counted)
     last = dict(reports).values()
-    assert reported.requests == sum(requests for requests, _ in last)
-    assert reported.own == sum(own for _, own in last)
+    assert reported.requests == sum(counted.all for counted in last)
+    assert reported.own == sum(counted.own for counted in last)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from services.kv.types import (
 )
 from services.request import Admitted
 from services.router.balance import Balance
+from services.router.others import NOBODY, Requests
 from services.router.placement import Nowhere
 from services.router.placer import Asked, Placer, PlacerSettings
 from services.router.price import Weights
@@ -71,9 +72,9 @@ class Router:
     def holds(self, rank: Registration, num_blocks: int) -> None:
         self.index.apply_snapshot(rank.id, HASHES[:num_blocks])
 
-    def waits(self, rank: Registration, tokens: int, **load: object) -> None:
+    def waits(self, rank: Registration, tokens: int, counted: Requests = NOBODY, **load: object) -> None:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
-        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load))
+        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load), counted)
 
     def place(self, num_blocks: int = 40, **changes):
         return self.placer.place(self.asked(num_blocks, **changes), 0.5)
@@ -222,12 +223,8 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(deco
 def test_a_burst_stays_on_the_own_ranks_while_others_have_as_much_to_send(plan, others, expected):
     """Four long prompts, of which two are the own ranks' share; the others' look idle."""
     router = Router(4, 4, Weights())
-    for number in range(8):
-        router.balance.sent(f"older {number}", router.decodes[0].id.key, None, 1)
-        router.balance.admitted(f"older {number}")
-    router.now += 1.0
     for rank in router.decodes:
-        router.waits(rank, 0, running=(8 + others) // 4)
+        router.waits(rank, 0, Requests((8 + others) // 4, own=2))
     router.placer.set_share(Share(0, 2))
     chosen = set()
     for number in range(4):
@@ -242,15 +239,12 @@ def test_a_burst_stays_on_the_own_ranks_while_others_have_as_much_to_send(plan, 
 @pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {1})])
 def test_who_has_got_all_requests_for_minutes_does_not_leave_ranks_to_others(others, expected):
     router = Router(4, 0, Weights())
-    for number in range(8):
-        router.balance.sent(f"older {number}", router.decodes[0].id.key, None, 1)
-        router.balance.admitted(f"older {number}")
     router.placer.set_share(Share(0, 2))
     asked = router.asked(hashes=(), plans=frozenset({Plan.LOCAL}))
     chosen = []
     for _ in range(13):
         for index, rank in enumerate(router.decodes):  # one waits less, by less than shares are worth
-            router.waits(rank, 0 if index == 1 else 200, running=(8 + others) // 4)
+            router.waits(rank, 0 if index == 1 else 200, Requests((8 + others) // 4, own=2))
         chosen.append(router.placer.place(asked, 0.5).chosen.decode.id.rank)
         router.now += 10.0
     assert chosen[0] in {0, 2}
@@ -269,7 +263,7 @@ def test_short_requests_tell_as_well_who_sends_them(others, alone):
             router.placer.ended(ends.popleft()[1])
         for rank in router.decodes:
             own = sum(key == rank.id.key for _, _, key in ends)
-            router.waits(rank, 0, running=own * (1 + others))
+            router.waits(rank, 0, Requests(own * (1 + others), own))
         decision = router.placer.place(asked, 0.5)
         router.placer.sent(str(number), (), asked.prompt_tokens, decision)
         router.placer.admitted(str(number), (), decision, admitted(0))
