@@ -10,10 +10,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from services import rpc
-from services.errors import ConfigError, Unavailable
+from services.errors import Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import Mirror, RankState, RankView
 from services.index.pins import PinWriter
@@ -24,6 +23,7 @@ from services.request import Admitted
 from services.router.admission import refusal
 from services.router.balance import Balance, RankNow
 from services.router.burst import Burst
+from services.router.connections import Connections
 from services.router.decode_client import DecodeClient
 from services.router.others import NOBODY, Requests
 from services.router.placement import Decision, Nowhere
@@ -33,11 +33,8 @@ from services.router.shares import Share
 
 log = logging.getLogger(__name__)
 
-_Connection = TypeVar("_Connection", DecodeClient, PrefillWatch)
-
 # Hashing so many ids takes about a millisecond; longer prompts would be felt by every stream on the loop.
 _LONG_PROMPT = 8_192
-_RETRY_S = 1.0
 _MISSED_S = 1800.0  # a rank that went without a word is spoken of for so long
 
 
@@ -121,8 +118,7 @@ class Cluster:
         self._burst: Burst[Asked] = Burst(lambda together: self._placer.cheapest_first(together, tie()))
         self._tls = tls
         self._tie = tie
-        self._clients: dict[RankKey, DecodeClient] = {}
-        self._watches: dict[RankKey, PrefillWatch] = {}
+        self._connections = Connections(self._open_client, self._open_watch)
         self._lives: dict[RankKey, RankId] = {}
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
         self._placeable: list[list[Registration]] = []
@@ -130,9 +126,7 @@ class Cluster:
         self._known_plans = settings.plans
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
-        self._retry: asyncio.TimerHandle | None = None  # of ranks that could not be connected
         self._stop_listening: Callable[[], None] | None = None
-        self._retiring: dict[asyncio.Task[None], DecodeClient | PrefillWatch] = {}
 
     async def start(self) -> None:
         self._stop_listening = self._mirror.subscribe(self._changed)
@@ -142,13 +136,8 @@ class Cluster:
     async def close(self) -> None:
         if self._stop_listening is not None:
             self._stop_listening()
-        if self._retry is not None:
-            self._retry.cancel()
         self._outdated = False
-        connections: list[DecodeClient | PrefillWatch] = [*self._clients.values(), *self._watches.values()]
-        for connection in (*connections, *self._retiring.values()):
-            await connection.close()
-        await asyncio.gather(*self._retiring)
+        await self._connections.close()
 
     @property
     def degraded(self) -> str | None:
@@ -174,8 +163,7 @@ class Cluster:
     def is_up(self, view: RankView) -> bool:
         """Whether the rank is registered or speaks, and has not just failed; it may be full or draining."""
         rank = view.registration.id.key
-        client = self._clients.get(rank)
-        if view.registration.role is Role.DECODE and (client is None or not client.connected.is_set()):
+        if view.registration.role is Role.DECODE and not self._connections.is_connected(rank):
             return False
         return view.state is RankState.LIVE and self._balance.excluded(rank) != "failed"
 
@@ -273,7 +261,7 @@ class Cluster:
     # -- internals --------------------------------------------------------------------------------
 
     def _speaks(self, life: RankId) -> bool:
-        client = self._clients.get(life.key)
+        client = self._connections.clients.get(life.key)
         return client is not None and client.address.id == life and client.connected.is_set()
 
     def _view_of(self, life: RankId) -> RankView | None:
@@ -319,7 +307,7 @@ class Cluster:
         prefill = None
         if chosen.prefill is not None:
             prefill = self._mirror.ranks[chosen.prefill.id.key].registration.address
-        client = self._clients[chosen.decode.id.key]
+        client = self._connections.clients[chosen.decode.id.key]
         best = {Role.DECODE: decision.longest_decode_hit, Role.PREFILL: decision.longest_prefill_hit}
         return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best)
 
@@ -350,10 +338,8 @@ class Cluster:
             return "it failed this request"
         if rank.draining:
             return "draining"
-        if rank.role is Role.DECODE:
-            client = self._clients.get(key)
-            if client is None or not client.connected.is_set():
-                return "not connected"
+        if rank.role is Role.DECODE and not self._connections.is_connected(key):
+            return "not connected"
         # A decode rank needs room for one more token.
         if prompt_tokens > rank.max_context_tokens - (rank.role is Role.DECODE):
             return "the prompt is longer than its context"
@@ -399,8 +385,7 @@ class Cluster:
         for role in self._ranks:
             self._ranks[role] = self._views(role)
         self._note_decodes([view.registration for view in self._ranks[Role.DECODE]])
-        self._connect(self._clients, self._wanted(Role.DECODE), self._open_client)
-        self._connect(self._watches, self._wanted(Role.PREFILL), self._open_watch)
+        self._connections.follow(self._wanted(Role.DECODE), self._wanted(Role.PREFILL))
         placeable = [
             [view.registration for view in self._ranks[role]] for role in (Role.DECODE, Role.PREFILL)
         ]
@@ -430,36 +415,6 @@ class Cluster:
 
     def _wanted(self, role: Role) -> dict[RankKey, RankAddress]:
         return {view.registration.id.key: view.registration.address for view in self._ranks[role]}
-
-    def _connect(
-        self,
-        connections: dict[RankKey, _Connection],
-        wanted: dict[RankKey, RankAddress],
-        open_one: Callable[[RankAddress], _Connection],
-    ) -> None:
-        for rank, connection in list(connections.items()):
-            if wanted.get(rank) != connection.address:
-                del connections[rank]
-                task = asyncio.create_task(connection.retire(), name=f"retire-{rank}")
-                self._retiring[task] = connection
-                task.add_done_callback(self._retiring.pop)
-        for rank, address in wanted.items():
-            if rank in connections:
-                continue
-            try:
-                connections[rank] = open_one(address)
-            except ConfigError as error:  # a certificate that is being replaced, perhaps
-                log.warning("rank_unconnected rank=%s error=%s", rank, error)
-                self._try_again()
-
-    def _try_again(self) -> None:
-        if self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._connect_again)
-
-    def _connect_again(self) -> None:
-        self._retry = None
-        self._outdated = True
-        self._refresh()
 
     def _open_client(self, address: RankAddress) -> DecodeClient:
         rank = address.id.key

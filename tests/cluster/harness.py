@@ -12,7 +12,8 @@ from pair import settled
 from services import rpc
 from services.decode.role import decode_role
 from services.prefill.role import prefill_role
-from services.rank import RankConfig, open_rank, own_rank_id, serving_metrics
+from services.rank import open_rank, own_rank_id, serving_metrics
+from services.rank_config import RankConfig
 from services.router.app import open_router
 from services.router.config import RouterConfig
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc

@@ -189,7 +189,7 @@ async def the_deadline_passes(cluster, call, read):
 
 async def the_router_is_lost(cluster, call, read):
     """Its stream to the decode rank breaks, and nothing is said on it any more."""
-    (client,) = cluster.routers[0].cluster._clients.values()
+    (client,) = cluster.routers[0].cluster._connections.clients.values()
     client._task.cancel()
     call.cancel()
 

@@ -337,7 +337,7 @@ async def test_a_request_that_fails_for_good_leaves_nothing_behind(etcd_endpoint
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await cluster.generate(prompt_of(1))
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-        (client,) = cluster.routers[0].cluster._clients.values()
+        (client,) = cluster.routers[0].cluster._connections.clients.values()
         assert not client._streams
         await cluster.assert_nothing_held()
 

@@ -14,7 +14,7 @@ from services.index.pins import Pin
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
-from services.router import cluster as cluster_module
+from services.router import connections
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.placer import Placer, PlacerSettings
@@ -130,7 +130,7 @@ async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror):
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == []
     assert two_decodes._balance.excluded(D0_KEY) == "failed"
-    two_decodes._clients[D0_KEY].connected.clear()
+    two_decodes._connections.clients[D0_KEY].connected.clear()
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == [D0_KEY]
 
@@ -153,7 +153,7 @@ async def two_decodes(cluster, mirror):
     """Both are reached."""
     mirror.set(D0, D1, P0)
     cluster.ranks(Role.DECODE)
-    for client in cluster._clients.values():
+    for client in cluster._connections.clients.values():
         client.connected.set()
     return cluster
 
@@ -279,7 +279,7 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
             router = Cluster(settings, mirror, pins, Balance(lambda: 0.0), None)
             await router.start()
             stack.push_async_callback(router.close)
-            for client in router._clients.values():
+            for client in router._connections.clients.values():
                 client.connected.set()
             routers.append(router)
         for turn in range(2):
@@ -291,17 +291,17 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
 
 
 async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(connections, "_RETRY_S", 0.01)
     settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
     tls = rpc.TlsConfig(ca=tmp_path / "ca.pem")
     opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), tls)
     mirror.set(D0, P0)
     await opened.start()
     assert len(opened.ranks(Role.DECODE)) == 1
-    assert not opened._clients and not opened._watches
+    assert not opened._connections.clients and not opened._connections.watches
     (tmp_path / "ca.pem").write_bytes(b"there again")
     async with asyncio.timeout(10):
-        while not (opened._clients and opened._watches):
+        while not (opened._connections.clients and opened._connections.watches):
             await asyncio.sleep(0.01)
     await opened.close()
 
