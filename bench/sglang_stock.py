@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -111,6 +112,9 @@ class StockSglang:
 
     async def _start(self) -> None:
         self._folder.mkdir()
+        # SGLang ends by killing itself, and leaves behind what it had there.
+        temporary = tempfile.TemporaryDirectory(prefix="stock-sglang-", ignore_cleanup_errors=True)
+        self._temporary = self._stack.enter_context(temporary)
         for module in self._plugins:
             _write_plugin(self._folder, module)
         self._session = await self._stack.enter_async_context(aiohttp.ClientSession())
@@ -136,6 +140,7 @@ class StockSglang:
         environment |= {
             "SGLANG_PLUGINS": ",".join(map(_plugin_name, self._plugins)),
             _PROBE_FILE: str(server.probe_path),
+            "TMPDIR": self._temporary,
         }
         if settings.dp_size == 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = str(first_core % (os.cpu_count() or 1))
