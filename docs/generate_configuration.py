@@ -15,7 +15,7 @@ from typing import Any
 from services.cli.__main__ import COMMANDS
 from services.cluster_config import ClusterConfig
 from services.config import FlagDescription, describe
-from services.rank import RankConfig
+from services.rank_config import RankConfig
 from services.router.config import RouterConfig
 
 REPOSITORY = Path(__file__).parent.parent

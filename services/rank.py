@@ -11,27 +11,20 @@ server, a registration and a port for each rank. A rank's generation is drawn at
 
 import asyncio
 import logging
-import os
 import random
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import rpc, supervisor, telemetry
-from services.cluster_config import ClusterConfig
-from services.config import load, refusing, setting, to_flags
+from services.config import load, refusing, to_flags
 from services.engine.base import Engine
-from services.engine.choose import EngineSettings
-from services.engine.paged.core import Limits
-from services.engine.paged.decode import Lease
-from services.errors import ConfigError, root_cause
+from services.errors import root_cause
 from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
 from services.index.membership import Membership
@@ -42,141 +35,13 @@ from services.intake import Intake
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
 from services.notify import Notifier
-from services.ports import check_port, is_wildcard
+from services.rank_config import RankConfig
 from services.transfer.hello import VERSION as HANDSHAKE_VERSION
 
 log = logging.getLogger(__name__)
 
 # For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
 _AFTER_GRACE_S = 15.0
-_NOT_SGLANG = (
-    "itl_target_ms",
-    "protected_cache_share",
-    "write_lease_s",
-    "fence_margin_s",
-    "kv_digest_share",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankConfig(ClusterConfig):
-    """Settings of a prefill or decode worker and of its ranks."""
-
-    model: str = setting("", "directory of the checkpoint")
-    worker: str = setting(help="name of this worker, unique in the cluster")
-    dp_size: int = setting(1, "number of DP ranks, one process each")
-    rank_index: int | None = setting(None, "be this one rank instead of the supervisor of all")
-    port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
-    advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
-    engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
-    engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
-    device: str = setting("cpu", "cpu, cuda or cuda:N")
-    dtype: str | None = setting(None, "float32, bfloat16 or float16; default: the checkpoint's")
-    num_threads: int | None = setting(None, "CPU threads of a rank; default: cores / dp-size")
-    kv_pages: int = setting(2048, "pages in a rank's KV pool")
-    page_size: int = setting(64, "tokens per page")
-    decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
-    prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
-    protected_cache_share: float = setting(0.3, "of the pool, kept for prefixes asked for more than once")
-    transport: Literal["nixl", "local"] = setting("nixl", "how KV crosses; local: same host only")
-    chunk_size: int = setting(512, "prompt tokens computed per step")
-    max_running_requests: int = setting(64, "sequences in a batch")
-    itl_target_ms: float | None = setting(
-        None, "bounds batch and prompt chunks by measured step time (decode)"
-    )
-    write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
-    fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
-    kv_digest_share: float = setting(
-        0.01, "of the transfers, those whose pages are compared with what prefill wrote (decode)"
-    )
-    lease_ttl_s: int = setting(10, "seconds without etcd after which the rank counts as suspect")
-    index_flush_ms: float = setting(50.0, "least time between two writes of a rank's index to etcd")
-    index_writes_per_s: float = setting(
-        2000.0,
-        "index writes of all ranks of the cluster together; each flushes less often to keep to its share",
-    )
-    fake_step_s: float = setting(0.0, "engine fake: seconds per step")
-    fake_prompt_token_s: float = setting(0.0, "engine fake: seconds per prompt token")
-
-    def __post_init__(self) -> None:
-        ClusterConfig.__post_init__(self)
-        positive = ("dp_size", "kv_pages", "page_size", "chunk_size", "max_running_requests")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
-        num_ports = self.dp_size if self.rank_index is None else 1
-        check_port("--port", self.port, num_ports)
-        check_port("--metrics-port", self.metrics_port, num_ports)
-        if is_wildcard(self.advertise_host or self.host):
-            raise ConfigError(
-                f"--host={self.host} is every address of this machine: --advertise-host must name the one "
-                "that others reach"
-            )
-        if self.engine != "fake" and not self.model:
-            raise ConfigError(f"--model is required with --engine={self.engine}")
-        if self.engine_arg and self.engine != "sglang":
-            raise ConfigError("--engine-arg is for --engine=sglang")
-        if self.itl_target_ms is not None and self.itl_target_ms <= 0:
-            raise ConfigError(f"--itl-target-ms must be above 0, got {self.itl_target_ms:g}")
-        if self.engine == "sglang":
-            self._check_sglang_knows()
-        if not 0 <= self.protected_cache_share <= 1:
-            raise ConfigError(
-                f"--protected-cache-share is between 0 and 1, got {self.protected_cache_share:g}"
-            )
-        if self.write_lease_s <= 0 or self.fence_margin_s < 0:
-            raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
-        if not 0 <= self.kv_digest_share <= 1:
-            raise ConfigError(f"--kv-digest-share is between 0 and 1, got {self.kv_digest_share:g}")
-        if self.index_flush_ms < 0 or self.index_writes_per_s <= 0:
-            raise ConfigError("--index-flush-ms must be 0 or more and --index-writes-per-s above 0")
-
-    def _check_sglang_knows(self) -> None:
-        """SGLang has its own way with what it caches and with the pages of a failed transfer."""
-        for field in fields(self):
-            if field.name in _NOT_SGLANG and getattr(self, field.name) != field.default:
-                raise ConfigError(f"--{field.name.replace('_', '-')} is not for --engine=sglang")
-
-    @property
-    def ranks_per_process(self) -> int:
-        """SGLang has all its DP ranks in one."""
-        return self.dp_size if self.engine == "sglang" else 1
-
-    @property
-    def served_name(self) -> str:
-        return self.model_name or Path(self.model).name or "fake"
-
-    def engine_settings(self, role: Role) -> EngineSettings:
-        """Raises ConfigError when the values do not go together."""
-        cores = os.cpu_count() or 1
-        cache = self.decode_cache if role is Role.DECODE else self.prefill_cache
-        itl_target_ms = self.itl_target_ms if role is Role.DECODE else None
-        return EngineSettings(
-            engine=self.engine,
-            model_path=self.model,
-            model_name=self.served_name,
-            device=self.device,
-            dtype=self.dtype,
-            num_threads=self.num_threads or max(1, cores // self.dp_size),
-            num_pages=self.kv_pages,
-            page_size=self.page_size,
-            index_block=self.index_block,
-            cache_enabled=cache == "on",
-            protected_cache_share=self.protected_cache_share,
-            digest_share=self.kv_digest_share,
-            transport=self.transport,
-            limits=Limits(
-                self.max_running_requests,
-                self.chunk_size,
-                itl_target_s=itl_target_ms / 1e3 if itl_target_ms is not None else None,
-            ),
-            lease=Lease(self.write_lease_s, self.fence_margin_s),
-            fake_step_s=self.fake_step_s,
-            fake_prompt_token_s=self.fake_prompt_token_s,
-            engine_args=self.engine_arg,
-            host=self.host,
-            advertise_host=self.advertise_host or self.host,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import pytest
 from services.config import load
 from services.errors import ConfigError
 from services.kv.types import Role
-from services.rank import RankConfig
+from services.rank_config import RankConfig
 
 
 def config_of(*flags):

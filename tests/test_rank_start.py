@@ -10,7 +10,8 @@ from services import rank, rpc
 from services.engine.choose import decode_engine
 from services.intake import Intake
 from services.kv.types import Role
-from services.rank import RankConfig, RankFailed, RankRole, Services, own_rank_id, run_ranks
+from services.rank import RankFailed, RankRole, Services, own_rank_id, run_ranks
+from services.rank_config import RankConfig
 
 WITHIN_S = 60.0
 CONFIG = RankConfig(

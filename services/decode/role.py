@@ -10,7 +10,8 @@ from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engines
 from services.index.registry import REMOTE_ONLY
 from services.kv.types import Plan, RankId, Role
-from services.rank import RankConfig, RankRole, Services
+from services.rank import RankRole, Services
+from services.rank_config import RankConfig
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 

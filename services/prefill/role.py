@@ -10,7 +10,8 @@ from services.engine.choose import prefill_engines
 from services.kv.types import RankId, Role
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
-from services.rank import RankConfig, RankRole, Services
+from services.rank import RankRole, Services
+from services.rank_config import RankConfig
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 

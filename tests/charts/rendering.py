@@ -9,7 +9,7 @@ import helm_python
 import yaml
 
 from services.config import load
-from services.rank import RankConfig
+from services.rank_config import RankConfig
 from services.router.config import RouterConfig
 
 CHART = Path(__file__).parents[2] / "charts" / "isthmus"

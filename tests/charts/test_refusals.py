@@ -8,7 +8,7 @@ import pytest
 from charts.rendering import CHART, LEAST, merged, render
 from services.cluster_config import ClusterConfig
 from services.config import describe
-from services.rank import RankConfig
+from services.rank_config import RankConfig
 from services.router.config import RouterConfig
 
 GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}

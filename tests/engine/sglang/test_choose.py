@@ -5,7 +5,8 @@ import pytest
 from services.engine.choose import decode_engines, prefill_engines
 from services.errors import ConfigError
 from services.kv.types import Generation, RankId, Role
-from services.rank import RankConfig, rank_configs
+from services.rank import rank_configs
+from services.rank_config import RankConfig
 
 
 @pytest.fixture
