@@ -190,7 +190,7 @@ class PriceList:
         It does not wait for them, but its tokens come late while they last.
         """
         decode, itl_weight = receiver.decode, self.weights.itl_weight
-        return itl_weight * receiver.wait_s, itl_weight * decode.step_s if decode.running else 0.0
+        return itl_weight * receiver.wait_s, itl_weight * decode.running * decode.step_s
 
     def receiving_s(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
         """`fixed` and `overlapped` of a decode rank."""

@@ -29,7 +29,7 @@ def test_terms_of_a_remote_placement():
         "wait_decode": 0.05 * 0.1,
         "wait_room": 0.0,
         "evict_decode": 0.5 * 2_000 / 10_000,
-        "itl": 0.05 * 0.02,
+        "itl": 0.05 * 4 * 0.02,
     }
 
 

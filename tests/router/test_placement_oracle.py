@@ -37,7 +37,7 @@ def book_price(asked, weights, d, p, able) -> float:
     price += max(compute, delta * per_token) + min(asked.chunk_tokens, delta) * per_token
     missing = max(0, asked.prompt_tokens - p.hit_tokens - p.free_tokens)
     price += evict_s * min(missing, p.evictable_tokens)
-    price += weights.itl_weight * (wait + (d.step_s if d.running > 0 else 0))
+    price += weights.itl_weight * (wait + d.running * d.step_s)
     return price + weights.remote_overhead_s
 
 
