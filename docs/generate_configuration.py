@@ -46,6 +46,7 @@ CHART_VALUES = {
     "worker": "set",
     "rank-index": "set",
     "advertise-host": "set",
+    "restart-timeout-s": "startupSeconds",
     "dp-size": "dpSize",
     "engine": "engine",
     "device": "gpus",

@@ -5,6 +5,10 @@
                     not heard of for a minute: it hangs, and its parent ends it
                     nor for another half: not even that helped
 
+A parent starts a child again that ended: then it starts anew, which may hang as well, or end each time. One
+that has not come to wait or serve again within --restart-timeout-s lives no more: the kubelet, which asks
+/startup until it passes and never again in that container, has to start the whole of it.
+
 It waits when nothing but etcd is missing, however long that takes.
 
 On --health-port, for a kubelet's probes:
@@ -18,6 +22,7 @@ Otherwise 503 and the reason. Always plain HTTP: a kubelet has neither our autho
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -53,17 +58,22 @@ class Lifecycle:
 
     name: str
     clock: Callable[[], float] = time.monotonic
+    restart_timeout_s: float = math.inf  # it may neither wait nor serve for so long once it did
     phase: Phase = Phase.STARTING
     has_started: bool = False  # in this life or in an earlier one
     last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
+    _stood: float = 0.0  # if it has started and does not stand: when it last did, in whatever life
 
     def enter(self, phase: Phase) -> None:
+        if self.beats:
+            self._stood = self.clock()
         self.phase = phase
-        self.has_started = self.has_started or phase in (Phase.WAITING, Phase.SERVING)
+        self.has_started = self.has_started or self.beats
 
     def begin(self) -> None:
         """Another life."""
-        self.phase, self.last_beat = Phase.STARTING, None
+        self.enter(Phase.STARTING)
+        self.last_beat = None
 
     @property
     def beats(self) -> bool:
@@ -71,14 +81,18 @@ class Lifecycle:
         return self.phase in (Phase.WAITING, Phase.SERVING)
 
     def health(self) -> Health:
-        silent_s = 0.0
-        if self.beats and self.last_beat is not None:
-            silent_s = self.clock() - self.last_beat
         return Health(
             startup="" if self.has_started else f"{self.name} is {self.phase.value}",
             ready="" if self.phase is Phase.SERVING else f"{self.name} is {self.phase.value}",
-            live="" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s",
+            live=self._beyond_help(),
         )
+
+    def _beyond_help(self) -> str:
+        if self.beats:
+            silent_s = 0.0 if self.last_beat is None else self.clock() - self.last_beat
+            return "" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s"
+        away_s = self.clock() - self._stood if self.has_started else 0.0
+        return "" if away_s < self.restart_timeout_s else f"{self.name} has been away for {away_s:.0f} s"
 
 
 @dataclass(slots=True)

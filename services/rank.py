@@ -11,6 +11,7 @@ server, a registration and a port for each rank. A rank's generation is drawn at
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import sys
@@ -117,7 +118,9 @@ def supervise(config: RankConfig, module: str) -> int:
         flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
     # Probes ask the supervisor, and it the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
-    return supervisor.run(commands, config.grace_s + _AFTER_GRACE_S, config.host, config.health_port)
+    timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
+    grace_s = config.grace_s + _AFTER_GRACE_S
+    return supervisor.run(commands, grace_s, config.host, config.health_port, timeout_s)
 
 
 def own_rank_id(config: RankConfig) -> RankId:

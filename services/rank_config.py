@@ -33,6 +33,9 @@ class RankConfig(ClusterConfig):
     rank_index: int | None = setting(None, "be this one rank instead of the supervisor of all")
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
     advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
+    restart_timeout_s: float | None = setting(
+        None, "seconds until /live fails when a rank that stood does not stand again; default: never"
+    )
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
     engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
@@ -72,6 +75,8 @@ class RankConfig(ClusterConfig):
         num_ports = self.dp_size if self.rank_index is None else 1
         check_port("--port", self.port, num_ports)
         check_port("--metrics-port", self.metrics_port, num_ports)
+        if self.restart_timeout_s is not None and self.restart_timeout_s <= 0:
+            raise ConfigError(f"--restart-timeout-s must be above 0, got {self.restart_timeout_s:g}")
         if is_wildcard(self.advertise_host or self.host):
             raise ConfigError(
                 f"--host={self.host} is every address of this machine: --advertise-host must name the one "

@@ -15,6 +15,7 @@ life can still write. Should the supervisor itself be killed, the kernel kills t
 import asyncio
 import ctypes
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -96,21 +97,35 @@ def rank_commands(
 
 
 def run(
-    commands: Sequence[Sequence[str]], grace_s: float, host: str = "127.0.0.1", health_port: int | None = None
+    commands: Sequence[Sequence[str]],
+    grace_s: float,
+    host: str = "127.0.0.1",
+    health_port: int | None = None,
+    restart_timeout_s: float = math.inf,
 ) -> int:
     """Supervise until told to stop; returns the exit code. Linux only; called in the main thread.
 
-    Probes are answered on host:health_port; None: nowhere.
+    Probes are answered on host:health_port; None: nowhere. /live fails once a rank that stood has
+    been away for `restart_timeout_s`.
     """
-    return asyncio.run(_run(commands, grace_s, host, health_port))
+    ranks = [
+        Lifecycle(f"rank process {index}", restart_timeout_s=restart_timeout_s)
+        for index in range(len(commands))
+    ]
+    return asyncio.run(_run(commands, grace_s, host, health_port, ranks))
 
 
-async def _run(commands: Sequence[Sequence[str]], grace_s: float, host: str, health_port: int | None) -> int:
+async def _run(
+    commands: Sequence[Sequence[str]],
+    grace_s: float,
+    host: str,
+    health_port: int | None,
+    ranks: Sequence[Lifecycle],
+) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    ranks = [Lifecycle(f"rank process {index}") for index in range(len(commands))]
     async with answering(host, health_port, lambda: joint_health([rank.health() for rank in ranks])):
         return await supervise(commands, grace_s, stopping, ranks)
 

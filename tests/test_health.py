@@ -66,6 +66,51 @@ def test_only_one_that_has_started_can_be_too_silent(phase):
     assert lifecycle.health().live == ""
 
 
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SERVING])
+@pytest.mark.parametrize("end", [Phase.STOPPING, None])
+def test_one_that_stood_must_stand_again_in_time(phase, end):
+    """However many lives it takes, and however long it stood."""
+    clock = Clock()
+    lifecycle = Lifecycle("it", clock, restart_timeout_s=600)
+    lifecycle.enter(phase)
+    clock.now += 3000
+    lifecycle.last_beat = clock.now
+    if end is not None:
+        lifecycle.enter(end)
+    lifecycle.begin()
+    clock.now += 400
+    lifecycle.begin()
+    clock.now += 199
+    assert lifecycle.health() == Health(ready="it is starting")
+    clock.now += 1
+    assert lifecycle.health() == Health(ready="it is starting", live="it has been away for 600 s")
+    lifecycle.enter(phase)
+    assert lifecycle.health().live == ""
+    lifecycle.begin()
+    assert lifecycle.health().live == ""
+
+
+def test_a_first_start_takes_what_time_it_takes():
+    """The start-up probe's to know."""
+    clock = Clock()
+    lifecycle = Lifecycle("it", clock, restart_timeout_s=600)
+    for _ in range(3):
+        lifecycle.begin()
+        clock.now += 10_000
+    assert lifecycle.health() == Health("it is starting", "it is starting")
+
+
+def test_etcd_may_be_away_for_as_long_as_it_is():
+    clock = Clock()
+    lifecycle = Lifecycle("it", clock, restart_timeout_s=600)
+    lifecycle.enter(Phase.SERVING)
+    lifecycle.begin()
+    lifecycle.enter(Phase.WAITING)
+    clock.now += 10_000
+    lifecycle.last_beat = clock.now
+    assert lifecycle.health() == Health(ready="it is waiting for etcd")
+
+
 def test_silence_is_counted_in_looks_and_ends_with_every_beat():
     lifecycle, silence, looks = Lifecycle("it", Clock()), Silence(), []
 

@@ -48,6 +48,7 @@ def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
         {"kv_digest_share": 1.1},
         {"metrics_port": 70000},
         {"health_port": -1},
+        {"restart_timeout_s": 0.0},
         {"port": 65535, "dp_size": 2},
         {"host": "0.0.0.0"},
         {"host": "::"},

@@ -203,6 +203,8 @@ async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
         await asyncio.to_thread(kill_rank, gate)
         await until(lambda: len(lines(marks)) == 2)
         assert rank.health() == Health(ready="rank 0 is starting")
+        rank.restart_timeout_s = 0.01  # its second start hangs
+        await until(lambda: rank.health().live.startswith("rank 0 has been away for"))
         gate.touch()
         await until(lambda: rank.health() == Health())
         task.stop()

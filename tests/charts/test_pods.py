@@ -32,6 +32,14 @@ def test_a_model_gets_its_time_to_load(seconds):
     assert seconds <= probe["periodSeconds"] * probe["failureThreshold"] < seconds + 5
 
 
+@pytest.mark.parametrize("seconds", [5, 900])
+def test_a_rank_that_is_started_again_gets_no_longer(seconds):
+    """Of a container that started once a kubelet never asks /startup again."""
+    objects = render(merged(LEAST, {"decode": {"startupSeconds": seconds}}))
+    assert objects.config("decode").restart_timeout_s == seconds
+    assert objects.config("prefill").restart_timeout_s == 900
+
+
 @pytest.mark.parametrize("grace_s", [None, 30, 47.5, 600])
 @pytest.mark.parametrize("component", OURS)
 def test_the_kubelet_waits_longer_than_the_service_does(component, grace_s):
