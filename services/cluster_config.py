@@ -32,7 +32,7 @@ class ClusterConfig:
     tls_server_name: str = setting(
         "", "name that every service's certificate carries; default: the host it is reached at"
     )
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting("127.0.0.1", "address to listen on; :: is every one, IPv4's too")
     metrics_port: int = setting(0, "port of /metrics; 0: a free one")
     health_port: int | None = setting(
         None, "port of /startup, /ready and /live for probes, always plain HTTP; default: none"

@@ -23,13 +23,13 @@ Otherwise 503 and the reason. Always plain HTTP: a kubelet has neither our autho
 import asyncio
 import contextlib
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from services.errors import ConfigError
+from services.ports import host_port, listen
 
 SILENT_S = 60.0  # a loop that has not run for so long will not run again
 DEAF_S = 90.0  # by then its parent should have ended it
@@ -131,9 +131,9 @@ async def answering(host: str, port: int | None, check: Callable[[], Health]) ->
         yield None
         return
     try:
-        listener = socket.create_server((host, port))
+        listener = listen(host, port)
     except OSError as error:
-        raise ConfigError(f"cannot answer probes on {host}:{port}: {error}") from error
+        raise ConfigError(f"cannot answer probes on {host_port(host, port)}: {error}") from error
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):

@@ -1,4 +1,4 @@
-"""Ports for servers of our own that are told no port."""
+"""Where servers of our own listen: addresses of either family, and ports for those that are told none."""
 
 import errno
 import ipaddress
@@ -31,6 +31,29 @@ def is_wildcard(host: str) -> bool:
         return host in ("", "0")
 
 
+def bindable(host: str) -> str:
+    """As sockets take it: without brackets. `::` is every address, IPv4's too, and these alone on a machine
+    without IPv6."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in bare and is_wildcard(bare) and not socket.has_dualstack_ipv6():
+        return "0.0.0.0"
+    return bare
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT, of IPv6 [HOST]:PORT."""
+    bare = host.removeprefix("[").removesuffix("]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    host = bindable(host)
+    if ":" not in host:
+        return socket.create_server((host, port))
+    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=is_wildcard(host))
+
+
 def free_ports(host: str, count: int) -> tuple[int, ...]:
     """Ports that are free on `host` now, and that the kernel gives to no outgoing connection.
 
@@ -42,7 +65,7 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
     """
     candidates = _server_ports()
     with ExitStack() as open_sockets:  # all open at once, so that they differ
-        sockets = [open_sockets.enter_context(_listen(host, candidates)) for _ in range(count)]
+        sockets = [open_sockets.enter_context(_listen_on_any(host, candidates)) for _ in range(count)]
         return tuple(sock.getsockname()[1] for sock in sockets)
 
 
@@ -54,15 +77,15 @@ def _server_ports() -> Sequence[int]:
     return [*range(_FIRST_PORT, first), *range(last + 1, _LAST_PORT + 1)]
 
 
-def _listen(host: str, candidates: Sequence[int]) -> socket.socket:
+def _listen_on_any(host: str, candidates: Sequence[int]) -> socket.socket:
     ports = random.sample(candidates, min(_ATTEMPTS, len(candidates)))
     try:
         for port in ports:
             try:
-                return socket.create_server((host, port))
+                return listen(host, port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-        return socket.create_server((host, 0))
+        return listen(host, 0)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error}") from error

@@ -36,6 +36,7 @@ from services.intake import Intake
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
 from services.notify import Notifier
+from services.ports import bindable, host_port
 from services.rank_config import RankConfig
 from services.transfer.hello import VERSION as HANDSHAKE_VERSION
 
@@ -236,10 +237,10 @@ async def open_rank(
         stack.callback(watchdog.cancel)
         services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
-        listen = f"{config.host}:{config.port}"
+        listen = host_port(bindable(config.host), config.port)
         server = await rpc.open_server(listen, services.register, services.names, config.tls(), serving=False)
         stack.push_async_callback(server.stop)
-        address = RankAddress(own_id, f"{config.advertise_host or config.host}:{server.port}")
+        address = RankAddress(own_id, host_port(config.advertise_host or config.host, server.port))
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
         services.intake.tell = membership.say_draining

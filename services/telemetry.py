@@ -33,6 +33,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.errors import Aborted, ConfigError
+from services.ports import bindable, host_port
 
 TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, also the metadata key
 
@@ -154,15 +155,17 @@ def serve_metrics(
     served = prometheus_client.CollectorRegistry()
     served.register(_Labelled(registry, labels))
     try:
-        server, thread = prometheus_client.start_http_server(port, host, served)
+        server, thread = prometheus_client.start_http_server(port, bindable(host), served)
     except OSError as error:
-        raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
+        raise ConfigError(f"cannot serve metrics on {host_port(host, port)}: {error}") from error
+
+    here = (bindable(host), server.server_port)
 
     def stop() -> None:
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
         # The server looks for that twice a second, and whenever somebody calls.
-        with contextlib.suppress(OSError), socket.create_connection((host, server.server_port), 1.0):
+        with contextlib.suppress(OSError), socket.create_connection(here, 1.0):
             stopping.join()
         stopping.join()
         server.server_close()

@@ -7,6 +7,7 @@ import socket
 import httpx
 import pytest
 
+from ipv6 import LOOPBACKS, needs_ipv6
 from services.errors import ConfigError
 from services.health import DEAF_S, Health, Lifecycle, Phase, Silence, answering, joint_health
 from services.notify import NOTIFY_SOCKET, Notifier, listening
@@ -168,6 +169,13 @@ async def test_what_is_no_probe_is_answered_or_dropped_and_harms_nobody():
             writer.close()
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"http://127.0.0.1:{port}/live")).status_code == 200
+
+
+@needs_ipv6
+async def test_probes_come_over_ipv6_too():
+    async with answering("::", 0, Health) as port, httpx.AsyncClient() as client:
+        for host in LOOPBACKS:
+            assert (await client.get(f"http://{host}:{port}/live")).status_code == 200
 
 
 async def test_no_port_no_probes():

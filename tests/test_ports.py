@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ipv6 import needs_ipv6
 from services import ports
 from services.errors import ConfigError
 
@@ -28,6 +29,42 @@ def test_taken_ports_are_passed_over(monkeypatch):
         monkeypatch.setattr(ports, "_server_ports", lambda: [taken.getsockname()[1]])
         (found,) = ports.free_ports("127.0.0.1", 1)
         assert found != taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "written"),
+    [("10.0.0.1", "10.0.0.1:7"), ("d0.svc", "d0.svc:7"), ("fd00::1", "[fd00::1]:7"), ("[::]", "[::]:7")],
+)
+def test_an_address_of_ipv6_stands_in_brackets(host, written):
+    assert ports.host_port(host, 7) == written
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::", "[::]"])
+def test_every_address_is_those_of_both_families(host):
+    with ports.listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, port), 5.0).close()
+        (found,) = ports.free_ports(host, 1)
+        assert found != port
+
+
+@needs_ipv6
+def test_an_address_of_ipv6_is_that_one_alone():
+    with ports.listen("::1", 0) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("::1", port), 5.0).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5.0)
+
+
+def test_without_ipv6_every_address_is_ipv4_s(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with ports.listen("::", 0) as listener:
+        assert listener.family == socket.AF_INET
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5.0).close()
+    assert ports.bindable("::1") == "::1"
 
 
 def test_an_address_of_another_machine_is_refused():

@@ -14,6 +14,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ipv6 import LOOPBACKS, needs_ipv6
 from otlp_collector import running_collector
 from services import telemetry
 from services.errors import ConfigError, NoCapacity
@@ -140,6 +141,17 @@ def test_metrics_are_served_until_stopped():
     stop()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=10)
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("host", "heard"), [("::", LOOPBACKS), ("::1", LOOPBACKS[1:])])
+def test_metrics_are_served_over_ipv6_too(host, heard):
+    port, stop = telemetry.serve_metrics(host, 0, prometheus_client.CollectorRegistry(), {})
+    for address in heard:
+        assert metrics_page(f"http://{address}:{port}/metrics", "text/plain") == ""
+    stop()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10)
 
 
 async def test_what_a_loop_owns_is_collected_on_that_loop():

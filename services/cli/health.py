@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.config import load, setting
+from services.ports import host_port
 
 _TIMEOUT_S = 5.0
 
@@ -23,7 +24,7 @@ class HealthConfig:
 
 def run(argv: list[str]) -> int:
     config = load(HealthConfig, argv, prog="isthmus health")
-    url = f"http://{config.host}:{config.port}/{config.probe}"
+    url = f"http://{host_port(config.host, config.port)}/{config.probe}"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             print(answer.read().decode(errors="replace").strip())

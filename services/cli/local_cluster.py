@@ -25,7 +25,7 @@ from services.child_lines import child_lines
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
 from services.parent_death import dying_with_us
-from services.ports import is_wildcard
+from services.ports import host_port, is_wildcard
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class LocalCluster:
         await self._stack.aclose()
 
     def router_endpoint(self, index: int = 0) -> str:
-        return f"{self.shape.host}:{self.router_ports[index]}"
+        return host_port(self.shape.host, self.router_ports[index])
 
     async def wait_for_exit(self) -> Child:
         """Returns a child that ended although nobody asked it to."""

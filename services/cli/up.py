@@ -10,7 +10,7 @@ from typing import Any
 from services import rpc
 from services.cli.local_cluster import LocalCluster, Shape
 from services.config import load, setting
-from services.ports import check_port
+from services.ports import check_port, host_port
 
 
 def _passed_on(to: str) -> Any:
@@ -24,7 +24,7 @@ class UpConfig:
     model: Path = setting(help="directory of the checkpoint")
     data_dir: Path = setting(Path("run"), "where the embedded etcd keeps its data")
     etcd: tuple[str, ...] = setting((), "endpoints of an etcd that runs; default: an embedded one")
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting("127.0.0.1", "address to listen on; :: is every one, IPv4's too")
     port: int = setting(7777, "gRPC port of the first router")
     http_port: int = setting(8000, "port of its OpenAI-compatible API")
     routers: int = setting(1, "routers")
@@ -84,7 +84,7 @@ async def _serve(config: UpConfig) -> int:
     async with LocalCluster(config.shape(), show_line) as cluster:
         print(f"ready: gRPC on {cluster.router_endpoint()}, OpenAI API on ", end="")
         print(
-            f"http://{config.host}:{cluster.http_ports[0]}/v1, etcd on {cluster.etcd_endpoints[0]}",
+            f"http://{host_port(config.host, cluster.http_ports[0])}/v1, etcd on {cluster.etcd_endpoints[0]}",
             flush=True,
         )
         child = await cluster.wait_for_exit()

@@ -9,6 +9,7 @@ import sys
 from services import health, rpc, telemetry
 from services.config import load, refusing
 from services.health import Lifecycle, Phase
+from services.ports import host_port
 from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
 
@@ -55,8 +56,8 @@ def _tell_ready(config: RouterConfig, router: OpenRouter) -> None:
     telemetry.event(
         log,
         "router_ready",
-        endpoint=f"{config.host}:{router.server.port}",
-        http=f"{config.host}:{router.http_port}",
+        endpoint=host_port(config.host, router.server.port),
+        http=host_port(config.host, router.http_port),
         metrics_port=router.metrics_port,
     )
 

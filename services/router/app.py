@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -25,6 +24,7 @@ from services.index.mirror import Mirror
 from services.index.pins import PinWriter
 from services.index.registry import Schema, keep_schema
 from services.kv.block_hash import SCHEME
+from services.ports import bindable, host_port, listen
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
@@ -131,7 +131,7 @@ async def open_router(
 
 async def _serve_grpc(config: RouterConfig, service: GenerationService) -> rpc.RpcServer:
     return await rpc.open_server(
-        f"{config.host}:{config.port}",
+        host_port(bindable(config.host), config.port),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
         [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name],
         config.tls(),
@@ -203,9 +203,9 @@ class HttpFront:
 @contextlib.asynccontextmanager
 async def _serve_http(config: RouterConfig, service: GenerationService) -> AsyncIterator[HttpFront]:
     try:
-        listener = socket.create_server((config.host, config.http_port))
+        listener = listen(config.host, config.http_port)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}:{config.http_port}: {error}") from error
+        raise ConfigError(f"cannot listen on {host_port(config.host, config.http_port)}: {error}") from error
     settings = uvicorn.Config(
         openai_app(service),
         log_config=None,

@@ -16,7 +16,7 @@ def test_each_service_accepts_its_command_line(name, component):
     objects = rendered(name)
     config = objects.config(component)
     assert config.model == sample(name)["model"]["path"] if name != "least" else "/models/m"
-    assert (config.host, config.health_port) == ("0.0.0.0", 8080)
+    assert (config.host, config.health_port) == ("::", 8080)
     config.etcd_settings()
     config.tls()
     ports = {port["name"]: port["containerPort"] for port in objects.container(component)["ports"]}

@@ -272,6 +272,17 @@ def test_egress_follows_etcd_and_traces_outside():
     assert "etcd" not in objects.of("StatefulSet")
 
 
+def test_addresses_of_ipv6_keep_their_ports_apart():
+    values = {
+        "etcd": {"external": {"endpoints": ["[fd00::1]:2379", "https://[fd00::2]:4001"]}},
+        "tracing": {"endpoint": "http://[fd00::3]:4317"},
+    }
+    objects = render(merged(LEAST, values))
+    assert objects.config("router").etcd == ("[fd00::1]:2379", "https://[fd00::2]:4001")
+    egress = objects.of("NetworkPolicy")["router"]["spec"]["egress"]
+    assert {p["port"] for rule in egress if "to" not in rule for p in rule["ports"]} == {53, 2379, 4001, 4317}
+
+
 def test_policies_can_be_left_out():
     assert not render(merged(LEAST, {"networkPolicy": {"enabled": False}})).of("NetworkPolicy")
 

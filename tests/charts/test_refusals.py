@@ -42,6 +42,9 @@ BY_SCHEMA = {
     "an endpoint without its port": ({"etcd": {"external": {"endpoints": ["etcd"]}}}, "endpoints/0"),
     "a quota beyond etcd's": ({"etcd": {"quotaBytes": 10**11}}, "/etcd/quotaBytes"),
     "two kinds of budget": ({"router": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
+    "an endpoint of IPv6 without brackets": (
+        {"etcd": {"external": {"endpoints": ["fd00::1:2379"]}}}, "endpoints/0"
+    ),
     "traces to nowhere": ({"tracing": {"endpoint": "collector"}}, "/tracing/endpoint"),
     "memory in words": ({"decode": {"sharedMemory": "much"}}, "/decode/sharedMemory"),
     "maybe": ({"monitoring": {"serviceMonitors": "maybe"}}, "/monitoring/serviceMonitors"),

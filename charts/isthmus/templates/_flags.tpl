@@ -23,7 +23,7 @@
 {{/* Of every service, then its own: {root, values, own}. `own` is what the chart sets for it. */}}
 {{- define "isthmus.arguments" -}}
 {{- $values := .root.Values -}}
-{{- $set := dict "model" $values.model.path "host" "0.0.0.0" "health-port" 8080 -}}
+{{- $set := dict "model" $values.model.path "host" "::" "health-port" 8080 -}}{{/* IPv4's addresses too */}}
 {{- $_ := set $set "etcd" (include "isthmus.etcdEndpoints" .root | fromJsonArray) -}}
 {{- with $values.tracing.endpoint }}{{ $_ := set $set "otlp-endpoint" . }}{{ end -}}
 {{- if $values.tls.secretName -}}

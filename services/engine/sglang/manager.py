@@ -45,6 +45,7 @@ from services.engine.sglang.replicas import TpPlace, is_counted
 from services.engine.sglang.reports import Active, Moved
 from services.errors import IsthmusError, ProtocolError
 from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
+from services.ports import bindable, host_port
 from services.transfer.hello import Hello
 from services.transfer.nixl import let_sleep
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -194,13 +195,13 @@ class IsthmusKVManager(NixlKVManager):
         opening = self._loop_thread.spawn(self._listen())
         self.rank_port = opening.result(_LISTEN_TIMEOUT_S)
         self.local_ip = self._settings.advertise_host
-        self._listening = f"{self.local_ip}:{self.rank_port}"
+        self._listening = host_port(self.local_ip, self.rank_port)
         self._take_inbox()
         super().register_to_bootstrap()
 
     async def _listen(self) -> int:
         server = await rpc.open_server(
-            f"{self._settings.host}:0",
+            host_port(bindable(self._settings.host), 0),
             partial(handshake_pb2_grpc.add_HandshakeServicer_to_server, self._prefill_streams),
             [handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name],
             self._settings.tls(),
