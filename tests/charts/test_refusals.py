@@ -8,10 +8,21 @@ import pytest
 from charts.rendering import CHART, LEAST, merged, render
 from services.cluster_config import ClusterConfig
 from services.config import describe
-from services.rank_config import RankConfig
+from services.rank_config import _NOT_SGLANG, RankConfig
 from services.router.config import RouterConfig
 
 GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}
+NOT_SGLANG = tuple(name.replace("_", "-") for name in _NOT_SGLANG)
+
+
+def of_role(role):
+    """The flags whose help says that they are that role's alone."""
+    return [flag.name for flag in describe(RankConfig) if flag.help.endswith(f"({role})")]
+
+
+def a_value(flag):
+    return "off" if flag.endswith("-cache") else 0.25
+
 
 BY_SCHEMA = {
     "a value that does not exist": ({"modell": {}}, "modell"),
@@ -87,7 +98,19 @@ BY_TEMPLATE = {
             {"prefill": GPU, "decode": GPU | {"flags": {flag: 0.25}}},
             f"decode.flags.{flag} is for engine torch",
         )
-        for flag in ("itl-target-ms", "protected-cache-share", "write-lease-s", "fence-margin-s")
+        for flag in NOT_SGLANG
+    },
+    **{
+        f"prefill with {flag}": (
+            {"prefill": {"flags": {flag: a_value(flag)}}}, f"prefill.flags.{flag}: only decode ranks heed it"
+        )
+        for flag in of_role("decode")
+    },
+    **{
+        f"decode with {flag}": (
+            {"decode": {"flags": {flag: a_value(flag)}}}, f"decode.flags.{flag}: only prefill ranks heed it"
+        )
+        for flag in of_role("prefill")
     },
     "two engines": ({"decode": GPU}, "must be the same"),
     "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
@@ -200,6 +223,14 @@ def test_the_volumes_of_an_earlier_release_fit_as_many_members(chart_copy):
     sentence = "etcd.replicas is 1, and of an earlier isthmus-etcd with 3 members the volume claims are left"
     assert sentence in refused({"etcd": {"replicas": 1}}, chart_copy)
     render(merged(LEAST, {"etcd": {"replicas": 1, "persistence": {"enabled": False}}}), chart_copy)
+
+
+def test_each_role_has_flags_of_its_own():
+    assert set(of_role("decode")) >= {"decode-cache", "itl-target-ms", "kv-digest-share"}
+    assert of_role("prefill") == ["prefill-cache"]
+    own = {role: {"flags": {flag: a_value(flag) for flag in of_role(role)}} for role in ("decode", "prefill")}
+    objects = render(merged(LEAST, own))
+    assert (objects.config("decode").decode_cache, objects.config("prefill").prefill_cache) == ("off", "off")
 
 
 def test_what_goes_together_is_not_refused():

@@ -11,10 +11,18 @@
 {{- if and (eq $model.source "volume") (not (hasPrefix (printf "%s/" (trimSuffix "/" $model.mountPath)) (printf "%s/" $model.path))) -}}
 {{- fail (printf "model.path %s must lie in model.mountPath %s" $model.path $model.mountPath) -}}
 {{- end -}}
+{{- $ofDecode := list "decode-cache" "itl-target-ms" "write-lease-s" "fence-margin-s" "kv-digest-share" -}}
+{{- $ofRole := dict "prefill" (list "prefill-cache") "decode" $ofDecode -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $worker := index $.Values $role -}}
 {{- $gpus := int $worker.gpus -}}
 {{- $dpSize := int $worker.dpSize -}}
+{{- $other := ternary "decode" "prefill" (eq $role "prefill") -}}
+{{- range index $ofRole $other -}}
+{{- if hasKey $worker.flags . -}}
+{{- fail (printf "%s.flags.%s: only %s ranks heed it" $role . $other) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $worker.engine "sglang") (lt $gpus $dpSize) -}}
 {{- fail (printf "%s.gpus is %d: engine sglang needs a GPU for each of its %d DP ranks at least" $role $gpus $dpSize) -}}
 {{- end -}}
@@ -25,7 +33,7 @@
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
 {{- end -}}
 {{- if eq $worker.engine "sglang" -}}
-{{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" -}}
+{{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" -}}
 {{- if hasKey $worker.flags . -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}
