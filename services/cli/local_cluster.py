@@ -22,6 +22,7 @@ import grpc
 
 from services import rpc, supervisor
 from services.child_lines import child_lines
+from services.cluster_config import ClusterConfig
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
 from services.parent_death import dying_with_us
@@ -30,7 +31,9 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = 40.0
+_GRACE_FLAG = "--grace-s="
+# A supervisor gives its ranks 15 s more to stop their engines (services/rank.py), and takes a moment itself.
+_AFTER_GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,21 @@ class Child:
     process: asyncio.subprocess.Process
     log_task: "asyncio.Task[None]"
 
+    @property
+    def stop_timeout_s(self) -> float:
+        """Within it a service ends by itself, by its own flags; one that it cannot read it refuses itself."""
+        grace_s = ClusterConfig().grace_s
+        for text in self.command:
+            with suppress(ValueError):
+                grace_s = float(text.removeprefix(_GRACE_FLAG)) if text.startswith(_GRACE_FLAG) else grace_s
+        return grace_s + _AFTER_GRACE_S
+
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal it and wait; SIGKILL when it takes too long. Returns the exit code."""
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
         try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
+            async with asyncio.timeout(self.stop_timeout_s):
                 code = await self.process.wait()
         except TimeoutError:
             log.warning("child_killed name=%s", self.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local_cluster import Child, LocalCluster, Shape
 
 WITHIN_S = 60.0
 
@@ -28,3 +28,17 @@ async def test_a_child_that_prints_an_endless_line_goes_on(printing_module):
         assert await child.process.wait() == 0
         await child.log_task
     assert shown.count(("router", "y" * 200)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "timeout_s"),
+    [
+        ([], 50.0),
+        (["--grace-s=5"], 25.0),
+        (["--grace-s=5", "--port=1", "--grace-s=600"], 620.0),
+        (["--grace-s=soon"], 50.0),
+    ],
+)
+def test_nobody_is_killed_before_its_grace_is_over(flags, timeout_s):
+    """The last flag counts, and a supervisor needs 15 s on top."""
+    assert Child("decode", ["python", *flags], None, None).stop_timeout_s == timeout_s
