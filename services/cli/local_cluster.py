@@ -54,7 +54,7 @@ class Shape:
     common_flags: tuple[str, ...] = ()
     rank_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
-    ready_timeout_s: float = 120.0
+    ready_timeout_s: float | None = 120.0  # None: for as long as none of them ends
 
     @property
     def decode_ranks(self) -> int:
@@ -203,7 +203,7 @@ class LocalCluster:
         """Every router sees every rank and can place a request.
 
         Raises:
-            ConfigError: a process ended, or they do not find each other in time.
+            ConfigError: a process ended, or they do not find each other in time, if there is a limit.
         """
         died = asyncio.create_task(self.wait_for_exit())
         ready = asyncio.create_task(self._routers_ready())
@@ -211,8 +211,7 @@ class LocalCluster:
             async with asyncio.timeout(self.shape.ready_timeout_s):
                 await asyncio.wait({died, ready}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            timeout_s = self.shape.ready_timeout_s
-            raise ConfigError(f"the cluster was not ready within {timeout_s:g} s") from None
+            raise ConfigError(f"the cluster was not ready within {self.shape.ready_timeout_s} s") from None
         finally:
             died.cancel()
             ready.cancel()

@@ -56,6 +56,7 @@ class UpConfig:
             common_flags=tuple(f"--{flag}" for flag in self.flag),
             rank_flags=tuple(f"--{flag}" for flag in self.rank_flag),
             router_flags=tuple(f"--{flag}" for flag in self.router_flag),
+            ready_timeout_s=None,  # a large model loads for as long as it does; Ctrl-C is at hand
         )
 
 
