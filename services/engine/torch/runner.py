@@ -7,6 +7,7 @@ import torch
 
 from services.engine.paged.runner import Chunk, Sampled
 from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.device import open_device
 from services.engine.torch.in_place import choose_in_place
 from services.engine.torch.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
@@ -37,7 +38,7 @@ class TorchRunner:
         Raises:
             ConfigError: the device, the checkpoint or the pool cannot work; the message says why.
         """
-        self._device = _open_device(device)
+        self._device = open_device(device)
         if num_threads is not None:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
@@ -111,20 +112,6 @@ class TorchRunner:
         if isinstance(self._in_place, InPlace) and self._in_place.executor is not None:
             self._in_place.executor.shutdown()
         self._pool.close()
-
-
-def _open_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.decode_kernel import Ids, Joins, Pieces
@@ -32,7 +33,7 @@ class ChunkView:
     length: int
     end: int
     pages: Tensor  # int64, the pages of positions [0, end)
-    mask: Tensor | None  # bool [length, end]; None where is_causal or nothing is masked
+    mask: Tensor | None  # see _causal_mask; None where is_causal or nothing is masked
 
     @property
     def is_causal(self) -> bool:
@@ -94,11 +95,19 @@ def _pages_at(chunk: Chunk, positions: Ids, page_size: int) -> Ids:
 
 def _view_chunk(offset: int, chunk: Chunk, page_size: int, device: torch.device) -> ChunkView:
     length, end = len(chunk.token_ids), chunk.end
-    mask = None
-    if chunk.start > 0 and length > 1:
-        mask = torch.ones(length, end, dtype=torch.bool, device=device).tril(chunk.start)
+    mask = _causal_mask(length, end, device) if chunk.start > 0 and length > 1 else None
     pages = torch.tensor(chunk.pages[: -(-end // page_size)], dtype=torch.int64, device=device)
     return ChunkView(offset, length, end, pages, mask)
+
+
+def _causal_mask(length: int, end: int, device: torch.device) -> Tensor:
+    """For the last `length` tokens of a sequence of `end`: each sees all up to itself."""
+    if device.type == "cuda":
+        # Only told, not made: so flash attention, which takes no mask, serves these chunks too. One that is
+        # made becomes numbers, padded ones, and is for a slower kernel.
+        bias: Tensor = causal_lower_right(length, end)
+        return bias
+    return torch.ones(length, end, dtype=torch.bool, device=device).tril(end - length)
 
 
 def _view_decodes(

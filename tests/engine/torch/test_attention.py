@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.bias import CausalBias
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch import decode_kernel, step_view
@@ -21,7 +22,7 @@ from services.engine.torch.attention import (
     attend_in_place,
     paged_attention,
 )
-from services.engine.torch.step_view import InPlace, view_step
+from services.engine.torch.step_view import InPlace, _causal_mask, view_step
 from services.request import SamplingParams
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
@@ -129,6 +130,29 @@ def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, way, t
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, atol=TOLERANCE[dtype], rtol=0)
     assert torch.equal(kv.double(), kv_after)  # the chunks' own slots and no others
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in STEPS if any(c.start and len(c.token_ids) > 1 for c in STEPS[name])]
+)
+def test_the_mask_that_a_gpu_is_only_told_of_is_the_one_that_a_cpu_gets(name, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    chunks = STEPS[name]
+    total = sum(len(c.token_ids) for c in chunks)
+    kv = random_pool(12, 16, torch.float32, generator)
+    query = torch.randn(1, NUM_KV_HEADS * GROUP, total, HEAD_DIM, generator=generator)
+    key, value = torch.randn(2, 1, NUM_KV_HEADS, total, HEAD_DIM, generator=generator)
+    expected = attend(kv, chunks, query, key, value, in_place=None)
+    masks = []
+
+    def told_of(length, end, device):
+        masks.append(_causal_mask(length, end, torch.device("cuda")))
+        return masks[-1]
+
+    monkeypatch.setattr(step_view, "_causal_mask", told_of)
+    assert torch.equal(attend(kv, chunks, query, key, value, in_place=None), expected)
+    assert masks
+    assert all(isinstance(mask, CausalBias) for mask in masks)
 
 
 def test_the_kernel_is_compiled_once_whatever_a_step_looks_like():

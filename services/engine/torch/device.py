@@ -1,0 +1,26 @@
+"""The device that a runner computes on: how it is opened."""
+
+import torch
+
+from services.errors import ConfigError
+
+
+def open_device(name: str) -> torch.device:
+    """`name` is cpu, cuda or cuda:N. Raises ConfigError where it is none of these, or not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    # On Hopper torch prefers cuDNN to flash attention. That builds a plan for each new pair of lengths, which
+    # takes some 25 ms, and keeps all of them: with us nearly every prompt chunk has lengths of its own.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device("cuda", index)
