@@ -1,4 +1,4 @@
-"""The device that a runner computes on: how it is opened."""
+"""The device that a runner computes on: how it is opened, and waited for."""
 
 import torch
 
@@ -24,3 +24,27 @@ def open_device(name: str) -> torch.device:
     # takes some 25 ms, and keeps all of them: with us nearly every prompt chunk has lengths of its own.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", index)
+
+
+def finish_step(device: torch.device) -> None:
+    """Return when all that the step has launched is done: a transport may read its pages then.
+
+    It is all on the current stream, Triton's kernels included. Other streams, on which pages are digested and
+    UCX copies, are not waited for.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def abandon_step(device: torch.device, error: BaseException) -> None:
+    """Return when nothing that a step has launched runs any more; the step failed with `error`.
+
+    Its pages are lent to others next, and no stream orders what a NIC writes there after what a kernel of
+    this step still might.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as also:  # the context is broken: `error` is what is to be told
+        error.add_note(f"{device} could not be waited for: {also}")

@@ -7,7 +7,7 @@ import torch
 
 from services.engine.paged.runner import Chunk, Sampled
 from services.engine.torch.checkpoint import load_model, open_checkpoint
-from services.engine.torch.device import open_device
+from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.in_place import choose_in_place
 from services.engine.torch.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
@@ -80,15 +80,21 @@ class TorchRunner:
             return []
         for chunk in chunks:
             _require_pages(chunk, self.layout.page_size)
-        with torch.inference_mode():
-            sampled = iter(sample(self._forward(chunks), [chunk for chunk in chunks if chunk.sample]))
-        results = [next(sampled) if chunk.sample else None for chunk in chunks]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a transport reads the pages as soon as we return
+        try:
+            results = self._run(chunks)
+            finish_step(self._device)
+        except BaseException as error:
+            abandon_step(self._device, error)
+            raise
         return results
 
     def read_page(self, page: PageId) -> memoryview:
         return self._pool.read_page(page)
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        with torch.inference_mode():
+            sampled = iter(sample(self._forward(chunks), [chunk for chunk in chunks if chunk.sample]))
+        return [next(sampled) if chunk.sample else None for chunk in chunks]
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""

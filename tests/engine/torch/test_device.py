@@ -1,9 +1,13 @@
 """What is said to CUDA, by stand-ins for it: where these tests run there is none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from services.engine.torch.device import open_device
+from services.engine.torch.device import abandon_step, finish_step, open_device
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.fixture
@@ -15,6 +19,19 @@ def cudnn():
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+@pytest.fixture
+def waited_for(monkeypatch):
+    """Streams and devices, in the order in which they were."""
+    waited = []
+
+    def current_stream(device):
+        return SimpleNamespace(synchronize=lambda: waited.append(("stream", device)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(("device", device)))
+    return waited
+
+
 @pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
 def test_on_a_gpu_nothing_attends_by_cudnn(name, index, cudnn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -23,5 +40,28 @@ def test_on_a_gpu_nothing_attends_by_cudnn(name, index, cudnn, monkeypatch):
 
 
 def test_on_a_cpu_nothing_is_switched(cudnn):
-    assert open_device("cpu") == torch.device("cpu")
+    assert open_device("cpu") == CPU
     assert cudnn()
+
+
+def test_a_step_is_over_with_its_stream_and_a_failed_one_with_its_device(waited_for):
+    finish_step(GPU)
+    assert waited_for == [("stream", GPU)]
+    abandon_step(GPU, ValueError())
+    assert waited_for == [("stream", GPU), ("device", GPU)]
+
+
+def test_on_a_cpu_nobody_waits(waited_for):
+    finish_step(CPU)
+    abandon_step(CPU, ValueError())
+    assert waited_for == []
+
+
+def test_a_device_that_cannot_be_waited_for_does_not_hide_why_the_step_failed(monkeypatch):
+    def broken(device):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    error = ValueError("a mistake of the host's")
+    abandon_step(GPU, error)
+    assert error.__notes__ == ["cuda:1 could not be waited for: an illegal memory access"]

@@ -293,6 +293,37 @@ def test_the_number_of_threads_is_set():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def told(monkeypatch):
+    """When the runner waits for its device, and for what."""
+    told = []
+    monkeypatch.setattr(torch_runner, "finish_step", lambda device: told.append("over"))
+    monkeypatch.setattr(torch_runner, "abandon_step", lambda device, error: told.append(error))
+    return told
+
+
+def a_chunk():
+    return Chunk([5, 6, 7], 0, [0], True, GREEDY, [5, 6, 7])
+
+
+def test_a_step_is_waited_for_once_it_is_computed(told, monkeypatch):
+    sample = torch_runner.sample
+    monkeypatch.setattr(torch_runner, "sample", lambda *args: told.append("computed") or sample(*args))
+    make_runner().run([a_chunk()])
+    assert told == ["computed", "over"]
+
+
+@pytest.mark.parametrize("stage", ["sample", "finish_step"])
+def test_what_a_failed_step_may_still_write_is_waited_for(stage, told, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(torch_runner, stage, fail)
+    with pytest.raises(RuntimeError, match="no more") as failure:
+        make_runner().run([a_chunk()])
+    assert told == [failure.value]
+
+
 def test_close_frees_the_pool():
     runner = make_runner()
     runner.close()
