@@ -32,8 +32,9 @@ import torch
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
+from services.engine.torch.page_reader import page_reader
 from services.kv.page_allocator import PageAllocator
-from services.kv.page_digest import digest_of
+from services.kv.page_digest import ReadPages, digest_of
 from services.kv.transfer_plan import runs_of
 from services.kv.types import Generation, KvTicket, PageId, PoolMemory, Room
 from services.transfer.base import PeerName
@@ -66,10 +67,6 @@ class Pool:
         self.size_bytes = size_bytes
         self.kind = "VRAM" if device.type == "cuda" else "DRAM"
         self.device_id: int = device.index or 0
-
-    def read_page(self, page: PageId, page_bytes: int) -> memoryview:
-        piece = self.bytes[page * page_bytes : (page + 1) * page_bytes]
-        return memoryview(piece.cpu().numpy())
 
     def memory(self, page_bytes: int, address: int | None = None) -> PoolMemory:
         """Of this pool, or of one like it elsewhere that begins at `address`."""
@@ -234,6 +231,7 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
             transport = NixlTransport("bench")
             transport.register(pool.memory(page_bytes), page_bytes)
             peer = transport.add_peer(remote.metadata, pool.memory(page_bytes, remote.address))
+            read_pages = page_reader(pool.bytes.view(-1, page_bytes))
             for kind in KINDS:
                 rng = random.Random(f"{seed} {page_bytes}")
                 delta = delta_of(kind, total_bytes // page_bytes, pool_bytes // page_bytes, rng)
@@ -241,15 +239,15 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
                 row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
                 seconds(ours), seconds(raw.write)  # not counted, nor was the one above
                 rates = _rates(total_bytes, measure(ours, raw.write, rounds))
-                digests_s = [seconds(partial(digest, pool, delta, page_bytes)) for _ in range(rounds)]
+                digests_s = [seconds(partial(digest, read_pages, delta)) for _ in range(rounds)]
                 rows.append(row | rates | {"digest_gb_s": total_bytes / median(digests_s) / 1e9})
             transport.close()
     return rows
 
 
-def digest(pool: Pool, delta: Delta, page_bytes: int) -> None:
-    for page in delta.sources:
-        digest_of(pool.read_page(page, page_bytes))
+def digest(read_pages: ReadPages, delta: Delta) -> None:
+    for content in read_pages(delta.sources):
+        digest_of(content)
 
 
 def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:

@@ -6,7 +6,7 @@ output, and `continuation` says what it should have been.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,8 @@ class FakeRunner:
             self._sleep(pause_s)
         return [self._run_chunk(chunk) for chunk in chunks]
 
-    def read_page(self, page: PageId) -> memoryview:
-        return memoryview(self._slots[page]).cast("B")
+    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+        return (memoryview(self._slots[page]).cast("B") for page in pages)
 
     def close(self) -> None:
         self._slots = np.zeros((0, 0), dtype=np.uint64)

@@ -8,13 +8,14 @@
 XXH3 reads several times as fast as the CRC of the standard library.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
 from services.kv.types import PageId, Room
 
-ReadPage = Callable[[PageId], memoryview]  # the bytes of a page of one's own pool; called from any thread
+# The bytes of pages of one's own pool, each valid until the next is taken; called from any thread.
+ReadPages = Callable[[Sequence[PageId]], Iterator[memoryview]]
 
 _ROOMS = 2**64
 
@@ -30,9 +31,11 @@ def digest_of(page: memoryview) -> int:
 
 
 def differing_pages(
-    digests: Sequence[int], pages: Sequence[PageId], read_page: ReadPage
+    digests: Sequence[int], pages: Sequence[PageId], read_pages: ReadPages
 ) -> tuple[PageId, ...]:
     """Those of `pages` whose bytes have another digest than the one at their place in `digests`."""
     return tuple(
-        page for page, digest in zip(pages, digests, strict=True) if digest_of(read_page(page)) != digest
+        page
+        for page, digest, content in zip(pages, digests, read_pages(pages), strict=True)
+        if digest_of(content) != digest
     )

@@ -6,7 +6,7 @@ are noticed too. A piece at a time, for the sender's thread has other rooms' pos
 
 from collections.abc import Sequence
 
-from services.kv.page_digest import ReadPage, digest_of
+from services.kv.page_digest import ReadPages, digest_of
 from services.kv.transfer_plan import pages_covering
 from services.kv.types import KvTicket, PageId
 
@@ -24,10 +24,10 @@ class DeltaDigests:
     def complete(self) -> bool:
         return self._next == self._end
 
-    def advance(self, read_page: ReadPage, max_pages: int) -> bool:
+    def advance(self, read_pages: ReadPages, max_pages: int) -> bool:
         """Digest the next pages, as far as they are computed. False: there were none."""
         last = min(self._next + max_pages, len(self._sources), self._end)
         pages = self._sources[self._next : last]
-        self.values += [digest_of(read_page(page)) for page in pages]
+        self.values += [digest_of(content) for content in read_pages(pages)]
         self._next += len(pages)
         return bool(pages)

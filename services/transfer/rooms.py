@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from services.errors import Aborted, IsthmusError, PeerFailed, ProtocolError
 from services.kv.handshake import RoomEffect, RoomEvent, RoomState, step_room
-from services.kv.page_digest import ReadPage
+from services.kv.page_digest import ReadPages
 from services.kv.ticket import StartsWithinPage, check_ticket
 from services.kv.transfer_plan import pages_covering
 from services.kv.types import KvLayout, KvTicket, PageId, RankId, Room
@@ -43,7 +43,7 @@ class RoomTable:
         own_id: RankId,
         clock: Callable[[], float],
         max_post_bytes: int,
-        read_page: ReadPage,
+        read_pages: ReadPages,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -51,7 +51,7 @@ class RoomTable:
         self._clock = clock
         self._max_pages = max(1, max_post_bytes // layout.page_bytes)
         self._max_digests = max(1, _DIGEST_PIECE_BYTES // layout.page_bytes)
-        self._read_page = read_page
+        self._read_pages = read_pages
         self._links: dict[int, Link] = {}
         self._doubted: set[PeerName] = set()  # a write to it has failed, and other rooms still write
         self._rooms: dict[Room, PrefillRoom] = {}
@@ -263,7 +263,7 @@ class RoomTable:
     def _digest(self, room: PrefillRoom) -> bool:
         if room.state is not RoomState.WRITING or room.digests is None:
             return False
-        return room.digests.advance(self._read_page, self._max_digests)
+        return room.digests.advance(self._read_pages, self._max_digests)
 
     def _step(self, room: PrefillRoom, event: RoomEvent, reason: str = "") -> None:
         room.state, effects = step_room(room.state, event)

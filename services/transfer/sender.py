@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
-from services.kv.page_digest import ReadPage
+from services.kv.page_digest import ReadPages
 from services.kv.types import KvLayout, KvTicket, PageId, PoolMemory, RankId, Room
 from services.transfer.base import Transport
 from services.transfer.hello import Hello
@@ -42,7 +42,7 @@ class KvSender:
         layout: KvLayout,
         own_id: RankId,
         *,
-        read_page: ReadPage,
+        read_pages: ReadPages,
         clock: Callable[[], float] = time.monotonic,
         max_post_bytes: int = 64 * 2**20,
         on_crash: Callable[[Exception], object] = lambda error: None,
@@ -54,7 +54,7 @@ class KvSender:
         self._own_id = own_id
         self.clock = clock
         self._max_post_bytes = max_post_bytes
-        self._read_page = read_page
+        self._read_pages = read_pages
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._accepting = threading.Lock()  # held while a command is put, or the last one taken
@@ -178,7 +178,7 @@ class KvSender:
             transport.register(self._memory, self._layout.page_bytes)
             self._hello = self._make_hello(transport)
             self._rooms = RoomTable(
-                transport, self._layout, self._own_id, self.clock, self._max_post_bytes, self._read_page
+                transport, self._layout, self._own_id, self.clock, self._max_post_bytes, self._read_pages
             )
             self._stopped = False
         except BaseException as error:

@@ -62,7 +62,7 @@ class Prefill:
             pool.memory,
             layout,
             self.id,
-            read_page=lambda page: memoryview(pool.pages[page]),
+            read_pages=lambda pages: (memoryview(pool.pages[page]) for page in pages),
         )
         self.sender.start()
         self.server = None

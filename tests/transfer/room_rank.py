@@ -82,14 +82,14 @@ class Rank:
         self.transport = FakeTransport(**transport)
         self.read = []
         self.rooms = RoomTable(
-            self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes, self.read_page
+            self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes, self.read_pages
         )
         self.said, self.ends = [], []
         self.link_up(1)
 
-    def read_page(self, page):
-        self.read.append(page)
-        return page_of(page)
+    def read_pages(self, pages):
+        self.read += pages
+        return map(page_of, pages)
 
     def link_up(self, link_id, decode=DECODE):
         self.rooms.link_up(

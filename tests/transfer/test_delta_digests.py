@@ -11,8 +11,12 @@ from services.transfer.delta_digests import DeltaDigests
 PAGE = 4  # tokens
 
 
-def read_page(page):
-    return memoryview(page.to_bytes(8))
+def read_pages(pages):
+    return (memoryview(page.to_bytes(8)) for page in pages)
+
+
+def digests_of(pages):
+    return [digest_of(content) for content in read_pages(pages)]
 
 
 @given(st.data(), st.integers(1, 60))
@@ -27,9 +31,9 @@ def test_whatever_the_pieces(data, prompt_len):
     for page in table:
         sources.append(page)
         for _ in range(data.draw(st.integers(0, 2))):
-            digests.advance(read_page, data.draw(st.integers(1, 3)))
-        assert digests.values == [digest_of(read_page(p)) for p in sources[prefix:]][: len(digests.values)]
-    while digests.advance(read_page, 1):
+            digests.advance(read_pages, data.draw(st.integers(1, 3)))
+        assert digests.values == digests_of(sources[prefix:])[: len(digests.values)]
+    while digests.advance(read_pages, 1):
         assert len(digests.values) <= num_pages - prefix
     assert digests.complete
-    assert digests.values == [digest_of(read_page(page)) for page in table[prefix:]]
+    assert digests.values == digests_of(table[prefix:])

@@ -65,7 +65,7 @@ class EndlessTransport:
 def test_pages_come_back_once_nothing_reads_them_any_more(monkeypatch, caplog, error):
     monkeypatch.setattr(sender_module, "_STOP_TIMEOUT_S", 0.05)
     transport = EndlessTransport(error)
-    sender = KvSender(lambda: transport, POOL, LAYOUT, OWN, read_page=lambda page: memoryview(b""))
+    sender = KvSender(lambda: transport, POOL, LAYOUT, OWN, read_pages=lambda pages: iter(()))
     sender.start()
     said, ends = [], []
     sender.hello(1, Hello(DECODE, LAYOUT, POOL, "endless", b""), said.append)

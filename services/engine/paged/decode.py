@@ -289,7 +289,7 @@ class _Delta:
             return 0
         if len(digests) != len(pages):
             raise PeerFailed(f"prefill sent {len(digests)} digests of {len(pages)} pages")
-        wrong = await asyncio.to_thread(differing_pages, digests, pages, self._engine.read_page)
+        wrong = await asyncio.to_thread(differing_pages, digests, pages, self._engine.read_pages)
         if wrong:
             self._tell_corrupt(wrong)
             raise KvCorrupt(f"{self._link.address.id}: {len(wrong)} of {len(pages)} pages came changed")

@@ -13,8 +13,9 @@ from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
 from services.engine.paged.warm_up import warm_up
 from services.errors import Unavailable
+from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
-from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PageId, PoolMemory, RankLoad
+from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
 from services.request import GenerationRequest
 
 # Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts
@@ -78,9 +79,10 @@ class PagedEngine:
     def memory(self) -> PoolMemory:
         return self._running_core.runner.memory
 
-    def read_page(self, page: PageId) -> memoryview:
-        """See ModelRunner.read_page."""
-        return self._running_core.runner.read_page(page)
+    @property
+    def read_pages(self) -> ReadPages:
+        """See ModelRunner.read_pages."""
+        return self._running_core.runner.read_pages
 
     @property
     def max_context_tokens(self) -> int:

@@ -52,7 +52,7 @@ class PagedPrefillEngine(PagedEngine):
             self.memory,
             self.layout,
             self._own_id,
-            read_page=self.read_page,
+            read_pages=self.read_pages,
             on_crash=lambda error: loop.call_soon_threadsafe(self._fail_all, error),
         )
         await asyncio.to_thread(sender.start)

@@ -1,6 +1,6 @@
 """The boundary between the engine core (pages, tree, batches) and what computes tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class RunnerFailed(Exception):
 
 
 class ModelRunner(Protocol):
-    """Called from the engine's thread only, but for `read_page`."""
+    """Called from the engine's thread only, but for `read_pages`."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -65,8 +65,11 @@ class ModelRunner(Protocol):
         write the same page; they may read the same ones.
         """
 
-    def read_page(self, page: PageId) -> memoryview:
-        """The page's bytes, in the host's memory: copied there where the pool is not. Any thread may call."""
+    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+        """The bytes of each, in the host's memory: copied there where the pool is not.
+
+        What it gives is valid until the next is taken, or this thread reads anew. Any thread may call.
+        """
 
     def close(self) -> None:
         """Free the pool."""

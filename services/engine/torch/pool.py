@@ -1,8 +1,12 @@
 """The KV pool: one allocation, page-major, so that a page is one run of bytes over all layers."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
-from services.errors import ConfigError
+from services.engine.torch.page_reader import page_reader
+from services.errors import ConfigError, ProtocolError
+from services.kv.page_digest import ReadPages
 from services.kv.types import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.transfer.host_memory import map_memory
 
@@ -22,9 +26,7 @@ class KvPool:
         self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=(group,))
         memory = _allocate(num_pages * page_bytes, device)
         self.kv = memory.view(dtype).view(num_pages, *page_shape)
-        self._bytes = memoryview(memory.numpy()) if device.type == "cpu" else None
-        # On the stream that computes each copy would wait for a step.
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.read_pages: ReadPages = page_reader(memory.view(num_pages, page_bytes))
 
     @property
     def memory(self) -> PoolMemory:
@@ -32,18 +34,14 @@ class KvPool:
         kind, device_id = ("VRAM", self.kv.device.index or 0) if on_cuda else ("DRAM", 0)
         return PoolMemory(self.kv.data_ptr(), self.kv.shape[0], kind, device_id)
 
-    def read_page(self, page: PageId) -> memoryview:
-        """Its bytes, in the host's memory."""
-        if self._bytes is not None:
-            first = page * self.layout.page_bytes
-            return self._bytes[first : first + self.layout.page_bytes]
-        with torch.cuda.stream(self._copies):
-            return memoryview(self.kv[page].view(-1).view(torch.uint8).cpu().numpy())
-
     def close(self) -> None:
         """Free the memory; `kv` has no pages afterwards."""
         self.kv = self.kv.new_empty(0, *self.kv.shape[1:])
-        self._bytes = None
+        self.read_pages = _closed
+
+
+def _closed(pages: Sequence[PageId]) -> Iterator[memoryview]:
+    raise ProtocolError(f"{len(pages)} pages are to be read of a pool that is closed")
 
 
 def full_attention_group(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KvGroup:

@@ -1,6 +1,6 @@
 """The torch model runner: one packed forward pass per engine step over the paged KV pool."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -88,8 +88,8 @@ class TorchRunner:
             raise
         return results
 
-    def read_page(self, page: PageId) -> memoryview:
-        return self._pool.read_page(page)
+    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+        return self._pool.read_pages(pages)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         with torch.inference_mode():

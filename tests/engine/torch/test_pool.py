@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.engine.torch.pool import KvPool, full_attention_group
-from services.errors import ConfigError
+from services.errors import ConfigError, ProtocolError
 
 
 def make_pool(num_pages=5, page_size=8, dtype=torch.bfloat16):
@@ -25,13 +25,14 @@ def test_a_page_is_one_run_of_bytes_at_the_address_that_the_layout_says(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_page_is_read_as_its_bytes(dtype):
+def test_pages_are_read_as_their_bytes(dtype):
     pool = make_pool(dtype=dtype)
     pool.kv.copy_(torch.rand(pool.kv.shape))
     whole = ctypes.string_at(pool.memory.base_address, 5 * pool.layout.page_bytes)
-    for page in range(5):
-        first = page * pool.layout.page_bytes
-        assert bytes(pool.read_page(page)) == whole[first : first + pool.layout.page_bytes]
+    wanted = [3, 0, 1, 4, 2, 4]
+    firsts = [page * pool.layout.page_bytes for page in wanted]
+    expected = [whole[first : first + pool.layout.page_bytes] for first in firsts]
+    assert [bytes(page) for page in pool.read_pages(wanted)] == expected
 
 
 def test_the_pool_says_what_a_peer_must_know():
@@ -48,10 +49,12 @@ def test_the_pool_starts_at_a_memory_page_and_is_zero():
     assert not pool.kv.any()
 
 
-def test_a_closed_pool_holds_no_memory():
+def test_a_closed_pool_holds_no_memory_and_is_not_read():
     pool = make_pool()
     pool.close()
     assert pool.kv.untyped_storage().nbytes() == 0
+    with pytest.raises(ProtocolError, match="closed"):
+        pool.read_pages([0])
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(0, 8), (4, 0), (2**50, 8)])
