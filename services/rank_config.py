@@ -38,7 +38,7 @@ class RankConfig(ClusterConfig):
     )
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
     engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
-    device: str = setting("cpu", "cpu, cuda or cuda:N")
+    device: str = setting("cpu", "cpu, cuda or cuda:N; with cuda, rank N of engine torch takes cuda:N")
     dtype: str | None = setting(None, "float32, bfloat16 or float16; default: the checkpoint's")
     num_threads: int | None = setting(None, "CPU threads of a rank; default: cores / dp-size")
     kv_pages: int = setting(2048, "pages in a rank's KV pool")
@@ -86,6 +86,11 @@ class RankConfig(ClusterConfig):
             raise ConfigError(f"--model is required with --engine={self.engine}")
         if self.engine_arg and self.engine != "sglang":
             raise ConfigError("--engine-arg is for --engine=sglang")
+        if self.engine == "torch" and self.dp_size > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"--device={self.device} is one GPU, and --dp-size={self.dp_size} ranks need one each: "
+                "--device=cuda gives rank N cuda:N"
+            )
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise ConfigError(f"--itl-target-ms must be above 0, got {self.itl_target_ms:g}")
         if self.engine == "sglang":
@@ -113,6 +118,13 @@ class RankConfig(ClusterConfig):
         return self.dp_size if self.engine == "sglang" else 1
 
     @property
+    def rank_device(self) -> str:
+        """Where this rank computes. SGLang places its ranks itself."""
+        if self.engine == "torch" and self.device == "cuda" and self.dp_size > 1:
+            return f"cuda:{self.rank_index or 0}"
+        return self.device
+
+    @property
     def served_name(self) -> str:
         return self.model_name or Path(self.model).name or "fake"
 
@@ -125,7 +137,7 @@ class RankConfig(ClusterConfig):
             engine=self.engine,
             model_path=self.model,
             model_name=self.served_name,
-            device=self.device,
+            device=self.rank_device,
             dtype=self.dtype,
             num_threads=self.num_threads or max(1, cores // self.dp_size),
             num_pages=self.kv_pages,

@@ -2,10 +2,11 @@
 
 import pytest
 
-from services.config import load
+from services.config import load, to_flags
 from services.errors import ConfigError
 from services.kv.types import Role
 from services.rank_config import RankConfig
+from services.supervisor import rank_commands
 
 
 def config_of(*flags):
@@ -44,6 +45,8 @@ def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
         {"fence_margin_s": 2.0, "engine": "sglang", "model": "m"},
         {"kv_digest_share": 1.0, "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},
+        {"device": "cuda:1", "dp_size": 2, "engine": "torch", "model": "m"},
+        {"device": "cuda:0", "dp_size": 2, "engine": "torch", "model": "m"},
         {"kv_digest_share": -0.1},
         {"kv_digest_share": 1.1},
         {"metrics_port": 70000},
@@ -69,3 +72,27 @@ def test_who_listens_on_every_address_says_which_one_to_call():
 def test_the_last_rank_may_have_the_last_port():
     assert config_of("--port=65534", "--dp-size=2").port == 65534
     assert config_of("--port=65535", "--dp-size=2", "--rank-index=1").port == 65535
+
+
+@pytest.mark.parametrize(
+    ("flags", "device"),
+    [
+        (["--engine=torch", "--device=cuda", "--dp-size=2", "--rank-index=0"], "cuda:0"),
+        (["--engine=torch", "--device=cuda", "--dp-size=2", "--rank-index=1"], "cuda:1"),
+        (["--engine=torch", "--device=cuda", "--rank-index=0"], "cuda"),
+        (["--engine=torch", "--device=cuda:3", "--rank-index=0"], "cuda:3"),
+        (["--engine=torch", "--device=cpu", "--dp-size=2", "--rank-index=1"], "cpu"),
+        (["--engine=sglang", "--device=cuda", "--dp-size=2", "--rank-index=1"], "cuda"),
+        (["--engine=sglang", "--device=cuda:4", "--dp-size=2", "--rank-index=1"], "cuda:4"),
+    ],
+)
+def test_each_rank_of_a_worker_has_a_gpu_of_its_own(flags, device):
+    assert config_of("--model=m", *flags).engine_settings(Role.DECODE).device == device
+
+
+def test_the_processes_of_a_worker_take_its_gpus_in_turn():
+    """As the supervisor starts them: with its own flags, and each with its index."""
+    worker = config_of("--engine=torch", "--model=m", "--device=cuda", "--dp-size=3")
+    commands = rank_commands("services.decode", to_flags(worker), {"port": (1, 2, 3)})
+    ranks = [load(RankConfig, command[3:]) for command in commands]
+    assert [rank.engine_settings(Role.DECODE).device for rank in ranks] == ["cuda:0", "cuda:1", "cuda:2"]

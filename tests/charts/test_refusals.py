@@ -77,8 +77,8 @@ BY_TEMPLATE = {
     ),
     "SGLang without GPUs": ({"decode": {"engine": "sglang"}}, "engine sglang needs a GPU"),
     "fewer GPUs than ranks": ({"decode": GPU | {"gpus": 4}, "prefill": GPU}, "each of its 8 DP ranks"),
-    "torch ranks on one GPU": ({"decode": {"gpus": 1, "dpSize": 2}}, "would share the first GPU"),
-    "torch with more GPUs than it uses": ({"prefill": {"gpus": 2}}, "would share the first GPU"),
+    "torch ranks on GPUs": ({"decode": {"gpus": 1, "dpSize": 2}}, "has one rank and one GPU"),
+    "torch with more GPUs than it uses": ({"prefill": {"gpus": 2}}, "has one rank and one GPU"),
     "SGLang's flags for torch": (
         {"decode": {"flags": {"engine-arg": ["--x"]}}}, "engine-arg is for engine sglang"
     ),

@@ -27,7 +27,7 @@
 {{- fail (printf "%s.gpus is %d: engine sglang needs a GPU for each of its %d DP ranks at least" $role $gpus $dpSize) -}}
 {{- end -}}
 {{- if and (eq $worker.engine "torch") (gt $gpus 0) (ne (list $gpus $dpSize | toJson) "[1,1]") -}}
-{{- fail (printf "%s: with engine torch on GPUs all ranks of a worker would share the first GPU; set gpus and dpSize to 1 and raise replicas" $role) -}}
+{{- fail (printf "%s: on GPUs a pod of engine torch has one rank and one GPU; set gpus and dpSize to 1 and raise replicas" $role) -}}
 {{- end -}}
 {{- if and (eq $worker.engine "torch") (hasKey $worker.flags "engine-arg") -}}
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
