@@ -1,4 +1,4 @@
-"""The first step is for nobody, and leaves nothing behind."""
+"""The first steps are for nobody, and leave nothing behind."""
 
 from dataclasses import replace
 
@@ -53,6 +53,52 @@ def test_the_first_step_is_as_large_as_any_prompt_chunk_can_be(chunk_size, promp
     monkeypatch.setattr(runner, "run", ran.extend)
     warm_up(runner, PrefixCache(256, 4, 4, "m"), chunk_size)
     assert [(chunk.start, chunk.end) for chunk in ran] == [(0, prompt_len), (prompt_len, prompt_len + 1)]
+
+
+def on_a_gpu(num_pages, page_size, **settings):
+    """A runner that says so; and the chunks that it runs."""
+    runner = FakeRunner(num_pages=num_pages, page_size=page_size, **settings)
+    runner.memory = replace(runner.memory, kind="VRAM")
+    run, ran = runner.run, []
+    runner.run = lambda chunks: ran.extend(chunks) or run(chunks)
+    return runner, ran
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "context", "chunk_size", "expected"),
+    [
+        (64, 4096, 8, [(0, 8), (8, 9), (247, 255)]),  # the pool's, of 256
+        (64, 100, 8, [(0, 8), (8, 9), (91, 99)]),  # the model's
+        (64, 4096, 200, [(0, 200), (200, 201), (55, 255)]),
+        (64, 4096, 255, [(0, 255), (255, 256)]),  # no prompt has a second chunk
+        (64, 4096, 512, [(0, 255), (255, 256)]),
+        (1, 4096, 1, [(0, 1), (1, 2), (2, 3)]),
+    ],
+)
+def test_on_a_gpu_the_last_chunk_of_the_longest_prompt_is_tried_too(num_pages, context, chunk_size, expected):
+    runner, ran = on_a_gpu(num_pages, 4, max_context_tokens=context)
+    cache = PrefixCache(num_pages, 4, 4, "m")
+    warm_up(runner, cache, chunk_size)
+    assert [(chunk.start, chunk.end) for chunk in ran] == expected
+    assert all(len(set(chunk.pages)) == -(-chunk.end // 4) for chunk in ran)
+    assert cache.check() == PageBooks(num_pages, num_pages, 0, 0, 0, 0)
+    assert cache.take_events() == CacheEvents()
+
+
+def test_a_context_that_does_not_fit_beside_the_pool_is_refused_with_advice():
+    runner, _ = on_a_gpu(64, 4)
+    run = runner.run
+
+    def out_of_memory(chunks):
+        if chunks[0].start > 8:
+            raise RuntimeError("out of memory")
+        return run(chunks)
+
+    runner.run = out_of_memory
+    cache = PrefixCache(64, 4, 4, "m")
+    with pytest.raises(ConfigError, match=r"8 tokens after 247 others .* out of memory .* --kv-pages"):
+        warm_up(runner, cache, chunk_size=8)
+    assert cache.check().free == 64
 
 
 async def test_what_cannot_compute_does_not_start(monkeypatch):

@@ -1,37 +1,57 @@
-"""A first step for nobody, before the rank serves.
+"""The first steps are for nobody, before the rank serves.
 
 What a device sets up lazily (kernels, workspaces) is set up now, and a prompt chunk of full size that does
-not fit into memory fails the start instead of the first client. (What a long context and many sequences
-beside it take on top is not tried.) Its pages are lent like any other's and given back; nothing is published.
+not fit into memory fails the start instead of the first client:
+
+    a chunk      the first of a prompt
+    a token      after it
+    a chunk      on a GPU: the last of the longest prompt there can be, after pages that are still zero
+
+(What many sequences beside it take on top is not tried.) Not on a CPU: there the last one takes as long as a
+client's does, up to minutes, sets nothing up, and cannot fail, for a CPU lends more memory than it has. Pages
+are lent like any others and given back; nothing is published.
 """
 
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.errors import ConfigError
-from services.kv.prefix_cache import PrefixCache
+from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(runner: ModelRunner, cache: PrefixCache, chunk_size: int) -> None:
-    """Compute a prompt of one chunk, as long as a step may have and the pool holds, and a token after it.
+    """Compute chunks as long as a step may have and the pool holds, and a token.
 
     Raises:
         ConfigError: the runner cannot.
     """
-    page_size = runner.layout.page_size
-    context = min(runner.max_context_tokens, cache.num_pages * page_size)
-    prompt_len = min(chunk_size, context - 1)
-    if prompt_len < 1:
+    longest = min(runner.max_context_tokens, cache.num_pages * runner.layout.page_size) - 1
+    chunk_len = min(chunk_size, longest)
+    if chunk_len < 1:
         return
+    spans = [(0, chunk_len), (chunk_len, chunk_len + 1)]
+    if runner.memory.kind == "VRAM" and longest > chunk_len:
+        spans.append((longest - chunk_len, longest))
     borrowed = cache.open((), "")
     try:
-        cache.extend(borrowed, -(-(prompt_len + 1) // page_size))
-        ids = [0] * (prompt_len + 1)
-        for start, end in ((0, prompt_len), (prompt_len, prompt_len + 1)):
-            pages = borrowed.pages[: -(-end // page_size)]
-            runner.run([Chunk(ids[start:end], start, pages, True, _GREEDY, history=ids[:end])])
-    except RuntimeError as error:
-        raise ConfigError(f"the engine cannot compute {prompt_len} tokens in a step: {error}") from error
+        for start, end in spans:
+            _compute(runner, cache, borrowed, start, end)
     finally:
         cache.close(borrowed)
+
+
+def _compute(runner: ModelRunner, cache: PrefixCache, borrowed: SequencePages, start: int, end: int) -> None:
+    num_pages = -(-end // runner.layout.page_size)
+    if num_pages > len(borrowed.pages):
+        cache.extend(borrowed, num_pages - len(borrowed.pages))
+    ids = [0] * end
+    chunk = Chunk(ids[start:], start, borrowed.pages[:num_pages], True, _GREEDY, history=ids)
+    try:
+        runner.run([chunk])
+    except RuntimeError as error:
+        after = f" after {start} others" if start else ""
+        raise ConfigError(
+            f"the engine cannot compute {end - start} tokens{after} in a step: {error} "
+            "(where memory is short: a smaller --chunk-size, fewer --kv-pages)"
+        ) from error
