@@ -20,3 +20,7 @@ def attend_parts_plainly(view, query, kv, layer, scaling, output):
         own = view.readings[starts[i] : starts[i + 1]].long()
         shares = view.log_sums[own].softmax(0)[..., None]
         output[offset] = (shares * view.outputs[own]).sum(0).to(output.dtype)
+
+
+def of_other_numbers(view, query, kv, layer, scaling, output):
+    attend_parts_plainly(view, query, kv, layer - 1, scaling, output)

@@ -5,11 +5,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from engine.torch.plain_parts import attend_parts_plainly
+from engine.torch.plain_parts import attend_parts_plainly, of_other_numbers
 from services.engine.torch import in_place
-from services.engine.torch.in_place import KernelWrong, choose_in_place, require_agreement
+from services.engine.torch.agreement import require_agreement
+from services.engine.torch.in_place import choose_in_place
 from services.engine.torch.parts import OnDevice
 from services.engine.torch.step_view import InPlace
+from services.errors import ConfigError
 
 NUM_HEADS = 4
 MODULE = "services.engine.torch.triton_kernel"
@@ -17,52 +19,6 @@ MODULE = "services.engine.torch.triton_kernel"
 
 def pool(dtype=torch.float32, page_size=16):
     return torch.zeros(2, 3, 2, 2, page_size, 8, dtype=dtype)
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_kernel_that_is_right_agrees(dtype, page_size):
-    kv = pool(dtype, page_size)
-    require_agreement(OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16), kv)
-    assert not kv.any()
-
-
-def forgetting(column, change):
-    """A kernel for which every part is another one in one respect."""
-
-    def attend(view, *arguments):
-        view.parts[:, column] += change
-        attend_parts_plainly(view, *arguments)
-
-    return attend
-
-
-def of_other_numbers(view, query, kv, layer, scaling, output):
-    attend_parts_plainly(view, query, kv, layer - 1, scaling, output)
-
-
-def of_all_slots(view, *arguments):
-    view.tokens.fill_(16)
-    attend_parts_plainly(view, *arguments)
-
-
-def without_shared_pages(view, query, kv, layer, scaling, output):
-    view.log_sums.fill_(0)
-    attend_parts_plainly(view, query, kv, layer, scaling, output)
-    for i, offset in enumerate(view.offsets.tolist()):
-        output[offset] = view.outputs[view.readings[view.starts[i]].long()]
-
-
-def nowhere(view, query, kv, layer, scaling, output):
-    output.fill_(torch.nan)
-
-
-@pytest.mark.parametrize(
-    "attend", [forgetting(2, 1), of_other_numbers, of_all_slots, without_shared_pages, nowhere]
-)
-def test_a_kernel_that_is_wrong_is_found_out(attend):
-    with pytest.raises((KernelWrong, IndexError)):
-        require_agreement(OnDevice(attend, NUM_HEADS, num_programs=16), pool())
 
 
 @pytest.fixture
@@ -73,6 +29,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(
         in_place, "require_agreement", lambda on_device, kv: require_agreement(on_device, pool())
     )
+    monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: None)
     return SimpleNamespace(device=torch.device("cuda", 0))
 
 
@@ -109,6 +66,16 @@ def test_so_is_one_that_is_not_there(cuda, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, MODULE, None)  # as without Triton
     assert choose_in_place(cuda, NUM_HEADS) is None
     assert "attention_kernel_unusable error=" in caplog.text
+
+
+def test_without_a_torch_that_attends_nothing_serves(cuda, monkeypatch):
+    def refuse(kv, num_heads):
+        raise ConfigError("this torch does not attend as it should")
+
+    install(monkeypatch, attend_parts_plainly)
+    monkeypatch.setattr(in_place, "require_causal", refuse)
+    with pytest.raises(ConfigError, match="does not attend"):
+        choose_in_place(cuda, NUM_HEADS)
 
 
 def test_on_a_cpu_threads_read_the_pages(monkeypatch):

@@ -15,7 +15,7 @@ from checkpoints import tiny_checkpoint
 from reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.runner import Chunk
 from services.engine.torch import runner as torch_runner
-from services.engine.torch.in_place import require_agreement
+from services.engine.torch.agreement import require_agreement
 from services.engine.torch.parts import OnDevice, PartsView
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.step_view import view_step
