@@ -265,15 +265,18 @@ def _read_text_part(part: object, name: str) -> str:
 
 
 def _read_prompt(value: object, request: GenerateRequest) -> None:
+    name = "prompt"
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        name, value = "prompt[0]", value[0]  # a batch of one
     if isinstance(value, str):
-        request.text = _check_text(value, "prompt")
+        request.text = _check_text(value, name)
         return
     if not isinstance(value, list) or not {str, list}.isdisjoint(map(type, value)):
         raise InvalidParameter(
-            "prompt", "must be one string or one list of token ids; send a request for each"
+            name, "must be one string or one list of token ids; send a request for each of several"
         )
     request.token_ids.SetInParent()  # an empty one too
-    request.token_ids.ids.extend(_check_ids(value, "prompt"))
+    request.token_ids.ids.extend(_check_ids(value, name))
 
 
 def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest) -> GenerationCall:

@@ -217,6 +217,21 @@ async def test_defaults_are_openais() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (["Hi"], GenerateRequest(text="Hi")),
+        ([[1, 2, 3]], GenerateRequest(token_ids={"ids": [1, 2, 3]})),
+        ([7], GenerateRequest(token_ids={"ids": [7]})),
+    ],
+)
+async def test_a_list_of_one_prompt_is_that_prompt(prompt: object, expected: GenerateRequest) -> None:
+    backend = FakeBackend()
+    assert (await complete(backend, prompt=prompt)).status_code == 200
+    (request,) = backend.requests
+    assert (request.text, request.token_ids) == (expected.text, expected.token_ids)
+
+
 async def test_what_asks_for_nothing_else_than_is_done_is_taken() -> None:
     harmless = {
         "n": 1,

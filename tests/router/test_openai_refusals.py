@@ -84,7 +84,11 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
     [
         ({"prompt": None}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1]]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [[[1]]]}, "prompt[0]"),
+        ({"prompt": [["a"]]}, "prompt[0]"),
+        ({"prompt": [[1, -1]]}, "prompt[0][1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, 2**32, 2.5]}, "prompt[1]"),
