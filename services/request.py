@@ -6,6 +6,7 @@ from enum import Enum
 from services.errors import InvalidRequest
 from services.kv.types import Plan, RankAddress
 
+MAX_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
@@ -65,6 +66,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def is_id(text: str) -> bool:
+    """Whether a request, a conversation or a tenant may be called so."""
+    return len(text) <= MAX_ID_CHARS and text.isprintable()
 
 
 def _require(holds: bool, field_name: str, expected: str, value: object) -> None:

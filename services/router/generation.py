@@ -25,7 +25,7 @@ from services.errors import (
     IsthmusError,
     NotFound,
 )
-from services.request import Admitted, FinishReason, Output
+from services.request import MAX_ID_CHARS, Admitted, FinishReason, Output, is_id
 from services.router.admission import allowed_wait_s
 from services.router.chat import ConversationMemory, drift_tokens
 from services.router.cluster import Cluster, Explained
@@ -46,7 +46,6 @@ from services.wire.packed_ids import PackedIds
 log = logging.getLogger(__name__)
 
 _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
-_MAX_ID_CHARS = 128
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _LAST_WORDS_S = 1.0
@@ -167,9 +166,8 @@ class Generator:
         if request.model and request.model != self._model_name:
             raise NotFound(f"model {request.model!r} is not served here; {self._model_name!r} is")
         for name in ("request_id", "conversation_id", "tenant"):
-            value = getattr(request, name)
-            if len(value) > _MAX_ID_CHARS or not (value.isprintable() or not value):
-                raise InvalidRequest(f"{name} must be at most {_MAX_ID_CHARS} printable characters")
+            if not is_id(getattr(request, name)):
+                raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
         sampling = request.sampling
         if not sampling.HasField("seed"):
             sampling = type(sampling).FromString(sampling.SerializeToString())

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's chat/completions and completions, read into GenerateRequest.
 
 What is read here is checked for its type and for fitting the message; ranges are SamplingParams' business.
-Parameters that we do not know are ignored, but for those that would change what the answer means.
+Parameters that we do not know are ignored, but for those of openai_refused.py.
 """
 
 import math
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from services import telemetry
 from services.errors import InvalidRequest
-from services.request import MAX_STOP_STRINGS
+from services.request import MAX_ID_CHARS, MAX_STOP_STRINGS, is_id
+from services.router import openai_refused
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
 
@@ -18,46 +19,6 @@ _INT32_MAX = 2**31 - 1
 _UINT32_MAX = 2**32 - 1
 # OpenAI's own default for completions; chats run until they end.
 _COMPLETION_MAX_TOKENS = 16
-# Not supported, with the values that ask for nothing.
-_REFUSED: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "structural_tag": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "custom_logit_processor": (),
-    "logits_processors": ([],),
-    "stop_regex": ([], ""),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-}
 
 
 class InvalidParameter(InvalidRequest):
@@ -86,6 +47,7 @@ class GenerationCall:
 def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerationCall:
     """Raises InvalidParameter."""
     body = _Body(fields)
+    body.refuse(openai_refused.IN_CHATS)
     max_tokens = body.max_tokens("max_completion_tokens")
     if max_tokens is None:
         max_tokens = body.max_tokens("max_tokens")
@@ -97,12 +59,15 @@ def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> 
 def read_completion_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerationCall:
     """Raises InvalidParameter."""
     body = _Body(fields)
+    body.refuse(openai_refused.IN_COMPLETIONS)
     max_tokens = body.max_tokens("max_tokens")
     if max_tokens is None:
         max_tokens = _COMPLETION_MAX_TOKENS
     sampling = _read_sampling(body, max_tokens, body.integer("logprobs", 0, _UINT32_MAX))
     request = GenerateRequest(sampling=sampling)
     _read_prompt(fields.get("prompt"), request)
+    if body.get("add_special_tokens") is not None:
+        request.add_special_tokens = body.flag("add_special_tokens")
     return _make_call(body, headers, request)
 
 
@@ -111,8 +76,11 @@ class _Body:
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         self._fields = fields
-        for name, harmless in _REFUSED.items():
-            value = fields.get(name)
+
+    def refuse(self, names: openai_refused.Refused) -> None:
+        """Raises InvalidParameter for a value of one of them that is none of its harmless ones."""
+        for name, harmless in names.items():
+            value = self._fields.get(name)
             # 1 == True in Python, but not in JSON.
             if value is not None and not any(type(value) is type(ok) and value == ok for ok in harmless):
                 raise InvalidParameter(name, "is not supported by this server; leave it out")
@@ -282,7 +250,7 @@ def _read_prompt(value: object, request: GenerateRequest) -> None:
 def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest) -> GenerationCall:
     request.model = body.text("model")
     request.request_id = headers.get("x-request-id", "")
-    request.tenant = headers.get("x-isthmus-tenant", "")
+    request.tenant = _read_tenant(body.text("cache_salt"), headers.get("x-isthmus-tenant", ""))
     request.conversation_id = headers.get("x-isthmus-conversation") or body.text("conversation_id")
     stream = body.flag("stream")
     return GenerationCall(
@@ -292,6 +260,18 @@ def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest
         body.flag("return_token_ids"),
         headers.get(telemetry.TRACEPARENT, ""),
     )
+
+
+def _read_tenant(cache_salt: str, of_header: str) -> str:
+    """vLLM's cache_salt is what a tenant is here; where both are given they must be the same, for neither may
+    be left out: who set the header keeps tenants apart, and so does who set the salt."""
+    if cache_salt and of_header and cache_salt != of_header:
+        raise InvalidParameter(
+            "cache_salt", "differs from the header x-isthmus-tenant; leave one of them out"
+        )
+    if not is_id(cache_salt):
+        raise InvalidParameter("cache_salt", f"must be at most {MAX_ID_CHARS} printable characters")
+    return of_header or cache_salt
 
 
 def _read_include_usage(stream_options: object, stream: bool) -> bool:

@@ -50,7 +50,8 @@ class PromptEncoder:
         """
         match request.WhichOneof("prompt"):
             case "text":
-                prompt = PackedIds.of(self._encode_text(request.text))
+                special = request.add_special_tokens or not request.HasField("add_special_tokens")
+                prompt = PackedIds.of(self._encode_text(request.text, special))
             case "chat":
                 prompt = PackedIds.of(self._encode_chat(request.chat))
             case "token_ids":
@@ -62,11 +63,11 @@ class PromptEncoder:
         self._check_ids(prompt.ids, name)
         return prompt
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str, special_tokens: bool) -> list[int]:
         if not text:
             raise InvalidRequest("text must not be empty")
         self._check_bytes([text], "text")
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, special_tokens)
 
     def _encode_chat(self, chat: Chat) -> list[int]:
         # A message is at least one token; a request's worth of empty ones would keep the template busy.

@@ -240,8 +240,46 @@ async def test_what_asks_for_nothing_else_than_is_done_is_taken() -> None:
         "regex": None,
         "include_stop_str_in_output": False,
         "skip_special_tokens": True,
+        "priority": 0,
+        "documents": [],
+        "add_special_tokens": False,
+        "length_penalty": 1.0,
+        "prompt_cache_key": "k",
     }
     assert (await chat(FakeBackend(), **harmless)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "tenant"),
+    [
+        ({}, None, ""),
+        ({"cache_salt": "a"}, None, "a"),
+        ({"cache_salt": None}, "b", "b"),
+        ({"cache_salt": ""}, "b", "b"),
+        ({"cache_salt": "b"}, "b", "b"),
+        ({"cache_salt": "a"}, "b", None),
+    ],
+)
+async def test_a_salt_names_the_tenant_where_no_header_names_another(
+    body: dict[str, str], header: str | None, tenant: str | None
+) -> None:
+    backend = FakeBackend()
+    headers = {} if header is None else {"x-isthmus-tenant": header}
+    answer = await post(backend, "/v1/completions", {"prompt": "Hi", **body}, headers=headers)
+    if tenant is None:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+        assert backend.requests == []
+    else:
+        assert backend.requests[0].tenant == tenant
+
+
+@pytest.mark.parametrize("wanted", [True, False, None])
+async def test_special_tokens_are_added_to_completions_as_asked(wanted: bool | None) -> None:
+    backend = FakeBackend()
+    await complete(backend, add_special_tokens=wanted)
+    (request,) = backend.requests
+    assert request.HasField("add_special_tokens") is (wanted is not None)
+    assert request.add_special_tokens is bool(wanted)
 
 
 async def test_without_a_model_the_one_that_is_served_answers() -> None:

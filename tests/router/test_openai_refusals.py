@@ -63,6 +63,17 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
         ({"no_stop_trim": True}, "no_stop_trim"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"priority": -1}, "priority"),
+        ({"extra_key": "k"}, "extra_key"),
+        ({"thinking": {"type": "disabled"}}, "thinking"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"cache_salt": ["a"]}, "cache_salt"),
+        ({"cache_salt": "a" * 129}, "cache_salt"),
+        ({"cache_salt": "a\n"}, "cache_salt"),
     ],
 )
 async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -> None:
@@ -96,6 +107,8 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": True}, "logprobs"),
+        ({"add_special_tokens": 1}, "add_special_tokens"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ],
 )
 async def test_a_bad_completion_parameter_is_named(body: dict[str, Any], param: str) -> None:

@@ -65,6 +65,23 @@ async def test_a_prompt_leaves_room_for_one_token(encoder: PromptEncoder) -> Non
     assert len((await encoder.encode(request)).ids) == 99
 
 
+@pytest.mark.parametrize(("wanted", "added"), [(None, True), (True, True), (False, False)])
+async def test_special_tokens_are_added_to_a_text_unless_that_is_not_wanted(
+    wanted: bool | None, added: bool
+) -> None:
+    class WithBos:
+        eos_token_ids = ()
+
+        def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+            return [1] * special_tokens + [2]
+
+        render_template = encode
+
+    encoder = PromptEncoder(WithBos(), max_context_tokens=100, vocab_size=10)
+    encoded = await encoder.encode(GenerateRequest(text="a", add_special_tokens=wanted))
+    assert list(encoded.ids) == [1] * added + [2]
+
+
 class Untouched:
     """A tokenizer that must not be asked."""
 
