@@ -6,18 +6,20 @@ Where a past assistant turn comes with its ids, a sentinel stands for its conten
     |------- encode -------------| ids     |------------- encode ----------------|
 """
 
+import json
 import re
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_VARIABLES_BYTES = 4096
 
 
 class ChatTokenizer(Protocol):
@@ -26,11 +28,12 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
 
-    def render_template(self, messages: Sequence[dict[str, str]]) -> str: ...
+    def render_template(self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any]) -> str: ...
 
 
-def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage]) -> list[int]:
-    """The prompt's ids, up to where the assistant's next turn begins.
+def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], variables: str = "") -> list[int]:
+    """The prompt's ids, up to where the assistant's next turn begins. `variables` is Chat's
+    chat_template_kwargs.
 
     An end-of-sequence id at the end of a turn's `token_ids` is dropped where the template writes an end
     marker of its own right after.
@@ -47,7 +50,8 @@ def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage]) -> li
         [
             {"role": message.role, "content": contents.get(index, message.content)}
             for index, message in enumerate(messages)
-        ]
+        ],
+        _read_variables(variables),
     )
     pieces = _split_at_sentinels(rendered, stem, indices)
     # The template writes the special tokens itself.
@@ -57,6 +61,22 @@ def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage]) -> li
         ids += _without_end_marker(messages[index].token_ids, piece_ids, tokenizer.eos_token_ids)
         ids += piece_ids
     return ids
+
+
+def _read_variables(text: str) -> Mapping[str, Any]:
+    name = "chat.chat_template_kwargs"
+    if not text:
+        return {}
+    if len(text.encode()) > _MAX_VARIABLES_BYTES:
+        raise InvalidRequest(f"{name} must be at most {_MAX_VARIABLES_BYTES} bytes of JSON")
+    try:
+        variables = json.loads(text)
+        json.dumps(variables, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} must be a JSON object: {error}") from error
+    if not isinstance(variables, dict):
+        raise InvalidRequest(f"{name} must be a JSON object")
+    return variables
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:

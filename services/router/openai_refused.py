@@ -72,5 +72,5 @@ _ANYWHERE: Refused = {
     "priority": (0,),
     "kv_transfer_params": ({},),
 }
-IN_CHATS: Refused = {**_ANYWHERE, "add_special_tokens": (False,), "chat_template_kwargs": ({},)}
+IN_CHATS: Refused = {**_ANYWHERE, "add_special_tokens": (False,)}
 IN_COMPLETIONS: Refused = {**_ANYWHERE, "chat_template_kwargs": ({},)}

@@ -4,6 +4,7 @@ What is read here is checked for its type and for fitting the message; ranges ar
 Parameters that we do not know are ignored, but for those of openai_refused.py.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +53,10 @@ def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> 
     if max_tokens is None:
         max_tokens = body.max_tokens("max_tokens")
     sampling = _read_sampling(body, max_tokens, _read_chat_logprobs(body))
-    request = GenerateRequest(chat=Chat(messages=_read_messages(fields.get("messages"))), sampling=sampling)
+    chat = Chat(
+        messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
+    )
+    request = GenerateRequest(chat=chat, sampling=sampling)
     return _make_call(body, headers, request)
 
 
@@ -195,6 +199,23 @@ def _read_chat_logprobs(body: _Body) -> int | None:
     if top_logprobs is not None:
         raise InvalidParameter("top_logprobs", "needs logprobs to be true")
     return None
+
+
+def _read_template_kwargs(body: _Body) -> str:
+    """A reasoning_effort is one of them, as it is with vLLM and SGLang."""
+    name = "chat_template_kwargs"
+    given = body.get(name)
+    if not isinstance(given, dict | None):
+        raise InvalidParameter(name, "must be an object")
+    effort = body.text("reasoning_effort")
+    variables: dict[str, object] = {"reasoning_effort": effort} if effort else {}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    variables |= given or {}
+    try:
+        return _check_text(json.dumps(variables, ensure_ascii=False), name) if variables else ""
+    except RecursionError as error:
+        raise InvalidParameter(name, "is nested too deeply") from error
 
 
 def _read_messages(value: object) -> list[ChatMessage]:

@@ -76,7 +76,7 @@ class PromptEncoder:
         self._check_bytes((message.content for message in chat.messages), "chat.messages")
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
-        return render_chat(self._tokenizer, chat.messages)
+        return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs)
 
     def _check_bytes(self, texts: Iterable[str], name: str) -> None:
         size_bytes = sum(len(text.encode()) for text in texts)

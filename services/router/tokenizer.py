@@ -1,15 +1,17 @@
 """The door to transformers' tokenizers: text to ids and back, the chat template, end-of-sequence ids."""
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-
-from jinja2 import TemplateError
 
 from services.errors import ConfigError, InvalidRequest
 
+# What transformers hands on to the template, beside what it is called with.
+_OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
 _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
@@ -29,6 +31,7 @@ class Tokenizer:
         self._eos_token_ids = _find_eos_token_ids(configs, self._backend.eos_token_id)
         self._vocab_size = _stated_vocab_size(configs[1]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
+        self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
         self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
     @property
@@ -68,27 +71,39 @@ class Tokenizer:
         inside = self._decode_raw([token_id, token_id])[len(alone) :]
         return inside if inside.endswith(alone) else alone
 
-    def render_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The chat as text, up to where the assistant's next turn begins.
+    def render_template(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
+        """The chat as text, up to where the assistant's next turn begins. The template may read `variables`.
 
         A developer, as OpenAI has come to name the system, is one to templates that know no developer.
 
         Raises:
-            InvalidRequest: the model has no chat template, or its template refuses these messages.
+            InvalidRequest: the model has no chat template, its template refuses these messages, or a
+                variable has the name of an argument of transformers' own.
         """
         if self._backend.chat_template is None:
             raise InvalidRequest(
                 "chat cannot be used: this model has no chat template; send text or token_ids"
             )
+        self._check_variables(variables)
         try:
             text: str = self._backend.apply_chat_template(
-                [self._known(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [self._known(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except Exception as error:  # a template raises what it likes, and computes with the client's values
             raise InvalidRequest(
                 f"chat.messages are refused by the model's chat template: {error}"
             ) from error
         return text
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if name in self._reserved:
+                raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
 
     def _known(self, message: Mapping[str, str]) -> dict[str, str]:
         is_developer = message["role"] == "developer" and not self._knows_developers

@@ -18,6 +18,9 @@ TEMPLATE = (
     "<|{{ m.role }}|>{{ m.content }}<|end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"
+    "{% if level is defined %}<{{ level }}>{% endif %}"
+    "{% if divisor is defined %}{{ 1 / divisor }}{% endif %}"
 )
 
 

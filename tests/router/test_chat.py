@@ -1,4 +1,6 @@
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from services.router.chat import ConversationMemory, drift_tokens, render_chat
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
+Variables = Mapping[str, Any]
 texts = st.text(alphabet="ab IS<|>\n語x0y", max_size=8)
 turns = st.lists(
     st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), texts), min_size=1, max_size=6
@@ -88,7 +91,7 @@ def test_an_end_of_sequence_stays_where_the_template_writes_none() -> None:
         def encode(self, text: str, special_tokens: bool = True) -> list[int]:
             return [1] * len(text)
 
-        def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+        def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
             return "".join(message["content"] + "\n" for message in messages)
 
     assert render_chat(OpenEnded(), [ChatMessage(role="assistant", token_ids=[5, 9])]) == [5, 9, 1]
@@ -128,11 +131,53 @@ def test_a_template_that_leaves_out_or_doubles_a_turn_takes_no_ids(
         eos_token_ids = ()
         encode = character_tokenizer.encode
 
-        def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+        def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
             return "|".join([messages[0]["content"]] * written)
 
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
         render_chat(Odd(), [ChatMessage(role="assistant", token_ids=[1])])
+
+
+HI = [ChatMessage(role="user", content="Hi")]
+
+
+def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
+    plain = render_chat(character_tokenizer, HI)
+    for variables, more in (
+        ("{}", ""),
+        ('{"enable_thinking": true}', ""),
+        ('{"enable_thinking": false}', "<no thinking>"),
+        ('{"level": 1000}', "<1000>"),
+        ('{"level": "hoch", "unknown": [{}]}', "<hoch>"),
+    ):
+        ids = render_chat(character_tokenizer, HI, variables)
+        assert ids == plain + character_tokenizer.encode(more)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        "{",
+        "[]",
+        "5",
+        "[" * 4000,
+        json.dumps({"level": "\ud800"}),
+        json.dumps({"a": "x" * 4096}),
+        json.dumps({"a": "語" * 1400}, ensure_ascii=False),
+        *(json.dumps({name: "x"}) for name in ("chat_template", "tools", "documents", "tokenize", "self")),
+        *(json.dumps({name: "x"}) for name in ("messages", "conversations", "conversation", "max_length")),
+        '{"add_generation_prompt": false}',
+        '{"tokenizer_kwargs": {}}',
+    ],
+)
+def test_bad_variables_are_refused_by_name(character_tokenizer: Tokenizer, variables: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs must"):
+        render_chat(character_tokenizer, HI, variables)
+
+
+def test_a_template_that_fails_on_a_variable_refuses_it(character_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match=r"refused by the model's chat template"):
+        render_chat(character_tokenizer, HI, '{"divisor": 0}')
 
 
 class Recorder:
@@ -146,7 +191,7 @@ class Recorder:
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         return [1] * len(text)
 
-    def render_template(self, messages: Sequence[dict[str, str]]) -> str:
+    def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
         contents = [message["content"] for message in messages]
         self.longest = max(map(len, contents))
         return "".join(contents)
@@ -173,8 +218,8 @@ def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyP
 
 def test_a_template_that_turns_turns_around_takes_no_ids() -> None:
     class Backwards(Recorder):
-        def render_template(self, messages: Sequence[dict[str, str]]) -> str:
-            return super().render_template(messages[::-1])
+        def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
+            return super().render_template(messages[::-1], variables)
 
     messages = [ChatMessage(role="assistant", token_ids=[1]) for _ in range(2)]
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):

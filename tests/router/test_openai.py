@@ -1,3 +1,6 @@
+import json
+from typing import Any
+
 import pytest
 
 from openai_backend import (
@@ -215,6 +218,28 @@ async def test_defaults_are_openais() -> None:
         token_ids={"ids": [1, 2]},
         sampling=common_pb2.SamplingParams(temperature=1.0, max_tokens=16, stop=["x"], top_k=0),
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "variables"),
+    [
+        ({}, None),
+        ({"chat_template_kwargs": None}, None),
+        ({"chat_template_kwargs": {}}, None),
+        ({"chat_template_kwargs": {"enable_thinking": False, "n": 5}}, {"enable_thinking": False, "n": 5}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+    ],
+)
+async def test_variables_of_the_template(body: dict[str, Any], variables: dict[str, Any] | None) -> None:
+    backend = FakeBackend()
+    assert (await chat(backend, **body)).status_code == 200
+    (request,) = backend.requests
+    assert (json.loads(request.chat.chat_template_kwargs or "null")) == variables
 
 
 @pytest.mark.parametrize(
