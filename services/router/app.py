@@ -211,6 +211,9 @@ async def _serve_http(config: RouterConfig, service: GenerationService) -> Async
         log_config=None,
         access_log=False,
         lifespan="off",
+        # A proxy that pools connections must be the one to close them: who sends on one that we are closing
+        # sees a reset.
+        timeout_keep_alive=config.http_keep_alive_s,
         timeout_graceful_shutdown=int(config.grace_s),
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,

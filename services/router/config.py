@@ -34,6 +34,10 @@ class RouterConfig(ClusterConfig):
         3600.0, "seconds after which a request ends, where its client has set no deadline"
     )
 
+    http_keep_alive_s: int = setting(
+        120, "seconds that an idle HTTP connection stays open: longer than any proxy before us keeps its own"
+    )
+
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         check_port("--port", self.port)
@@ -43,7 +47,7 @@ class RouterConfig(ClusterConfig):
         for name in ("chunk_size", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
-        for name in ("max_wait_s", "request_timeout_s"):
+        for name in ("max_wait_s", "request_timeout_s", "http_keep_alive_s"):
             if not getattr(self, name) > 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be greater than 0, got {getattr(self, name)}")

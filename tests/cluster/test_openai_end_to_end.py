@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -279,6 +280,18 @@ async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, c
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await until_idle(cluster)
+
+
+async def test_a_router_that_stops_does_not_wait_for_idle_connections(etcd_endpoint, model_dir, cluster_name):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
+    cluster.router_config = replace(cluster.router_config, grace_s=1000.0, http_keep_alive_s=1000)
+    async with cluster, http_of(cluster) as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        front = cluster.routers[0].http
+        assert front._server.config.timeout_keep_alive == 1000
+        assert front._server.server_state.connections  # the client keeps it, and so do we
+        async with asyncio.timeout(60):
+            await front.stop()
 
 
 async def test_without_a_rank_it_says_so(etcd_endpoint, model_dir, cluster_name):
