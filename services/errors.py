@@ -9,6 +9,10 @@ class InvalidRequest(IsthmusError):
     """The request can never work; give up. The message names the field."""
 
 
+class ContextExceeded(InvalidRequest):
+    """The prompt is longer than any context here; make it shorter."""
+
+
 class NotFound(IsthmusError):
     """What the request names does not exist; give up."""
 

@@ -29,6 +29,7 @@ from services.errors import (
     Aborted,
     AlreadyRunning,
     ConfigError,
+    ContextExceeded,
     DeadlineExceeded,
     InvalidRequest,
     IsthmusError,
@@ -54,6 +55,7 @@ _INTERNAL = "internal error; the server's log has it"
 
 _STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     NotFound: grpc.StatusCode.NOT_FOUND,
     AlreadyRunning: grpc.StatusCode.ALREADY_EXISTS,
     NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,

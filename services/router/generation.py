@@ -194,6 +194,9 @@ class Generator:
         outcome = "finished"
         try:
             yield progress
+        except InvalidRequest:
+            outcome = InvalidRequest.__name__  # whichever kind
+            raise
         except IsthmusError as error:
             outcome = type(error).__name__
             raise

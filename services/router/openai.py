@@ -13,7 +13,6 @@ The status of a stream is decided by its first response; an error after that is 
 import asyncio
 import json
 import math
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
@@ -28,15 +27,10 @@ from starlette.types import Receive, Scope, Send
 
 from services.errors import (
     Aborted,
-    AlreadyRunning,
     DeadlineExceeded,
     InvalidRequest,
     IsthmusError,
-    NoCapacity,
-    NotFound,
-    PeerFailed,
     ProtocolError,
-    StaleGeneration,
     Unavailable,
 )
 from services.router.openai_answer import (
@@ -50,39 +44,20 @@ from services.router.openai_answer import (
     isthmus_json,
     usage_json,
 )
-from services.router.openai_request import (
-    GenerationCall,
-    InvalidParameter,
-    read_chat_call,
-    read_completion_call,
+from services.router.openai_errors import (
+    CHATS_PATH,
+    BodyTooLong,
+    answer_error,
+    answer_http_error,
+    error_json,
 )
+from services.router.openai_request import GenerationCall, read_chat_call, read_completion_call
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse
 
 _T = TypeVar("_T")
 
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; no RFC has one
-
-
-class _BodyTooLong(InvalidRequest):
-    """Nothing of it is read any more."""
-
-
-_STATUSES: Mapping[type[Exception], tuple[int, str]] = {
-    _BodyTooLong: (413, "invalid_request_error"),
-    InvalidRequest: (400, "invalid_request_error"),
-    NotFound: (404, "invalid_request_error"),
-    AlreadyRunning: (409, "invalid_request_error"),
-    NoCapacity: (429, "rate_limit_error"),
-    Aborted: (_CLIENT_CLOSED_REQUEST, "aborted_error"),
-    Unavailable: (503, "unavailable_error"),
-    PeerFailed: (503, "unavailable_error"),
-    StaleGeneration: (503, "unavailable_error"),
-    DeadlineExceeded: (504, "timeout_error"),
-}
-# How the gRPC API's field names begin where the HTTP parameter's do not.
-_FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prompt|text|token_ids\.ids)\b")
 
 
 class GenerationBackend(Protocol):
@@ -118,11 +93,11 @@ def openai_app(
     api = _OpenAiApi(generation, max_body_bytes, clock)
     routes = [
         Route("/v1/models", api.models, methods=["GET"]),
-        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route(CHATS_PATH, api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/health", api.health, methods=["GET"]),
     ]
-    handlers = {IsthmusError: _answer_error, HTTPException: _answer_http_error, Exception: _answer_error}
+    handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -237,7 +212,7 @@ class _Answer:
         except Exception as error:
             if not started:
                 raise
-            yield _event(_error_json(error))
+            yield _event(error_json(error))
             if not isinstance(error, IsthmusError):
                 raise
         else:
@@ -351,7 +326,7 @@ async def _read_body(request: Request, max_body_bytes: int) -> bytearray:
         async for chunk in request.stream():
             body += chunk
             if len(body) > max_body_bytes:
-                raise _BodyTooLong(f"the body must be at most {max_body_bytes} bytes")
+                raise BodyTooLong(f"the body must be at most {max_body_bytes} bytes")
     except ClientDisconnect as error:
         raise _ClientLeft("the client closed the connection") from error
     return body
@@ -385,44 +360,3 @@ def _timeout_s(headers: Mapping[str, str]) -> float | None:
 
 def _event(value: Json) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(_error_json(error), status_code=_status(error)[0], headers=_retry_after(error))
-
-
-def _retry_after(error: Exception) -> dict[str, str]:
-    wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
-    return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = _error_object(error.detail, "invalid_request_error", None, error.status_code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-
-def _error_json(error: Exception) -> Json:
-    status, error_type = _status(error)
-    # What we did not raise on purpose is for the log, not for the client.
-    message = str(error) if isinstance(error, IsthmusError) else "internal error"
-    return _error_object(message, error_type, _param(error), status)
-
-
-def _error_object(message: str, error_type: str, param: str | None, code: int) -> Json:
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
-
-
-def _status(error: Exception) -> tuple[int, str]:
-    for error_class in type(error).__mro__:
-        if error_class in _STATUSES:
-            return _STATUSES[error_class]
-    return 500, "internal_error"
-
-
-def _param(error: Exception) -> str | None:
-    """The parameter that an InvalidRequest's message begins with, in this API's words."""
-    if isinstance(error, InvalidParameter):
-        return error.param
-    field = _FIELD.match(str(error)) if isinstance(error, InvalidRequest) else None
-    return field and (field["param"] or "prompt")

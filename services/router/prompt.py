@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from services.errors import InvalidRequest
+from services.errors import ContextExceeded, InvalidRequest
 from services.router.chat import ChatTokenizer, render_chat
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
 from services.wire.packed_ids import PackedIds
@@ -45,8 +45,9 @@ class PromptEncoder:
         """At least one id, every one in the vocabulary, with room for one more token in the context.
 
         Raises:
-            InvalidRequest: no prompt, an empty one, one that the context cannot hold, an id that is not in
-                the vocabulary, or a chat that the template refuses; the message begins with the field.
+            ContextExceeded: the context cannot hold the prompt.
+            InvalidRequest: no prompt, an empty one, an id that is not in the vocabulary, or a chat that the
+                template refuses; the message begins with the field.
         """
         match request.WhichOneof("prompt"):
             case "text":
@@ -81,8 +82,9 @@ class PromptEncoder:
     def _check_bytes(self, texts: Iterable[str], name: str) -> None:
         size_bytes = sum(len(text.encode()) for text in texts)
         if size_bytes > self._max_text_bytes:
-            raise InvalidRequest(
-                f"{name} must be at most {self._max_text_bytes} bytes of text, got {size_bytes} bytes"
+            raise ContextExceeded(
+                f"{name} must be at most {self._max_text_bytes} bytes of text, got {size_bytes} bytes. "
+                + self._limit()
             )
 
     def _check_len(self, num_tokens: int, name: str) -> None:
@@ -92,9 +94,13 @@ class PromptEncoder:
             self._refuse_len(f"{num_tokens} tokens")
 
     def _refuse_len(self, length: str) -> NoReturn:
-        raise InvalidRequest(
-            f"prompt is too long: it has {length}, and the model's context holds {self._max_context_tokens} "
-            "tokens, prompt and output together"
+        raise ContextExceeded(f"prompt is too long: it has {length}. {self._limit()}")
+
+    def _limit(self) -> str:
+        # In OpenAI's words, by which many a client that knows no code knows a context that is full.
+        return (
+            f"This model's maximum context length is {self._max_context_tokens} tokens, "
+            "prompt and output together"
         )
 
     def _check_ids(self, ids: "array[int]", name: str) -> None:

@@ -200,6 +200,13 @@ async def test_what_ends_an_answer(etcd_endpoint, model_dir, cluster_name, token
 
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+TOO_LONG = {
+    "too many tokens": (COMPLETION, {"prompt": [1] * 5000}, "prompt"),
+    "too much text": (COMPLETION, {"prompt": "a" * 5000}, "prompt"),
+    "far too much text": (COMPLETION, {"prompt": "a" * (2 << 20)}, "prompt"),
+    "too long a chat": (CHAT, {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+    "too many messages": (CHAT, {"messages": HI * 3000}, "messages"),
+}
 BAD = {
     "unknown model": (COMPLETION, {"model": "gpt-9", "prompt": "a"}, 404, None),
     "unknown role": (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role"),
@@ -208,8 +215,6 @@ BAD = {
     "empty prompt": (COMPLETION, {"prompt": ""}, 400, "prompt"),
     "not JSON": (CHAT, b'{"messages": [', 400, None),
     "not an object": (CHAT, b"[]", 400, None),
-    "too many tokens": (COMPLETION, {"prompt": [1] * 5000}, 400, "prompt"),
-    "too much text": (COMPLETION, {"prompt": "a" * 5000}, 400, "prompt"),
     "too large a body": (COMPLETION, {"prompt": "a" * (9 << 20)}, 413, None),
     "id out of range": (COMPLETION, {"prompt": [1, 512]}, 400, "prompt"),
     "temperature": (COMPLETION, {"prompt": "a", "temperature": -1}, 400, "temperature"),
@@ -223,6 +228,7 @@ async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cl
         FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster,
         http_of(cluster) as http,
     ):
+        context = cluster.ranks["decode-0/0"].engine.max_context_tokens
         for name, (path, body, status, param) in BAD.items():
             streams = [{}] if isinstance(body, bytes) else [{}, {"stream": True}]
             for stream in streams:
@@ -233,6 +239,12 @@ async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cl
                 assert error["code"] == status and error["type"] == "invalid_request_error", (name, error)
                 assert error["message"], name
                 assert error["param"] == param, (name, error)
+        for name, (path, body, param) in TOO_LONG.items():
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400, (name, answer.text)
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param), (name, error)
+            assert f"This model's maximum context length is {context} tokens" in error["message"], name
         long = {"prompt": "a", "max_tokens": 1}
         running = await http.post(COMPLETION, json=long, headers={"x-request-id": "y" * 200})
         assert running.status_code == 400 and "request_id" in running.json()["error"]["message"]

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
-from services.errors import InvalidRequest, NoCapacity
+from services.errors import ContextExceeded, InvalidRequest, NoCapacity
 from services.kv.types import Generation, Plan, RankId
 from services.request import Admitted, Output, SamplingParams
 from services.router.cluster import HashedPrompt
@@ -29,6 +29,7 @@ class Outcomes(list):
     [
         (None, None, "finished"),
         (NoCapacity("full"), None, "NoCapacity"),
+        (ContextExceeded("long"), None, "InvalidRequest"),
         (KeyError("a bug"), None, "Internal"),
         (KeyError("a bug"), 50.0, "Internal"),
         (asyncio.CancelledError(), None, "cancelled"),

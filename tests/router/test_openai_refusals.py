@@ -203,6 +203,20 @@ async def test_an_error_before_the_first_token_has_its_status(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("ask", "param"), [(chat, "messages"), (complete, "prompt")])
+async def test_a_context_that_is_full_has_openais_code(ask: Any, param: str, stream: bool) -> None:
+    """By the error's class, whatever it says: clients shorten the conversation then."""
+    answer = await ask(FakeBackend(errors.ContextExceeded("text is long")), stream=stream)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "text is long",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "context_length_exceeded",
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("retry_after_s", "header"), [(None, None), (2.1, "3")])
 async def test_a_refusal_says_when_to_come_again(
     retry_after_s: float | None, header: str | None, stream: bool

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from services.errors import InvalidRequest
+from services.errors import ContextExceeded, InvalidRequest
 from services.router.prompt import PromptEncoder
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
@@ -58,6 +58,14 @@ async def test_a_bad_prompt_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         await encoder.encode(request_)
+
+
+async def test_who_is_too_long_is_told_what_the_context_holds(encoder: PromptEncoder) -> None:
+    short = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+    ids = GenerateRequest(token_ids=TokenIds(ids=[1] * 100))
+    for encodes, request in ((encoder, ids), (short, GenerateRequest(text="a" * 11))):
+        with pytest.raises(ContextExceeded, match="This model's maximum context length is 100 tokens"):
+            await encodes.encode(request)
 
 
 async def test_a_prompt_leaves_room_for_one_token(encoder: PromptEncoder) -> None:
