@@ -56,6 +56,10 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateRes
 
 _T = TypeVar("_T")
 
+# Next line, line separator, paragraph separator: JSON leaves them as they are, and a client that splits a
+# stream as Python's splitlines does (httpx) would cut an event there.
+_LINE_SEPARATORS = "\x85\u2028\u2029"
+
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
 
@@ -359,4 +363,7 @@ def _timeout_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _event(value: Json) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for separator in _LINE_SEPARATORS:
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
+    return b"data: " + text.encode() + b"\n\n"

@@ -95,6 +95,14 @@ async def test_usage_comes_in_a_chunk_of_its_own() -> None:
     assert usage["usage"]["total_tokens"] == 13
 
 
+async def test_an_event_is_one_line_to_every_client() -> None:
+    text = "a\x85b\u2028c\u2029d\ne 語"
+    answer = await complete(FakeBackend(response(text), finished()), stream=True)
+    assert len(answer.text.splitlines()) == len(answer.text.split("\n")) - 1  # it ends with one
+    assert "語" in answer.text
+    assert events(answer)[0]["choices"][0]["text"] == text
+
+
 async def test_chat_logprobs() -> None:
     backend = FakeBackend(response("A", [65], [logprobs_of(65, 65, 200)]), finished())
     body = (await chat(backend, logprobs=True, top_logprobs=2)).json()
