@@ -38,6 +38,7 @@ class FakeBackend:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
         self.model_ids, self.decode_ranks = models, 1
         self.unread_s = 3600.0  # after which a stream is closed
+        self.running: set[str] = set()  # requests that came over gRPC
         self.requests: list[GenerateRequest] = []
         self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
@@ -78,6 +79,9 @@ class FakeBackend:
             Model(id=name, max_context_tokens=512, decode_ranks=self.decode_ranks) for name in self.model_ids
         ]
         return ListModelsResponse(models=models)
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self.running
 
     def token_text(self, token_id: int) -> str:
         return "\ufffd" if token_id > 127 else chr(token_id)

@@ -82,6 +82,9 @@ class Generator:
     def num_running(self) -> int:
         return len(self._running)
 
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self._running
+
     def abort(self, request_id: str) -> bool:
         """Stop a running request; False when there is none of that id."""
         progress = self._running.get(request_id)

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.errors import (
     Aborted,
@@ -52,6 +52,7 @@ from services.router.openai_errors import (
     error_json,
 )
 from services.router.openai_request import GenerationCall, read_chat_call, read_completion_call
+from services.router.openai_request_id import RequestIds
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse
 
 _T = TypeVar("_T")
@@ -86,13 +87,15 @@ class GenerationBackend(Protocol):
 
     async def list_models(self) -> ListModelsResponse: ...
 
+    def is_running(self, request_id: str) -> bool: ...
+
     def token_text(self, token_id: int) -> str:
         """The text of one token, for log-probabilities."""
 
 
 def openai_app(
     generation: GenerationBackend, max_body_bytes: int = 8 << 20, clock: Callable[[], float] = time.time
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI app. `clock` gives seconds since the epoch, for the `created` fields."""
     api = _OpenAiApi(generation, max_body_bytes, clock)
     routes = [
@@ -102,7 +105,8 @@ def openai_app(
         Route("/health", api.health, methods=["GET"]),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
+    return RequestIds(Starlette(routes=routes, exception_handlers=handlers), generation.is_running)
 
 
 class _OpenAiApi:

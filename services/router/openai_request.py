@@ -13,6 +13,7 @@ from services import telemetry
 from services.errors import InvalidRequest
 from services.request import MAX_ID_CHARS, MAX_STOP_STRINGS, is_id
 from services.router import openai_refused
+from services.router.openai_request_id import REQUEST_ID
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
 
@@ -270,7 +271,7 @@ def _read_prompt(value: object, request: GenerateRequest) -> None:
 
 def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest) -> GenerationCall:
     request.model = body.text("model")
-    request.request_id = headers.get("x-request-id", "")
+    request.request_id = headers.get(REQUEST_ID, "")
     request.tenant = _read_tenant(body.text("cache_salt"), headers.get("x-isthmus-tenant", ""))
     request.conversation_id = headers.get("x-isthmus-conversation") or body.text("conversation_id")
     stream = body.flag("stream")

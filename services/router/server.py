@@ -80,6 +80,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def rejected(self, error: IsthmusError) -> None:
         self._generator.rejected(error)
 
+    def is_running(self, request_id: str) -> bool:
+        return self._generator.is_running(request_id)
+
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import grpc
 import httpx
 import pytest
 
@@ -245,9 +246,9 @@ async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cl
             error = answer.json()["error"]
             assert (error["code"], error["param"]) == ("context_length_exceeded", param), (name, error)
             assert f"This model's maximum context length is {context} tokens" in error["message"], name
-        long = {"prompt": "a", "max_tokens": 1}
-        running = await http.post(COMPLETION, json=long, headers={"x-request-id": "y" * 200})
-        assert running.status_code == 400 and "request_id" in running.json()["error"]["message"]
+        odd = {"x-isthmus-conversation": "y" * 200}
+        answer = await http.post(COMPLETION, json={"prompt": "a", "max_tokens": 1}, headers=odd)
+        assert answer.status_code == 400 and "conversation_id" in answer.json()["error"]["message"]
         assert (await http.get(COMPLETION)).status_code == 405
         assert (await answer_of(http, COMPLETION, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
         await cluster.assert_nothing_held()
@@ -273,13 +274,21 @@ async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, c
                     break
             assert generator.num_running == 1
         await until_idle(cluster)
-        # While it waits for a whole answer; a second request of the same id is told so meanwhile.
+        # While it waits for a whole answer; a second request of the same id is one of its own.
         headers = {"x-request-id": "mine"}
         waiting = asyncio.create_task(http.post(COMPLETION, json=body, headers=headers))
         async with asyncio.timeout(10):
             while not generator.num_running:
                 await asyncio.sleep(0.01)
-        assert (await http.post(COMPLETION, json=body, headers=headers)).status_code == 409
+        short = {**body, "max_tokens": 1}
+        second = await http.post(COMPLETION, json=short, headers=headers)
+        assert second.status_code == 200
+        assert second.headers["x-request-id"].startswith("mine-")
+        assert second.json()["id"] == f"cmpl-{second.headers['x-request-id']}"
+        # Over gRPC it is told so.
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await cluster.generate([1, 2, 3], request_id="mine")
+        assert refusal.value.code() is grpc.StatusCode.ALREADY_EXISTS
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await until_idle(cluster)

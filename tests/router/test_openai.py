@@ -221,6 +221,7 @@ async def test_defaults_are_openais() -> None:
     of_chat, of_completion = backend.requests
     assert of_chat.sampling == common_pb2.SamplingParams(temperature=1.0)
     assert of_completion == GenerateRequest(
+        request_id=of_completion.request_id,  # drawn
         model="tiny",
         conversation_id="c",
         token_ids={"ids": [1, 2]},
