@@ -8,7 +8,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import uvicorn
@@ -33,6 +33,7 @@ from services.router.metrics import RankCollector, RouterMetrics
 from services.router.openai import openai_app
 from services.router.placer import PlacerSettings
 from services.router.price import Weights
+from services.router.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.server import GenerationService
 from services.router.suspects import SuspectChecks
 from services.router.tokenizer import Tokenizer
@@ -78,6 +79,7 @@ async def open_router(
     ProcessCollector(registry=registry)
     metrics = RouterMetrics(registry)
     tokenizer = Tokenizer(config.model)
+    defaults = _sampling_defaults(config, tokenizer)
     tls = config.tls()
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
@@ -117,7 +119,7 @@ async def open_router(
         registry.register(telemetry.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service)
         stack.push_async_callback(server.stop)
-        http = await stack.enter_async_context(_serve_http(config, service))
+        http = await stack.enter_async_context(_serve_http(config, service, defaults))
         labels = {"cluster": config.cluster, "role": "router", "worker": name}
         metrics_port, stop_metrics = telemetry.serve_metrics(
             config.host, config.metrics_port, registry, labels
@@ -127,6 +129,14 @@ async def open_router(
         await _wait_for_index(mirror, failed, stopping)
         await server.set_serving(not stopping.is_set())
         yield OpenRouter(name, server, http, metrics_port, generator, cluster, mirror, failed)
+
+
+def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDefaults:
+    if config.sampling_defaults == "openai":
+        return OPENAI
+    defaults = defaults_of(tokenizer.generation_config)
+    telemetry.event(log, "sampling_defaults", **asdict(defaults))
+    return defaults
 
 
 async def _serve_grpc(config: RouterConfig, service: GenerationService) -> rpc.RpcServer:
@@ -201,13 +211,15 @@ class HttpFront:
 
 
 @contextlib.asynccontextmanager
-async def _serve_http(config: RouterConfig, service: GenerationService) -> AsyncIterator[HttpFront]:
+async def _serve_http(
+    config: RouterConfig, service: GenerationService, defaults: SamplingDefaults
+) -> AsyncIterator[HttpFront]:
     try:
         listener = listen(config.host, config.http_port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host_port(config.host, config.http_port)}: {error}") from error
     settings = uvicorn.Config(
-        openai_app(service),
+        openai_app(service, defaults=defaults),
         log_config=None,
         access_log=False,
         lifespan="off",

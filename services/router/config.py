@@ -38,6 +38,11 @@ class RouterConfig(ClusterConfig):
         120, "seconds that an idle HTTP connection stays open: longer than any proxy before us keeps its own"
     )
 
+    sampling_defaults: Literal["model", "openai"] = setting(
+        "model",
+        "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",
+    )
+
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         check_port("--port", self.port)

@@ -53,9 +53,11 @@ from services.router.openai_errors import (
 )
 from services.router.openai_request import GenerationCall, read_chat_call, read_completion_call
 from services.router.openai_request_id import RequestIds
+from services.router.sampling_defaults import OPENAI, SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse
 
 _T = TypeVar("_T")
+_ReadCall = Callable[[Mapping[str, object], Mapping[str, str], SamplingDefaults], GenerationCall]
 
 # Next line, line separator, paragraph separator: JSON leaves them as they are, and a client that splits a
 # stream as Python's splitlines does (httpx) would cut an event there.
@@ -94,10 +96,14 @@ class GenerationBackend(Protocol):
 
 
 def openai_app(
-    generation: GenerationBackend, max_body_bytes: int = 8 << 20, clock: Callable[[], float] = time.time
+    generation: GenerationBackend,
+    *,
+    defaults: SamplingDefaults = OPENAI,
+    max_body_bytes: int = 8 << 20,
+    clock: Callable[[], float] = time.time,
 ) -> ASGIApp:
     """The ASGI app. `clock` gives seconds since the epoch, for the `created` fields."""
-    api = _OpenAiApi(generation, max_body_bytes, clock)
+    api = _OpenAiApi(generation, defaults, max_body_bytes, clock)
     routes = [
         Route("/v1/models", api.models, methods=["GET"]),
         Route(CHATS_PATH, api.chat_completions, methods=["POST"]),
@@ -111,9 +117,14 @@ def openai_app(
 
 class _OpenAiApi:
     def __init__(
-        self, generation: GenerationBackend, max_body_bytes: int, clock: Callable[[], float]
+        self,
+        generation: GenerationBackend,
+        defaults: SamplingDefaults,
+        max_body_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
         self._generation = generation
+        self._defaults = defaults
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._created = int(clock())  # of the models: when this router came up
@@ -146,7 +157,7 @@ class _OpenAiApi:
     async def _complete(
         self,
         request: Request,
-        read_call: Callable[[Mapping[str, object], Mapping[str, str]], GenerationCall],
+        read_call: _ReadCall,
         answer_format: Callable[[TokenText], AnswerFormat],
     ) -> Response:
         try:
@@ -166,13 +177,11 @@ class _OpenAiApi:
             return _EventStream(answer.events(responses), self._generation.time_limit_s(timeout_s))
         return JSONResponse(await _until_disconnect(request.receive, answer.whole(responses)))
 
-    async def _read(
-        self, request: Request, read_call: Callable[[Mapping[str, object], Mapping[str, str]], GenerationCall]
-    ) -> GenerationCall:
+    async def _read(self, request: Request, read_call: _ReadCall) -> GenerationCall:
         body = await _read_body(request, self._max_body_bytes)
 
         def read() -> GenerationCall:
-            return read_call(_fields_of(body), request.headers)
+            return read_call(_fields_of(body), request.headers, self._defaults)
 
         return read() if len(body) < _LONG_BODY else await asyncio.to_thread(read)
 

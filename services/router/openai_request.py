@@ -8,14 +8,18 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services import telemetry
 from services.errors import InvalidRequest
 from services.request import MAX_ID_CHARS, MAX_STOP_STRINGS, is_id
 from services.router import openai_refused
 from services.router.openai_request_id import REQUEST_ID
+from services.router.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
+
+_Number = TypeVar("_Number", int, float)
 
 _INT32_MAX = 2**31 - 1
 _UINT32_MAX = 2**32 - 1
@@ -46,14 +50,16 @@ class GenerationCall:
         return bool(self.request.sampling.HasField("logprobs"))
 
 
-def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerationCall:
+def read_chat_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> GenerationCall:
     """Raises InvalidParameter."""
     body = _Body(fields)
     body.refuse(openai_refused.IN_CHATS)
     max_tokens = body.max_tokens("max_completion_tokens")
     if max_tokens is None:
         max_tokens = body.max_tokens("max_tokens")
-    sampling = _read_sampling(body, max_tokens, _read_chat_logprobs(body))
+    sampling = _read_sampling(body, max_tokens, _read_chat_logprobs(body), defaults)
     chat = Chat(
         messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
     )
@@ -61,14 +67,16 @@ def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> 
     return _make_call(body, headers, request)
 
 
-def read_completion_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerationCall:
+def read_completion_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> GenerationCall:
     """Raises InvalidParameter."""
     body = _Body(fields)
     body.refuse(openai_refused.IN_COMPLETIONS)
     max_tokens = body.max_tokens("max_tokens")
     if max_tokens is None:
         max_tokens = _COMPLETION_MAX_TOKENS
-    sampling = _read_sampling(body, max_tokens, body.integer("logprobs", 0, _UINT32_MAX))
+    sampling = _read_sampling(body, max_tokens, body.integer("logprobs", 0, _UINT32_MAX), defaults)
     request = GenerateRequest(sampling=sampling)
     _read_prompt(fields.get("prompt"), request)
     if body.get("add_special_tokens") is not None:
@@ -159,15 +167,17 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= _UINT32_MAX
 
 
-def _read_sampling(body: _Body, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    temperature = body.number("temperature")
-    top_k = body.integer("top_k", -1, _UINT32_MAX)
+def _read_sampling(
+    body: _Body, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+) -> SamplingParams:
+    temperature = _either(body.number("temperature"), defaults.temperature)
+    top_k = _either(body.integer("top_k", -1, _UINT32_MAX), defaults.top_k)
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     return SamplingParams(
         temperature=1.0 if temperature is None else temperature,
-        top_p=body.number("top_p"),
+        top_p=_either(body.number("top_p"), defaults.top_p),
         top_k=0 if top_k == -1 else top_k,  # other servers' way to say "all"
-        min_p=body.number("min_p"),
+        min_p=_either(body.number("min_p"), defaults.min_p),
         seed=None if seed is None else seed % 2**64,
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens", -_INT32_MAX, _INT32_MAX),
@@ -176,9 +186,13 @@ def _read_sampling(body: _Body, max_tokens: int | None, logprobs: int | None) ->
         ignore_eos=body.flag("ignore_eos"),
         frequency_penalty=body.number("frequency_penalty"),
         presence_penalty=body.number("presence_penalty"),
-        repetition_penalty=body.number("repetition_penalty"),
+        repetition_penalty=_either(body.number("repetition_penalty"), defaults.repetition_penalty),
         logprobs=logprobs,
     )
+
+
+def _either(given: _Number | None, default: _Number | None) -> _Number | None:
+    return default if given is None else given
 
 
 def _read_stop(value: object) -> list[str]:

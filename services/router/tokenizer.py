@@ -28,6 +28,7 @@ class Tokenizer:
         directory = Path(model_path)
         self._backend = _load_backend(directory)
         configs = [_read_json(directory / name) for name in ("generation_config.json", "config.json")]
+        self._generation_config = configs[0]
         self._eos_token_ids = _find_eos_token_ids(configs, self._backend.eos_token_id)
         self._vocab_size = _stated_vocab_size(configs[1]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
@@ -38,6 +39,11 @@ class Tokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a generation, by generation_config.json, config.json or the tokenizer."""
         return self._eos_token_ids
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """generation_config.json; empty where the model has none."""
+        return self._generation_config
 
     @property
     def vocab_size(self) -> int:

@@ -15,6 +15,7 @@ from openai_backend import (
     post,
     response,
 )
+from services.router.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
@@ -227,6 +228,27 @@ async def test_defaults_are_openais() -> None:
         token_ids={"ids": [1, 2]},
         sampling=common_pb2.SamplingParams(temperature=1.0, max_tokens=16, stop=["x"], top_k=0),
     )
+
+
+async def test_what_is_not_said_is_the_models() -> None:
+    backend = FakeBackend()
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05)
+    said = {"temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    async with client(backend, defaults=defaults) as http:
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": HI}),
+        ):
+            for more in ({}, {"temperature": None, "top_k": None}, said):
+                body = {**prompt, "max_tokens": 4, **more}
+                assert (await http.post(path, json=body)).status_code == 200
+    models = common_pb2.SamplingParams(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05, max_tokens=4
+    )
+    own = common_pb2.SamplingParams(
+        temperature=0, top_p=0.5, top_k=0, min_p=0, repetition_penalty=1, max_tokens=4
+    )
+    assert [request.sampling for request in backend.requests] == [models, models, own] * 2
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,9 @@ async def test_a_long_body_is_read_off_the_loop(
     readers = []
     read = openai.read_completion_call
 
-    def noted(fields: Any, headers: Any) -> openai_request.GenerationCall:
+    def noted(fields: Any, headers: Any, defaults: Any) -> openai_request.GenerationCall:
         readers.append(threading.current_thread())
-        return read(fields, headers)
+        return read(fields, headers, defaults)
 
     monkeypatch.setattr(openai, "read_completion_call", noted)
     assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200

@@ -72,6 +72,7 @@ def test_eos_ids_are_gathered_from_every_source(character_model: Path, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 8, "vocab_size": 500}))
     tokenizer = Tokenizer(str(tmp_path))
     assert tokenizer.eos_token_ids == (7, end, 8)
+    assert tokenizer.generation_config == {"eos_token_id": [7, end]}
     assert tokenizer.vocab_size == 500
 
 

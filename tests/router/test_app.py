@@ -1,0 +1,23 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.router.app import _sampling_defaults
+from services.router.config import RouterConfig
+from services.router.sampling_defaults import OPENAI, SamplingDefaults
+from services.router.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ({}, SamplingDefaults(temperature=0.5, top_k=7)),
+        ({"sampling_defaults": "openai"}, OPENAI),
+    ],
+)
+def test_how_a_model_is_sampled_by_default(character_model: Path, tmp_path: Path, flag, expected) -> None:
+    model = shutil.copytree(character_model, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7}')
+    config = RouterConfig(model=str(model), **flag)
+    assert _sampling_defaults(config, Tokenizer(str(model))) == expected
