@@ -42,6 +42,7 @@ CHART_VALUES = {
     "metrics-port": "set",
     "health-port": "set",
     "otlp-endpoint": "tracing.endpoint",
+    "api-key-file": "router.apiKeysSecret",
     "name": "set",
     "worker": "set",
     "rank-index": "set",

@@ -13,6 +13,10 @@ class ContextExceeded(InvalidRequest):
     """The prompt is longer than any context here; make it shorter."""
 
 
+class Unauthenticated(IsthmusError):
+    """Whoever asks has shown no key that is known here; give up."""
+
+
 class NotFound(IsthmusError):
     """What the request names does not exist; give up."""
 

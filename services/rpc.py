@@ -39,6 +39,7 @@ from services.errors import (
     PeerFailed,
     ProtocolError,
     StaleGeneration,
+    Unauthenticated,
     Unavailable,
     root_cause,
 )
@@ -56,6 +57,7 @@ _INTERNAL = "internal error; the server's log has it"
 _STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     NotFound: grpc.StatusCode.NOT_FOUND,
     AlreadyRunning: grpc.StatusCode.ALREADY_EXISTS,
     NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -72,6 +74,7 @@ _BY_NAME: dict[str, type[IsthmusError]] = {error.__name__: error for error in _S
 # For a status that came without the name: the peer's gRPC library made it, or it is no peer of ours.
 _BY_STATUS: dict[grpc.StatusCode, type[IsthmusError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
     grpc.StatusCode.RESOURCE_EXHAUSTED: NoCapacity,
@@ -381,15 +384,17 @@ async def open_server(
     service_names: Sequence[str],
     tls: TlsConfig | None = None,
     serving: bool = True,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RpcServer:
     """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
 
-    `register` adds the servicers; `service_names` are their full names, for reflection.
+    `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
+    or their handlers raise is answered as what a servicer raises.
 
     Raises:
         ConfigError: the address cannot be bound, or the TLS files cannot be used.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
     register(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.cli.client import ClientConfig, responses
+from services.cli.client import ClientConfig, key_metadata, responses
 from services.cli.table import format_bytes, format_table
 from services.config import load, setting
 from services.errors import ConfigError, DeadlineExceeded, PeerFailed, Unavailable
@@ -83,7 +83,7 @@ async def _ask(
         conversation_id=conversation_id,
     )
     text, finish = "", generation_pb2.Finish()
-    async for response in responses(channel, request):
+    async for response in responses(channel, request, metadata=key_metadata(config.api_key_file)):
         text += response.text
         if response.HasField("finish"):
             finish = response.finish

@@ -1,7 +1,7 @@
 """A terminal's end of the gRPC Generate API."""
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ class ClientConfig:
     tls_cert: Path | None = setting(None, "PEM of our certificate, where the router asks for one")
     tls_key: Path | None = setting(None, "PEM of its key")
     tls_server_name: str = setting("", "name that its certificate carries; default: the host in --router")
+    api_key_file: Path | None = setting(None, "file whose first line is the key to show the router")
 
     def open_channel(self) -> grpc.aio.Channel:
         """Raises ConfigError when the TLS flags cannot work."""
@@ -32,6 +33,19 @@ class ClientConfig:
         mutual = self.tls_cert is not None
         tls = rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, mutual, self.tls_server_name)
         return rpc.open_channel(self.router, tls)
+
+
+def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
+    """What goes with each call to a router that asks for a key. Raises ConfigError."""
+    if api_key_file is None:
+        return ()
+    try:
+        keys = api_key_file.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file: {error}") from error
+    if not keys:
+        raise ConfigError(f"--api-key-file: {api_key_file} holds no key")
+    return (("authorization", f"Bearer {keys[0]}"),)
 
 
 def given_prompt(prompt: str) -> str:
@@ -45,10 +59,14 @@ def given_prompt(prompt: str) -> str:
 
 
 async def responses(
-    channel: grpc.aio.Channel, request: generation_pb2.GenerateRequest, timeout_s: float | None = None
+    channel: grpc.aio.Channel,
+    request: generation_pb2.GenerateRequest,
+    timeout_s: float | None = None,
+    metadata: Sequence[tuple[str, str]] = (),
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
     """The answer as it comes. Raises the router's error as one of ours."""
-    call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout_s)
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    call = stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata))
     try:
         async for response in call:
             yield response

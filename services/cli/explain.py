@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import grpc
 
 from services import rpc
-from services.cli.client import ClientConfig, given_prompt
+from services.cli.client import ClientConfig, given_prompt, key_metadata
 from services.cli.table import format_table
 from services.config import load, setting
 from services.wire import convert
@@ -44,10 +44,13 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
     request = generation_pb2.GenerateRequest(
         text=prompt, conversation_id=config.conversation, tenant=config.tenant
     )
+    metadata = key_metadata(config.api_key_file)
     async with config.open_channel() as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        explain = generation_pb2_grpc.GenerationStub(channel).Explain
         try:
-            answer = await stub.Explain(generation_pb2.ExplainRequest(request=request), timeout=10)
+            answer = await explain(
+                generation_pb2.ExplainRequest(request=request), timeout=10, metadata=metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from(error) from error
     print(format_explanation(answer))

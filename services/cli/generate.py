@@ -4,7 +4,7 @@ import asyncio
 import sys
 from dataclasses import dataclass
 
-from services.cli.client import ClientConfig, given_prompt, responses
+from services.cli.client import ClientConfig, given_prompt, key_metadata, responses
 from services.cli.table import format_bytes
 from services.config import load, setting
 from services.errors import ConfigError, InvalidRequest
@@ -39,8 +39,9 @@ def run(argv: list[str]) -> int:
 async def _generate(config: GenerateConfig, prompt: str) -> int:
     if not prompt:
         raise InvalidRequest("--prompt is empty, and so is standard input")
+    metadata = key_metadata(config.api_key_file)
     async with config.open_channel() as channel:
-        async for response in responses(channel, _request(config, prompt), config.timeout_s):
+        async for response in responses(channel, _request(config, prompt), config.timeout_s, metadata):
             print(response.text, end="", flush=True)
             if response.HasField("finish"):
                 print()

@@ -22,6 +22,7 @@ import grpc
 
 from services import rpc, supervisor
 from services.child_lines import child_lines
+from services.cli.client import key_metadata
 from services.cluster_config import ClusterConfig
 from services.errors import ConfigError, Unavailable
 from services.index.etcd_server import EmbeddedEtcd
@@ -59,6 +60,13 @@ class Shape:
     @property
     def decode_ranks(self) -> int:
         return self.decode_workers * self.decode_dp_size
+
+    @property
+    def api_key_file(self) -> Path | None:
+        """Which the routers were told to ask for keys of."""
+        name = "--api-key-file="
+        files = [flag.removeprefix(name) for flag in self.router_flags if flag.startswith(name)]
+        return Path(files[-1]) if files else None
 
     @property
     def threads_per_rank(self) -> int:
@@ -234,9 +242,11 @@ class LocalCluster:
     async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:
         prompt = generation_pb2.TokenIds(ids=[0])
         probe = generation_pb2.ExplainRequest(request=generation_pb2.GenerateRequest(token_ids=prompt))
+        metadata = key_metadata(self.shape.api_key_file)
         try:
-            (model,) = (await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)).models
-            explanation = await stub.Explain(probe, timeout=2)
+            models = generation_pb2.ListModelsRequest()
+            (model,) = (await stub.ListModels(models, timeout=2, metadata=metadata)).models
+            explanation = await stub.Explain(probe, timeout=2, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if isinstance(rpc.error_from(error), Unavailable) or error.code() in _NOT_YET:
                 return False

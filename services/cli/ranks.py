@@ -1,10 +1,12 @@
 """The ranks of a cluster, for commands that look at them or call them: a router is asked, or etcd is read."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from services import rpc
+from services.cli.client import key_metadata
 from services.cluster_config import ClusterConfig
 from services.config import setting
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
@@ -17,14 +19,18 @@ class RanksConfig(ClusterConfig):
     """How a command finds the ranks: through a router, unless --etcd is given."""
 
     router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
+    api_key_file: Path | None = setting(None, "file whose first line is the key to show the router")
 
 
 async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
     """What the router knows of every rank of its model. Raises its error as one of ours."""
+    metadata = key_metadata(config.api_key_file)
     async with rpc.open_channel(config.router, config.tls()) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks
         try:
-            answer = await stub.ListRanks(generation_pb2.ListRanksRequest(), timeout=_ANSWER_TIMEOUT_S)
+            answer = await list_ranks(
+                generation_pb2.ListRanksRequest(), timeout=_ANSWER_TIMEOUT_S, metadata=metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from(error) from error
     assert isinstance(answer, generation_pb2.ListRanksResponse)

@@ -25,6 +25,7 @@ from services.index.pins import PinWriter
 from services.index.registry import Schema, keep_schema
 from services.kv.block_hash import SCHEME
 from services.ports import bindable, host_port, listen
+from services.router.api_keys import ApiKeys, GrpcDoor
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
@@ -80,6 +81,7 @@ async def open_router(
     metrics = RouterMetrics(registry)
     tokenizer = Tokenizer(config.model)
     defaults = _sampling_defaults(config, tokenizer)
+    api_keys = ApiKeys(config.api_key_file) if config.api_key_file is not None else None
     tls = config.tls()
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
@@ -117,9 +119,9 @@ async def open_router(
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
         registry.register(telemetry.OnLoop(RankCollector(cluster, mirror)))
-        server = await _serve_grpc(config, service)
+        server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
-        http = await stack.enter_async_context(_serve_http(config, service, defaults))
+        http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys))
         labels = {"cluster": config.cluster, "role": "router", "worker": name}
         metrics_port, stop_metrics = telemetry.serve_metrics(
             config.host, config.metrics_port, registry, labels
@@ -139,13 +141,17 @@ def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDe
     return defaults
 
 
-async def _serve_grpc(config: RouterConfig, service: GenerationService) -> rpc.RpcServer:
+async def _serve_grpc(
+    config: RouterConfig, service: GenerationService, api_keys: ApiKeys | None
+) -> rpc.RpcServer:
+    name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
     return await rpc.open_server(
         host_port(bindable(config.host), config.port),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
-        [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name],
+        [name],
         config.tls(),
         serving=False,
+        interceptors=[] if api_keys is None else [GrpcDoor(api_keys, name)],
     )
 
 
@@ -212,14 +218,14 @@ class HttpFront:
 
 @contextlib.asynccontextmanager
 async def _serve_http(
-    config: RouterConfig, service: GenerationService, defaults: SamplingDefaults
+    config: RouterConfig, service: GenerationService, defaults: SamplingDefaults, api_keys: ApiKeys | None
 ) -> AsyncIterator[HttpFront]:
     try:
         listener = listen(config.host, config.http_port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host_port(config.host, config.http_port)}: {error}") from error
     settings = uvicorn.Config(
-        openai_app(service, defaults=defaults),
+        openai_app(service, defaults=defaults, keys=api_keys),
         log_config=None,
         access_log=False,
         lifespan="off",

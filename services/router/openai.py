@@ -33,6 +33,7 @@ from services.errors import (
     ProtocolError,
     Unavailable,
 )
+from services.router.api_keys import ApiKeys, HttpDoor
 from services.router.openai_answer import (
     AnswerFormat,
     ChatFormat,
@@ -63,6 +64,7 @@ _ReadCall = Callable[[Mapping[str, object], Mapping[str, str], SamplingDefaults]
 # stream as Python's splitlines does (httpx) would cut an event there.
 _LINE_SEPARATORS = "\x85\u2028\u2029"
 
+_HEALTH_PATH = "/health"
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
 
@@ -99,20 +101,27 @@ def openai_app(
     generation: GenerationBackend,
     *,
     defaults: SamplingDefaults = OPENAI,
+    keys: ApiKeys | None = None,
     max_body_bytes: int = 8 << 20,
     clock: Callable[[], float] = time.time,
 ) -> ASGIApp:
-    """The ASGI app. `clock` gives seconds since the epoch, for the `created` fields."""
+    """The ASGI app; without `keys` it serves anybody.
+
+    `clock` gives seconds since the epoch, for the `created` fields.
+    """
     api = _OpenAiApi(generation, defaults, max_body_bytes, clock)
     routes = [
         Route("/v1/models", api.models, methods=["GET"]),
         Route(CHATS_PATH, api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/health", api.health, methods=["GET"]),
+        Route(_HEALTH_PATH, api.health, methods=["GET"]),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
     # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
-    return RequestIds(Starlette(routes=routes, exception_handlers=handlers), generation.is_running)
+    if keys is not None:
+        app = HttpDoor(app, keys, open_paths=frozenset({_HEALTH_PATH}))
+    return RequestIds(app, generation.is_running)
 
 
 class _OpenAiApi:

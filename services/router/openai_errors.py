@@ -19,6 +19,7 @@ from services.errors import (
     NotFound,
     PeerFailed,
     StaleGeneration,
+    Unauthenticated,
     Unavailable,
 )
 from services.router.openai_answer import Json
@@ -35,6 +36,7 @@ class BodyTooLong(InvalidRequest):
 _STATUSES: Mapping[type[Exception], tuple[int, str]] = {
     BodyTooLong: (413, "invalid_request_error"),
     InvalidRequest: (400, "invalid_request_error"),
+    Unauthenticated: (401, "invalid_request_error"),
     NotFound: (404, "invalid_request_error"),
     AlreadyRunning: (409, "invalid_request_error"),
     NoCapacity: (429, "rate_limit_error"),
@@ -45,17 +47,22 @@ _STATUSES: Mapping[type[Exception], tuple[int, str]] = {
     DeadlineExceeded: (504, "timeout_error"),
 }
 # Of the classes that OpenAI has a word for; the code of all others is their status.
-_CODES: Mapping[type[Exception], str] = {ContextExceeded: "context_length_exceeded"}
+_CODES: Mapping[type[Exception], str] = {
+    ContextExceeded: "context_length_exceeded",
+    Unauthenticated: "invalid_api_key",
+}
 # How the gRPC API's field names begin where the HTTP parameter's do not.
 _FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prompt|text|token_ids\.ids)\b")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
     body = error_json(error, "messages" if request.url.path == CHATS_PATH else "prompt")
-    return JSONResponse(body, status_code=_status(error)[0], headers=_retry_after(error))
+    return JSONResponse(body, status_code=_status(error)[0], headers=_headers(error))
 
 
-def _retry_after(error: Exception) -> dict[str, str]:
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, Unauthenticated):
+        return {"WWW-Authenticate": "Bearer"}  # RFC 9110, 11.6.1: every 401 has it
     wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
     return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
 

@@ -318,6 +318,20 @@ def test_a_password_for_etcd_comes_from_a_secret():
     assert str(config.etcd_password_file) == "/etc/isthmus/etcd-password/password"
 
 
+def test_api_keys_come_from_a_secret_to_those_that_need_them():
+    objects = render(merged(LEAST, {"router": {"apiKeysSecret": "llm-keys"}}))
+    file = "/etc/isthmus/api-keys/keys"
+    assert str(objects.config("router").api_key_file) == file
+    assert f"--api-key-file={file}" in objects.container("test")["args"]
+    for component in ("router", "test", "prefill", "decode"):
+        mounts = {m["name"]: m["mountPath"] for m in objects.container(component)["volumeMounts"]}
+        secrets = {v["secret"]["secretName"] for v in objects.pods()[component]["volumes"] if "secret" in v}
+        is_needed = component in ("router", "test")
+        assert secrets == ({"llm-keys"} if is_needed else set())
+        assert mounts.get("api-keys") == ("/etc/isthmus/api-keys" if is_needed else None)
+    assert rendered("least").config("router").api_key_file is None
+
+
 def test_fronts_lead_to_the_routers_http_port():
     ingress = {"ingress": {"enabled": True, "host": "llm.example", "tlsSecretName": "web", "className": "c"}}
     spec = render(merged(LEAST, ingress)).of("Ingress")["http"]["spec"]

@@ -256,8 +256,15 @@ def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
     shared = set(definitions["commonFlags"]["properties"])
     assert shared <= {flag.name for flag in describe(ClusterConfig)}
     set_by_chart = {text[2:].split("=")[0] for text in render(LEAST).arguments(component)}
-    optional = {"otlp-endpoint", "etcd-user", "etcd-password-file", "rank-index", "chunk-size"}
+    optional = {
+        "otlp-endpoint",
+        "etcd-user",
+        "etcd-password-file",
+        "rank-index",
+        "chunk-size",
+        "api-key-file",
+    }
     optional |= {f"{of}-{file}" for of in ("tls", "etcd") for file in ("ca", "cert", "key")}
-    optional |= {"tls-mutual", "tls-server-name"}
+    optional |= {"tls-mutual", "tls-server-name", "api-key-file"}
     optional |= {"transport", "fake-step-s", "fake-prompt-token-s"}  # of no use in pods
     assert known - flags - shared - optional <= set_by_chart

@@ -109,6 +109,9 @@ livenessProbe:
 {{- if $values.etcd.external.passwordSecret }}
 - {name: etcd-password, mountPath: /etc/isthmus/etcd-password, readOnly: true}
 {{- end }}
+{{- if .values.apiKeysSecret }}
+- {name: api-keys, mountPath: /etc/isthmus/api-keys, readOnly: true}
+{{- end }}
 {{- with .values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -140,6 +143,10 @@ livenessProbe:
 {{- end }}
 {{- with $values.etcd.external.passwordSecret }}
 - name: etcd-password
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- with .values.apiKeysSecret }}
+- name: api-keys
   secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- with .values.extraVolumes }}

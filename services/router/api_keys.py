@@ -1,0 +1,133 @@
+"""The keys of those who may use a router, and the doors that ask for one: HTTP's and gRPC's.
+
+    Authorization: Bearer KEY    in the file  -> let in
+                                 otherwise    -> Unauthenticated
+
+The file is read again when it has changed. One that cannot be read then, or holds no key, changes nothing: it
+may be in the middle of being written.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services import telemetry
+from services.errors import ConfigError, Unauthenticated
+from services.router.openai_errors import answer_error
+
+log = logging.getLogger(__name__)
+
+_Stamp = tuple[int, int, int]
+
+
+class ApiKeys:
+    """Raises ConfigError when the file cannot be read or holds no key: one a line, of printable ASCII."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: _Stamp | None = _stamp(path)
+        self._digests = _read(path)
+
+    def check(self, authorization: str | None) -> None:
+        """Takes the same time for every key that is wrong. Raises Unauthenticated."""
+        self._follow()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
+        digest = _digest(key.strip())
+        if not any([hmac.compare_digest(digest, known) for known in self._digests]):  # a list: all of them
+            raise Unauthenticated("the API key is not one of this server's")
+
+    def _follow(self) -> None:
+        try:
+            stamp = _stamp(self._path)
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            self._digests = _read(self._path)
+        except ConfigError as error:
+            telemetry.event(log, "api_keys_kept", level=logging.WARNING, error=error)
+        else:
+            telemetry.event(log, "api_keys_read", keys=len(self._digests))
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """Tells one content of the file from another; None without a file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(path: Path) -> tuple[bytes, ...]:
+    try:
+        keys = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file: {error}") from error
+    if not any(keys):
+        raise ConfigError(f"--api-key-file: {path} holds no key")
+    return tuple(_digest(key) for key in keys if key)
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, whatever the key's."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+class HttpDoor:
+    """ASGI middleware that asks every request for a key, but for those to `open_paths`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                self._keys.check(Headers(scope=scope).get("authorization"))
+            except Unauthenticated as error:
+                answer = await answer_error(Request(scope), error)
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class GrpcDoor(grpc.aio.ServerInterceptor):
+    """Asks every call of one service for a key, in the metadata `authorization`."""
+
+    def __init__(self, keys: ApiKeys, service: str) -> None:
+        """`service`: its full name."""
+        self._keys = keys
+        self._methods = f"/{service}/"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        if handler_call_details.method.startswith(self._methods):
+            metadata = dict(handler_call_details.invocation_metadata or ())
+            try:
+                self._keys.check(metadata.get("authorization"))
+            except Unauthenticated as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: Unauthenticated) -> grpc.RpcMethodHandler:
+    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+        raise error
+
+    return grpc.unary_unary_rpc_method_handler(refuse, request_deserializer=bytes)

@@ -1,0 +1,196 @@
+"""Who may use a router: the file of keys, and the doors of both APIs."""
+
+import hmac
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from openai_backend import FakeBackend, client, complete
+from services import rpc
+from services.cli.client import key_metadata
+from services.cli.local_cluster import Shape
+from services.errors import ConfigError, Unauthenticated
+from services.kv.types import Role
+from services.router.api_keys import ApiKeys, GrpcDoor
+from services.router.server import GenerationService
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("first-key\n\n  second-key  \n")
+    return path
+
+
+@pytest.fixture
+def keys(file):
+    return ApiKeys(file)
+
+
+def test_commands_show_the_files_first_key(file, tmp_path):
+    assert key_metadata(None) == ()
+    assert key_metadata(file) == (("authorization", "Bearer first-key"),)
+    (empty := tmp_path / "empty").write_text("\n")
+    for path in (empty, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            key_metadata(path)
+    shape = Shape(Path("m"), Path("d"), router_flags=("--plans=remote", f"--api-key-file={file}"))
+    assert shape.api_key_file == file
+    assert Shape(Path("m"), Path("d")).api_key_file is None
+
+
+def is_let_in(keys, authorization):
+    try:
+        keys.check(authorization)
+    except Unauthenticated:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("authorization", "let_in"),
+    [
+        ("Bearer first-key", True),
+        ("bearer second-key", True),
+        ("Bearer  second-key", True),
+        ("Bearer first-ke", False),
+        ("Bearer first-key2", False),
+        ("Bearer first-key second-key", False),
+        ("Bearer \xe9", False),
+        ("Bearer ", False),
+        ("Bearer", False),
+        ("Basic first-key", False),
+        ("first-key", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_key_is_one_of_the_files(keys, authorization, let_in):
+    assert is_let_in(keys, authorization) is let_in
+
+
+def test_every_key_is_compared_whichever_fits(keys, monkeypatch):
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda *args: compared.append(1) or compare(*args))
+    for key in ("first-key", "second-key", "neither"):
+        is_let_in(keys, f"Bearer {key}")
+    assert len(compared) == 6
+
+
+def test_a_file_that_changes_is_read_again(keys, file, caplog):
+    (new := file.with_name("new")).write_text("third-key")
+    os.replace(new, file)
+    assert is_let_in(keys, "Bearer third-key")
+    assert not is_let_in(keys, "Bearer first-key")
+
+
+@pytest.mark.parametrize(
+    "spoil", [os.remove, lambda path: path.write_text(" \n"), lambda p: p.write_bytes(b"\xff")]
+)
+def test_a_file_that_is_spoilt_changes_nothing_until_it_is_whole_again(keys, file, spoil, caplog):
+    spoil(file)
+    for _ in range(3):
+        assert is_let_in(keys, "Bearer first-key")
+        assert not is_let_in(keys, "Bearer third-key")
+    assert caplog.text.count("api_keys_kept") == 1
+    file.write_text("third-key")
+    assert is_let_in(keys, "Bearer third-key")
+    assert not is_let_in(keys, "Bearer first-key")
+
+
+def test_without_a_key_no_router_starts(tmp_path):
+    (empty := tmp_path / "empty").write_text("\n")
+    for path, problem in ((tmp_path / "nowhere", "No such file"), (empty, "holds no key")):
+        with pytest.raises(ConfigError, match=f"--api-key-file: .*{problem}"):
+            ApiKeys(path)
+
+
+# -- HTTP --------------------------------------------------------------------------------------------
+
+
+async def test_all_of_http_but_health_asks_for_a_key(keys):
+    backend = FakeBackend()
+    async with client(backend, keys=keys) as http:
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/nothing"),
+        ):
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                answer = await http.request(method, path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.headers["x-request-id"]
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+                assert error["param"] is None and "key" in error["message"]
+        assert (await http.get("/health")).status_code == 200
+        known = {"authorization": "Bearer second-key"}
+        assert (await http.get("/v1/models", headers=known)).status_code == 200
+        answer = await http.post("/v1/completions", json={"prompt": "Hi"}, headers=known)
+        assert answer.status_code == 200
+    assert len(backend.requests) == 1
+
+
+async def test_without_a_file_a_key_is_not_looked_at():
+    assert (await complete(FakeBackend())).status_code == 200
+
+
+# -- gRPC --------------------------------------------------------------------------------------------
+
+
+class Player:
+    def time_limit_s(self, timeout_s):
+        return 60.0
+
+    async def generate(self, request, timeout_s, traceparent):
+        yield generation_pb2.GenerateResponse(text="Hi")
+
+
+@pytest.fixture
+async def channel(keys):
+    ranks = {Role.DECODE: [], Role.PREFILL: []}
+    service = GenerationService("m", None, Player(), SimpleNamespace(ranks=ranks.__getitem__, is_up=None))
+    server = await rpc.open_server(
+        "127.0.0.1:0",
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        [],
+        interceptors=[GrpcDoor(keys, "isthmus.v1.Generation")],
+    )
+    async with rpc.open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop()
+
+
+async def list_models(channel, metadata):
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    return await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=20, metadata=metadata)
+
+
+async def generate(channel, metadata):
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    return [
+        r.text async for r in stub.Generate(generation_pb2.GenerateRequest(), timeout=20, metadata=metadata)
+    ]
+
+
+@pytest.mark.parametrize("call", [list_models, generate])
+async def test_calls_of_every_kind_ask_for_a_key(channel, call):
+    assert await call(channel, (("authorization", "Bearer first-key"),))
+    for metadata in ((), (("authorization", "Bearer wrong"),)):
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call(channel, metadata)
+        assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert isinstance(rpc.error_from(refusal.value), Unauthenticated)
+
+
+async def test_health_checks_show_no_key(channel):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
