@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 # Hashing so many ids takes about a millisecond; longer prompts would be felt by every stream on the loop.
 _LONG_PROMPT = 8_192
+_ROLES = (Role.DECODE, Role.PREFILL)
 _MISSED_S = 1800.0  # a rank that went without a word is spoken of for so long
 
 
@@ -122,7 +123,7 @@ class Cluster:
         self._lives: dict[RankKey, RankId] = {}
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
         self._placeable: list[list[Registration]] = []
-        self._max_context_tokens = 0  # of the roomiest decode rank
+        self._max_context_tokens = 0
         self._known_plans = settings.plans
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
@@ -176,7 +177,8 @@ class Cluster:
         return self._balance.trust.of(rank, self._balance.clock())
 
     def max_context_tokens(self) -> int:
-        """Of the roomiest decode rank. Raises Unavailable when there is none."""
+        """Of the roomiest decode rank; where it computes no prompts, no more than the roomiest prefill rank
+        computes and one. Raises Unavailable when there is no decode rank."""
         if not self.ranks(Role.DECODE):
             raise Unavailable("no decode rank is registered")
         return self._max_context_tokens
@@ -384,20 +386,21 @@ class Cluster:
         self._note_missed()
         for role in self._ranks:
             self._ranks[role] = self._views(role)
-        self._note_decodes([view.registration for view in self._ranks[Role.DECODE]])
+        self._note_ranks(*([view.registration for view in self._ranks[role]] for role in _ROLES))
         self._connections.follow(self._wanted(Role.DECODE), self._wanted(Role.PREFILL))
-        placeable = [
-            [view.registration for view in self._ranks[role]] for role in (Role.DECODE, Role.PREFILL)
-        ]
+        placeable = [[view.registration for view in self._ranks[role]] for role in _ROLES]
         if placeable != self._placeable:
             self._placeable = placeable
             self._placer.set_ranks(*placeable)
 
-    def _note_decodes(self, decodes: Sequence[Registration]) -> None:
+    def _note_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """What every request asks of all of them."""
-        self._max_context_tokens = max((rank.max_context_tokens for rank in decodes), default=0)
         only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
         self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
+        self._max_context_tokens = max((rank.max_context_tokens for rank in decodes), default=0)
+        if self._known_plans == {Plan.REMOTE} and prefills:
+            longest_prompt = max(rank.max_context_tokens for rank in prefills)
+            self._max_context_tokens = min(self._max_context_tokens, longest_prompt + 1)
 
     def _note_missed(self) -> None:
         now = self._balance.clock()

@@ -12,7 +12,7 @@ from services.index.block_mirror import RankProgress
 from services.index.mirror import RankState, RankView
 from services.index.pins import Pin
 from services.index.prefix_index import PrefixIndex
-from services.index.registry import Registration
+from services.index.registry import REMOTE_ONLY, Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.router import connections
 from services.router.balance import Balance
@@ -246,6 +246,37 @@ async def test_a_rank_whose_context_is_too_short_has_no_room_however_idle(two_de
     queue(two_decodes, D1_KEY, 9.0)
     with pytest.raises(NoCapacity, match=r"would wait 9\.0 s"):
         two_decodes.place(prompt, "", frozenset(), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("plans", "capabilities", "bound"),
+    [
+        ({Plan.REMOTE}, (), 101),
+        ({Plan.REMOTE, Plan.LOCAL}, (), 500),
+        ({Plan.LOCAL}, (), 500),
+        ({Plan.REMOTE, Plan.LOCAL}, (REMOTE_ONLY,), 101),
+    ],
+)
+async def test_a_prompt_that_only_prefill_computes_must_fit_there(
+    cluster, mirror, monkeypatch, plans, capabilities, bound
+):
+    cluster._settings = replace(cluster._settings, plans=frozenset(plans))
+    mirror.set(
+        view(Role.DECODE, 0, max_context_tokens=500, capabilities=capabilities),
+        view(Role.DECODE, 1, max_context_tokens=64, capabilities=capabilities),
+    )
+    assert cluster.max_context_tokens() == 500  # who prefills is not known yet
+    mirror.set(view(Role.PREFILL, 0, max_context_tokens=80), view(Role.PREFILL, 1, max_context_tokens=100))
+    assert cluster.max_context_tokens() == bound
+    mirror.set(view(Role.PREFILL, 1, max_context_tokens=9_000))
+    assert cluster.max_context_tokens() == 500
+
+
+@pytest.mark.parametrize(("num_tokens", "is_excluded"), [(100, False), (101, True)])
+async def test_the_bound_is_what_placing_excludes_by(cluster, num_tokens, is_excluded):
+    """One more than the longest prompt: there must be room for a token of the answer, if not on prefill."""
+    prefill = view(Role.PREFILL, 0, max_context_tokens=100).registration
+    assert bool(cluster._exclusion(prefill, num_tokens, frozenset())) is is_excluded
 
 
 async def test_what_is_refused_is_explained_so(two_decodes):
