@@ -225,7 +225,7 @@ async def _serve_http(
     except OSError as error:
         raise ConfigError(f"cannot listen on {host_port(config.host, config.http_port)}: {error}") from error
     settings = uvicorn.Config(
-        openai_app(service, defaults=defaults, keys=api_keys),
+        openai_app(service, defaults=defaults, keys=api_keys, allowed_origins=config.allowed_origins),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -43,6 +43,10 @@ class RouterConfig(ClusterConfig):
         "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",
     )
 
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origins whose web pages may call the HTTP API, SCHEME://HOST, or * for all (CORS)"
+    )
+
     api_key_file: Path | None = setting(
         None, "keys, one a line, of which each request must show one; read again when it changes"
     )

@@ -14,12 +14,13 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -53,7 +54,7 @@ from services.router.openai_errors import (
     error_json,
 )
 from services.router.openai_request import GenerationCall, read_chat_call, read_completion_call
-from services.router.openai_request_id import RequestIds
+from services.router.openai_request_id import REQUEST_ID, RequestIds
 from services.router.sampling_defaults import OPENAI, SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse
 
@@ -102,6 +103,7 @@ def openai_app(
     *,
     defaults: SamplingDefaults = OPENAI,
     keys: ApiKeys | None = None,
+    allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
     clock: Callable[[], float] = time.time,
 ) -> ASGIApp:
@@ -121,6 +123,14 @@ def openai_app(
     # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
     if keys is not None:
         app = HttpDoor(app, keys, open_paths=frozenset({_HEALTH_PATH}))
+    if allowed_origins:  # outside of the door: a browser asks beforehand, and shows no key then
+        app = CORSMiddleware(
+            app,
+            allow_origins=allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID, "Retry-After"),
+        )
     return RequestIds(app, generation.is_running)
 
 

@@ -9,7 +9,10 @@ import httpx
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster
+from services.cli import explain, generate
+from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
+from services.errors import Unauthenticated
 from services.router.chat import render_chat
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
@@ -18,8 +21,8 @@ HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "H
 EOS_ID = 1
 
 
-def http_of(cluster):
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{cluster.routers[0].http_port}", timeout=20)
+def http_of(cluster, router=0):
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{cluster.routers[router].http_port}", timeout=20)
 
 
 def chat_ids(tokenizer, messages):
@@ -301,6 +304,31 @@ async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, c
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await until_idle(cluster)
+
+
+async def test_a_router_with_keys_serves_who_shows_one(etcd_endpoint, model_dir, cluster_name, tmp_path):
+    (file := tmp_path / "keys").write_text("key-1\nkey-2\n")
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+        cluster.router_config = replace(cluster.router_config, api_key_file=file, allowed_origins=("*",))
+        await cluster._start_router("router-keys")
+        async with http_of(cluster, 1) as http:
+            assert (await http.get("/v1/models")).status_code == 401
+            http.headers["authorization"] = "Bearer key-2"
+            async with asyncio.timeout(10):
+                while (await http.get("/health")).status_code != 200:  # it has found the ranks
+                    await asyncio.sleep(0.02)
+            answer = await http.post(COMPLETION, json={"prompt": "a"}, headers={"origin": "http://page"})
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == "*"
+        router = f"127.0.0.1:{cluster.routers[1].server.port}"
+        for command, config in (
+            (lambda config: generate._generate(config, "Hello"), generate.GenerateConfig),
+            (lambda config: explain._explain(config, "Hello"), explain.ExplainConfig),
+            (ask_router, RanksConfig),
+        ):
+            await command(config(router=router, api_key_file=file))
+            with pytest.raises(Unauthenticated):
+                await command(config(router=router))
 
 
 async def test_a_router_that_stops_does_not_wait_for_idle_connections(etcd_endpoint, model_dir, cluster_name):
