@@ -14,6 +14,7 @@ LATELY_S = 0.1  # then the ranks' reports tell of it
 # A router that gets (nearly) all requests, though there are others, places like one that is alone.
 _HALF_LIFE_S = 30.0
 _NEARLY_NONE = 0.1
+_MOST_A_LOOK_S = 1.0  # that one look stands for: what was before, in a pause, it does not tell
 
 
 class _Sent(NamedTuple):
@@ -81,7 +82,7 @@ class Presence:
 
     def note(self, traffic: float, now: float) -> None:
         """`traffic` as above, while ranks report requests at all. `now` never goes back."""
-        passed_s = 0.0 if self._told_s is None else now - self._told_s
+        passed_s = 0.0 if self._told_s is None else min(now - self._told_s, _MOST_A_LOOK_S)
         kept = 0.5 ** (passed_s / _HALF_LIFE_S)
         self._traffic = kept * self._traffic + (1 - kept) * traffic
         self._told_s = now

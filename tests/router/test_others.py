@@ -70,13 +70,35 @@ def test_who_sees_nobody_elses_requests_for_long_is_alone_until_some_come():
     assert not presence.alone
 
 
-@given(st.floats(0.0, 1.0), st.lists(st.floats(0.0, 50.0), min_size=2))
-def test_how_often_one_looks_does_not_matter(seen, pauses):
-    often, once, now = Presence(), Presence(), 100.0
-    for presence in (often, once):
+@given(st.floats(0.0, 1.0), st.lists(st.floats(0.001, 1.0), min_size=2, max_size=20), st.integers(2, 9))
+def test_between_looks_a_second_apart_more_looks_that_see_the_same_change_nothing(seen, pauses, parts):
+    often, seldom, now = Presence(), Presence(), 100.0
+    for presence in (often, seldom):
         presence.note(seen, now)
     for pause_s in pauses:
+        for part in range(1, parts + 1):
+            often.note(seen, now + pause_s * part / parts)
         now += pause_s
-        often.note(seen, now)
-    once.note(seen, now)
-    assert often._traffic == pytest.approx(once._traffic)
+        seldom.note(seen, now)
+    assert often._traffic == pytest.approx(seldom._traffic)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9), st.floats(1.0, 1e6))
+def test_after_a_pause_one_look_decides_no_more_than_after_a_second(seen, pause_s):
+    paused, awake = Presence(), Presence()
+    for number, traffic_seen in enumerate(seen):
+        paused.note(traffic_seen, number * pause_s)
+        awake.note(traffic_seen, float(number))
+    assert paused._traffic == pytest.approx(awake._traffic)
+
+
+def test_the_first_look_after_a_night_changes_nobodys_mind():
+    presence = Presence()
+    presence.note(1.0, 0.0)
+    presence.note(0.0, 30_000.0)
+    assert not presence.alone
+    for now in range(30_001, 30_200):
+        presence.note(0.0, float(now))
+    assert presence.alone
+    presence.note(1.0, 60_000.0)
+    assert presence.alone
