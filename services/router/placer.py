@@ -105,6 +105,7 @@ class Placer:
         self._progress = progress
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
+        self._draining: frozenset[RankKey] = frozenset()
         self._apart: frozenset[RankKey] = frozenset()  # their layout is another
         self._share = Share()
         self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
@@ -117,9 +118,7 @@ class Placer:
         self._reported = Reported()
         for key in self._decodes.ranks:
             self._count(key)
-        self._layout = layout = common_layout(decodes, prefills)
-        ranks = (*decodes, *prefills)
-        self._apart = frozenset(rank.id.key for rank in ranks if layout and not same_kv(rank.layout, layout))
+        self._note_layout()
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -401,6 +400,19 @@ class Placer:
         self._believed.pop(request_id, None)
         self._balance.ended(request_id)
 
+    # -- the layout of plan remote ----------------------------------------------------------------
+
+    def _note_layout(self) -> None:
+        decodes, prefills = self._decodes.ranks.values(), self._prefills.ranks.values()
+        ranks = (*decodes, *prefills)
+        self._draining = frozenset(rank.id.key for rank in ranks if self._drains(rank))
+        self._layout = layout = common_layout(decodes, prefills, self._draining)
+        self._apart = frozenset(rank.id.key for rank in ranks if layout and not same_kv(rank.layout, layout))
+
+    def _drains(self, rank: Registration) -> bool:
+        """Its load says so too, which needs no etcd."""
+        return rank.draining or self._balance.load(rank.id.key).draining
+
     # -- the order of load ------------------------------------------------------------------------
 
     def _side(self, ranks: Sequence[Registration]) -> _Side:
@@ -417,7 +429,11 @@ class Placer:
         if key in self._decodes.ranks:
             self._count(key)
         for side in (self._decodes, self._prefills):
-            if side.orders and (rank := side.ranks.get(key)) is not None:
+            if (rank := side.ranks.get(key)) is None:
+                continue
+            if self._drains(rank) is not (key in self._draining):
+                self._note_layout()
+            if side.orders:
                 side.orders[rank.handshake_version].update(key, self._load(key, rank))
 
     def _count(self, key: RankKey) -> None:

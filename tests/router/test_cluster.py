@@ -54,6 +54,9 @@ class FakeMirror:
     def mark_dead(self, rank):
         self.dead.append(rank)
 
+    def mark_live(self, rank):
+        assert rank in self.ranks
+
     def set(self, *views):
         for one in views:
             self.ranks[one.registration.id.key] = one
@@ -111,6 +114,24 @@ async def test_a_burst_of_changes_is_looked_at_once_and_before_anyone_asks(clust
     mirror.remove(P0)
     await asyncio.sleep(0)  # without being asked
     assert calls[1:] == [(30, 19)]
+
+
+async def test_draining_changes_the_layout_that_counts_at_once(cluster, mirror):
+    """Registered first, or told by the load."""
+    other = replace(LAYOUT, page_bytes=2048)
+    d1 = view(Role.DECODE, 1, layout=other)
+    mirror.set(D0, P0, d1, view(Role.PREFILL, 1, layout=other))
+    cluster.ranks(Role.DECODE)
+    assert cluster._placer._layout == LAYOUT
+    mirror.set(view(Role.DECODE, 0, draining=True))
+    cluster.ranks(Role.DECODE)
+    assert cluster._placer._layout == other
+    mirror.set(D0)
+    cluster.ranks(Role.DECODE)
+    assert cluster._placer._layout == LAYOUT
+    for draining, layout in ((True, other), (False, LAYOUT)):
+        cluster._report(D0_KEY, RankLoad(draining=draining))
+        assert cluster._placer._layout == layout
 
 
 async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, mirror):

@@ -444,3 +444,74 @@ def test_pairs_of_two_handshake_versions_do_not_count_for_a_layout():
     decision = router.place(plans=REMOTE)
     assert decision.chosen.decode.id.rank == decision.chosen.prefill.id.rank == 0
     assert {rank.excluded for rank in decision.excluded} == {"its KV layout differs from that of most ranks"}
+
+
+A, B = LAYOUT, replace(LAYOUT, page_bytes=1 << 19)
+
+
+def blue_and_green(router: Router, new: str, drained: str) -> tuple[list[Registration], list[Registration]]:
+    """Both roles' ranks, those with layout B and those that drain by the first letter and number."""
+    return tuple(
+        [
+            replace(rank, layout=B if name in new else A, draining=name in drained)
+            for rank in side
+            if (name := f"{rank.role.value[0]}{rank.id.rank}")
+        ]
+        for side in (router.decodes, router.prefills)
+    )
+
+
+@pytest.mark.parametrize("of_the_load", [False, True])
+@pytest.mark.parametrize(
+    ("new", "drained", "layout"),
+    [
+        ("d2 p2", "", A),  # four pairs against one
+        ("d2 p2", "d0 d1 p0 p1", B),  # the old ones drain: the new one takes over
+        ("d2 p2", "d0 p0", A),  # a pair of each, and the first rank's counts
+        ("d0 p0", "d1 p1", B),
+        ("d2 p2", "p0 p1", B),  # nobody sends to the old ones any more
+        ("d2 p2", "d0 d1", B),
+        ("d2 p2", "d2 p2", A),
+        ("d1 d2", "p0 p1 p2", B),  # no pairs: most decode ranks
+        ("d1 d2", "d2 p0 p1 p2", A),
+        ("d1 d2", "d0 d1 d2 p0", A),  # none is left: then all count, as if none drained
+        ("d1 d2 p1 p2", "d0 d1 d2", B),
+    ],
+)
+def test_the_layout_that_counts_is_that_of_the_ranks_that_stay(new, drained, layout, of_the_load):
+    router = Router(3, 3)
+    decodes, prefills = blue_and_green(router, new, drained)
+    if of_the_load:  # they could not reach etcd, and only their loads tell it
+        told = [replace(rank, draining=False) for rank in (*decodes, *prefills)]
+        router.placer.set_ranks(told[:3], told[3:])
+        for rank in (*decodes, *prefills):
+            router.waits(rank, 0, draining=rank.draining)
+    else:
+        router.placer.set_ranks(decodes, prefills)
+    excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5)
+    candidates = excluded.candidates if isinstance(excluded, Nowhere) else excluded.excluded
+    apart = {rank.id for rank in candidates if "layout differs" in rank.excluded}
+    assert apart == {rank.id for rank in (*decodes, *prefills) if rank.layout != layout}
+
+
+@pytest.mark.parametrize("half", [2, 30])
+def test_prefill_computes_for_the_new_ranks_once_the_old_ones_drain(half):
+    """Blue and green: as many of each, and whoever drains is still registered for as long as it runs."""
+    router = Router(2 * half, 2 * half)
+    decodes, prefills = of_other_layout(router.decodes, half), of_other_layout(router.prefills, half)
+    router.placer.set_ranks([*decodes[half:], *decodes[:half]], [*prefills[half:], *prefills[:half]])
+
+    def exclusion(rank: Registration) -> str:
+        return router.balance.excluded(rank.id.key)
+
+    def place() -> set[int]:
+        chosen = router.place(plans=REMOTE, exclusion=exclusion).chosen
+        return {chosen.decode.id.rank // half, chosen.prefill.id.rank // half}
+
+    assert place() == {1}
+    for rank in (*router.decodes[half:], *router.prefills[half:]):
+        router.waits(rank, 0, draining=True)
+    assert place() == {0}
+    for rank in (*router.decodes[half:], *router.prefills[half:]):
+        router.waits(rank, 0)  # put back
+    assert place() == {1}
