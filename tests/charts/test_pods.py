@@ -200,6 +200,14 @@ def test_routers_scale_with_their_load_and_yield_to_the_autoscaler():
     assert not fixed.of("HorizontalPodAutoscaler")
 
 
+def test_workers_are_as_many_as_an_autoscaler_says_where_it_does():
+    """helm upgrade would set a number back."""
+    objects = render(merged(LEAST, {"decode": {"replicas": None}}))
+    assert "replicas" not in objects.of("StatefulSet")["decode"]["spec"]
+    assert objects.of("StatefulSet")["prefill"]["spec"]["replicas"] == 1
+    assert "with 1 prefill and an autoscaler's number of decode worker(s)" in objects.notes
+
+
 # -- who may talk to whom --------------------------------------------------------------------------------
 
 

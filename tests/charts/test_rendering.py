@@ -56,24 +56,28 @@ def test_names_are_unique_and_in_the_release_s_namespace(name):
     assert {item["metadata"]["namespace"] for item in rendered(name).all} == {NAMESPACE}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_helm_3_renders_the_same(name, tmp_path):
+def by_helm_3(values, tmp_path):
     if not HELM_3.exists():
         pytest.skip("Helm 3 comes from npm, which is not installed")
     HELM_3.chmod(0o755)
-    values = tmp_path / "values.json"
-    values.write_text(json.dumps(LEAST if name == "least" else sample(name)))
-    command = [HELM_3, "template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", values]
+    file = tmp_path / "values.json"
+    file.write_text(json.dumps(values))
+    command = [HELM_3, "template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", file]
     home = {**os.environ, "HELM_CACHE_HOME": str(tmp_path), "HELM_CONFIG_HOME": str(tmp_path)}
     text = subprocess.run(
         [*command, "--kube-version", VERSIONS[0]], check=True, capture_output=True, text=True, env=home
     ).stdout
-    by_helm_3 = [item for item in yaml.safe_load_all(text) if item]
+    return [item for item in yaml.safe_load_all(text) if item]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_helm_3_renders_the_same(name, tmp_path):
+    objects = by_helm_3(LEAST if name == "least" else sample(name), tmp_path)
 
     def key(item):
         return item["kind"], item["metadata"]["name"]
 
-    assert sorted(by_helm_3, key=key) == sorted(rendered(name).all, key=key)
+    assert sorted(objects, key=key) == sorted(rendered(name).all, key=key)
 
 
 def test_another_release_name_is_part_of_every_name():
@@ -82,6 +86,12 @@ def test_another_release_name_is_part_of_every_name():
     names = {item["metadata"]["name"] for path, text in texts.items() if path.endswith(".yaml")
              for item in yaml.safe_load_all(text) if item}  # fmt: skip
     assert all(name.startswith("blue-isthmus") for name in names)
+
+
+def test_helm_3_leaves_out_what_is_null(tmp_path):
+    text = by_helm_3(merged(LEAST, {"decode": {"replicas": None}}), tmp_path)
+    sets = {item["metadata"]["name"]: item["spec"] for item in text if item["kind"] == "StatefulSet"}
+    assert "replicas" not in sets["isthmus-decode"] and sets["isthmus-prefill"]["replicas"] == 1
 
 
 def test_notes_tell_how_to_send_the_first_request():
