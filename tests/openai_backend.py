@@ -86,6 +86,9 @@ class FakeBackend:
     def token_text(self, token_id: int) -> str:
         return "\ufffd" if token_id > 127 else chr(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else None
+
 
 def response(text: str, ids: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = ()) -> GenerateResponse:
     return GenerateResponse(request_id="r1", text=text, token_ids=ids, logprobs=logprobs)

@@ -31,6 +31,7 @@ from services.errors import (
     DeadlineExceeded,
     InvalidRequest,
     IsthmusError,
+    NotFound,
     ProtocolError,
     Unavailable,
 )
@@ -41,6 +42,7 @@ from services.router.openai_answer import (
     CompletionFormat,
     Json,
     Piece,
+    TokenBytes,
     TokenText,
     finish_reason,
     isthmus_json,
@@ -97,6 +99,9 @@ class GenerationBackend(Protocol):
     def token_text(self, token_id: int) -> str:
         """The text of one token, for log-probabilities."""
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Of a token that is a part of a character, which its text cannot tell. None: not known."""
+
 
 def openai_app(
     generation: GenerationBackend,
@@ -114,6 +119,7 @@ def openai_app(
     api = _OpenAiApi(generation, defaults, max_body_bytes, clock)
     routes = [
         Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{id:path}", api.model, methods=["GET"]),  # some have slashes
         Route(CHATS_PATH, api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route(_HEALTH_PATH, api.health, methods=["GET"]),
@@ -155,7 +161,17 @@ class _OpenAiApi:
         raise Unavailable("no model is served at present")
 
     async def models(self, request: Request) -> Response:
-        models = [
+        return JSONResponse({"object": "list", "data": await self._models()})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        for model in await self._models():
+            if model["id"] == name:
+                return JSONResponse(model)
+        raise NotFound(f"model {name!r} is not served here")
+
+    async def _models(self) -> list[Json]:
+        return [
             {
                 "id": model.id,
                 "object": "model",
@@ -165,7 +181,6 @@ class _OpenAiApi:
             }
             for model in (await self._generation.list_models()).models
         ]
-        return JSONResponse({"object": "list", "data": models})
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._complete(request, read_chat_call, ChatFormat)
@@ -177,7 +192,7 @@ class _OpenAiApi:
         self,
         request: Request,
         read_call: _ReadCall,
-        answer_format: Callable[[TokenText], AnswerFormat],
+        answer_format: Callable[[TokenText, TokenBytes], AnswerFormat],
     ) -> Response:
         try:
             timeout_s = _timeout_s(request.headers)
@@ -187,7 +202,7 @@ class _OpenAiApi:
             raise
         answer = _Answer(
             call,
-            answer_format(self._generation.token_text),
+            answer_format(self._generation.token_text, self._generation.token_bytes),
             model=call.request.model or await self._only_model(),
             created=int(self._clock()),
         )

@@ -11,6 +11,7 @@ from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
 
 Json = dict[str, Any]
 TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes | None]
 
 _FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}
@@ -54,8 +55,9 @@ class ChatFormat:
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, token_text: TokenText) -> None:
+    def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
         self._token_text = token_text
+        self._token_bytes = token_bytes
 
     def whole(self, piece: Piece) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -80,9 +82,10 @@ class ChatFormat:
 
     def _entry(self, token: common_pb2.TokenLogprob) -> Json:
         text = self._token_text(token.token_id)
-        # A part of a character has no text of its own, and null is how OpenAI says so.
-        utf8 = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(token.logprob), "bytes": utf8}
+        # A part of a character is U+FFFD as text; null is OpenAI's word for bytes that nobody knows.
+        utf8 = self._token_bytes(token.token_id) if "\ufffd" in text else text.encode()
+        known = None if utf8 is None else list(utf8)
+        return {"token": text, "logprob": _finite(token.logprob), "bytes": known}
 
 
 class CompletionFormat:
@@ -90,8 +93,8 @@ class CompletionFormat:
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
+    def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
+        self._token_text = token_text  # its log-probabilities have no bytes
         self._text_offset = 0
 
     def whole(self, piece: Piece) -> Json:

@@ -211,7 +211,7 @@ def _read_chat_logprobs(body: _Body) -> int | None:
     top_logprobs = body.integer("top_logprobs", 0, _UINT32_MAX)
     if body.flag("logprobs"):
         return top_logprobs or 0
-    if top_logprobs is not None:
+    if top_logprobs:  # 0 asks for none
         raise InvalidParameter("top_logprobs", "needs logprobs to be true")
     return None
 

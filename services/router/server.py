@@ -86,6 +86,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return self._tokenizer.token_bytes(token_id)
+
     async def list_models(self) -> generation_pb2.ListModelsResponse:
         """With the ranks that are up; the context does not change while they come and go."""
         known = bool(self._cluster.ranks(Role.DECODE))

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from services.errors import ConfigError, InvalidRequest
+from services.router.byte_tokens import bytes_of_piece
 
 # What transformers hands on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
@@ -76,6 +77,14 @@ class Tokenizer:
         # Sentencepiece-like decoders strip the space of the first token only.
         inside = self._decode_raw([token_id, token_id])[len(alone) :]
         return inside if inside.endswith(alone) else alone
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Of a token whose text is not all that it stands for: a part of a character is U+FFFD there.
+
+        None: not known.
+        """
+        piece = self._backend.convert_ids_to_tokens(token_id)
+        return None if piece is None else bytes_of_piece(piece)
 
     def render_template(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = MappingProxyType({})

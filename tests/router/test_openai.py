@@ -105,7 +105,7 @@ async def test_an_event_is_one_line_to_every_client() -> None:
 
 
 async def test_chat_logprobs() -> None:
-    backend = FakeBackend(response("A", [65], [logprobs_of(65, 65, 200)]), finished())
+    backend = FakeBackend(response("A", [65], [logprobs_of(65, 65, 200, 300)]), finished())
     body = (await chat(backend, logprobs=True, top_logprobs=2)).json()
     assert backend.requests[0].sampling.logprobs == 2
     assert body["choices"][0]["logprobs"] == {
@@ -116,6 +116,7 @@ async def test_chat_logprobs() -> None:
                 "bytes": [65],
                 "top_logprobs": [
                     {"token": "A", "logprob": -0.5, "bytes": [65]},
+                    {"token": "\ufffd", "logprob": -0.5, "bytes": [200]},
                     {"token": "\ufffd", "logprob": -0.5, "bytes": None},
                 ],
             }
@@ -300,6 +301,8 @@ async def test_what_asks_for_nothing_else_than_is_done_is_taken() -> None:
         "documents": [],
         "add_special_tokens": False,
         "length_penalty": 1.0,
+        "logprobs": False,
+        "top_logprobs": 0,
         "prompt_cache_key": "k",
     }
     assert (await chat(FakeBackend(), **harmless)).status_code == 200
@@ -347,7 +350,12 @@ async def test_without_a_model_the_one_that_is_served_answers() -> None:
 async def test_models_and_health() -> None:
     async with client(FakeBackend()) as http:
         models = (await http.get("/v1/models")).json()
+        assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
+        unknown = await http.get("/v1/models/tin")
         assert (await http.get("/health")).status_code == 200
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, 404)
+    async with client(FakeBackend(models=("Qwen/Qwen3-8B",))) as http:
+        assert (await http.get("/v1/models/Qwen/Qwen3-8B")).json()["id"] == "Qwen/Qwen3-8B"
     assert models["object"] == "list"
     assert models["data"] == [
         {"id": "tiny", "object": "model", "created": 1234, "owned_by": "isthmus", "max_model_len": 512}
