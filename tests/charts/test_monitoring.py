@@ -46,7 +46,7 @@ def test_a_dashboard_becomes_a_configmap_that_grafana_s_sidecar_finds(chart):
     config_map = of_release(render(LEAST, chart), "ConfigMap", "dashboard-")["dashboard-made-up"]
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert config_map["metadata"]["annotations"] == {"grafana_folder": "Isthmus"}
-    assert json.loads(config_map["data"]["made_up.json"]) == DASHBOARD
+    assert json.loads(config_map["data"]["isthmus-made_up.json"]) == DASHBOARD
 
 
 def test_alerts_become_a_rule_object_word_by_word(chart):
@@ -56,7 +56,8 @@ def test_alerts_become_a_rule_object_word_by_word(chart):
 
 def test_every_file_that_is_there_is_rendered():
     objects = render(ON)
-    dashboards = {path.name for path in (CHART / "dashboards").glob("*.json")}
+    # Grafana's sidecar makes files of the keys, in one folder with those of other charts.
+    dashboards = {f"isthmus-{path.name}" for path in (CHART / "dashboards").glob("*.json")}
     found = {
         name for item in of_release(objects, "ConfigMap", "dashboard-").values() for name in item["data"]
     }
