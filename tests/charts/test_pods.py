@@ -266,6 +266,25 @@ def test_policies_keep_strangers_away(name):
     assert allowed(objects, None, "decode", 9400) == (name == "least")
 
 
+def test_two_releases_that_are_one_cluster_reach_each_other():
+    """Each names the other's pods; the other has its etcd here."""
+    peer = {"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "more-decode"}}}
+    policies = render(merged(LEAST, {"networkPolicy": {"peers": [peer]}})).of("NetworkPolicy")
+
+    def rules(component, direction, side):
+        return [
+            rule.get("ports") for rule in policies[component]["spec"][direction] if peer in rule.get(side, [])
+        ]
+
+    for component in ("prefill", "decode"):
+        assert rules(component, "ingress", "from") == [None]  # every port, for UCX chooses its own
+    assert rules("etcd", "ingress", "from") == [[{"port": 2379}]]
+    assert rules("router", "ingress", "from") == []
+    for component in OURS:
+        assert rules(component, "egress", "to") == [None]
+    assert rules("etcd", "egress", "to") == []
+
+
 def test_egress_follows_etcd_and_traces_outside():
     values = {
         "etcd": {"external": {"endpoints": ["a.example:2379", "https://b.example:4001"]}},

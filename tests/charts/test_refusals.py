@@ -58,6 +58,7 @@ BY_SCHEMA = {
     ),
     "traces to nowhere": ({"tracing": {"endpoint": "collector"}}, "/tracing/endpoint"),
     "memory in words": ({"decode": {"sharedMemory": "much"}}, "/decode/sharedMemory"),
+    "a peer that is everybody": ({"networkPolicy": {"peers": [{}]}}, "/networkPolicy/peers/0"),
     "maybe": ({"monitoring": {"serviceMonitors": "maybe"}}, "/monitoring/serviceMonitors"),
 }  # fmt: skip
 
