@@ -227,6 +227,8 @@ class SglangSettings:
             "SGLANG_PLUGINS": "isthmus",  # no other package's
             # NIXL would read pages before they are written: it drops the event that says when they are.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+            # Else a decode rank frees the pages of an aborted request while prefill may still write them.
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
             # We close idle connections, never SGLang: a request could meet one that is being closed.
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
         }

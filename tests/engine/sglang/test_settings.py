@@ -158,6 +158,11 @@ def test_the_early_send_is_off_whatever_is_inherited(tmp_path):
     assert settings(tmp_path).environment({name: "1"})[name] == "0"
 
 
+def test_pages_wait_for_their_writer_whatever_is_inherited(tmp_path):
+    name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+    assert settings(tmp_path).environment({name: "0"})[name] == "1"
+
+
 def test_no_folder_for_metrics_is_inherited(tmp_path):
     assert "PROMETHEUS_MULTIPROC_DIR" not in settings(tmp_path).environment(
         {"PROMETHEUS_MULTIPROC_DIR": "/x"}
