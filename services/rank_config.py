@@ -20,6 +20,7 @@ _NOT_SGLANG = (
     "write_lease_s",
     "fence_margin_s",
     "kv_digest_share",
+    "step_limit_s",
 )
 
 
@@ -52,6 +53,7 @@ class RankConfig(ClusterConfig):
     itl_target_ms: float | None = setting(
         None, "bounds batch and prompt chunks by measured step time (decode)"
     )
+    step_limit_s: float = setting(120.0, "seconds after which a step that hangs ends its rank; 0: never")
     write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
     fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
     kv_digest_share: float = setting(
@@ -101,6 +103,8 @@ class RankConfig(ClusterConfig):
             )
         if self.write_lease_s <= 0 or self.fence_margin_s < 0:
             raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
+        if self.step_limit_s < 0:
+            raise ConfigError(f"--step-limit-s must be 0 or more, got {self.step_limit_s:g}")
         if not 0 <= self.kv_digest_share <= 1:
             raise ConfigError(f"--kv-digest-share is between 0 and 1, got {self.kv_digest_share:g}")
         if self.index_flush_ms < 0 or self.index_writes_per_s <= 0:
@@ -151,6 +155,7 @@ class RankConfig(ClusterConfig):
                 self.max_running_requests,
                 self.chunk_size,
                 itl_target_s=itl_target_ms / 1e3 if itl_target_ms is not None else None,
+                step_limit_s=self.step_limit_s,
             ),
             lease=Lease(self.write_lease_s, self.fence_margin_s),
             fake_step_s=self.fake_step_s,

@@ -3,7 +3,8 @@
     start --> running --exits--> reaped --after a delay--> start        (same flags, same ports)
                  |                 |
                  |                 +--exit code says ConfigError--> stop all ranks, exit 78
-                 +--not heard of for a minute: it hangs--> SIGKILL, reaped
+                 +--not heard of for a minute, or it stops
+                 |  and does not end: it hangs--> SIGKILL, reaped
                  +--SIGTERM or SIGINT to us--> SIGTERM to all, grace, SIGKILL, reaped --> exit 0
 
 A rank is a process group of its own: engines start processes too. A rank counts as gone only when
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.health import SILENT_S, Lifecycle, Silence, answering, joint_health
+from services.health import SILENT_S, Lifecycle, Phase, Silence, answering, joint_health
 from services.notify import listening
 from services.parent_death import die_with
 from services.ports import free_ports
@@ -205,12 +206,14 @@ class _Rank:
         return process.returncode
 
     async def _hangs(self) -> None:
-        """Returns when the rank has stood and then fallen silent: no signal that asks would be heard."""
-        silence = Silence()
-        while silence.looks * _SILENCE_CHECK_S < SILENT_S:
+        """Returns when the rank has stood and then fallen silent, or stops for longer than the grace: no
+        signal that asks would be heard."""
+        silence, ending = Silence(), 0
+        while silence.looks * _SILENCE_CHECK_S < SILENT_S and ending * _SILENCE_CHECK_S < self.grace_s:
             await asyncio.sleep(_SILENCE_CHECK_S)
             silence.look(self.lifecycle)
-        event(logger, "rank_hangs", logging.ERROR, rank=self.index, silent_s=SILENT_S)
+            ending = ending + 1 if self.lifecycle.phase is Phase.STOPPING else 0
+        event(logger, "rank_hangs", logging.ERROR, rank=self.index, phase=self.lifecycle.phase.value)
 
     async def _sleep(self, delay_s: float) -> None:
         with suppress(TimeoutError):

@@ -35,6 +35,10 @@ def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
     assert config_of("--kv-digest-share=0.25").engine_settings(Role.DECODE).digest_share == 0.25
 
 
+def test_the_limit_of_a_step_reaches_the_engine():
+    assert config_of("--step-limit-s=7").engine_settings(Role.PREFILL).limits.step_limit_s == 7
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -48,6 +52,8 @@ def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
         {"device": "cuda:1", "dp_size": 2, "engine": "torch", "model": "m"},
         {"device": "cuda:0", "dp_size": 2, "engine": "torch", "model": "m"},
         {"kv_digest_share": -0.1},
+        {"step_limit_s": -1.0},
+        {"step_limit_s": 60.0, "engine": "sglang", "model": "m"},
         {"kv_digest_share": 1.1},
         {"metrics_port": 70000},
         {"health_port": -1},

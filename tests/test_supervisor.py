@@ -229,6 +229,24 @@ async def test_a_rank_that_hangs_is_killed_and_started_again(what, health, tmp_p
     assert "rank_hangs" in caplog.text
 
 
+async def test_a_rank_that_stops_and_does_not_end_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
+    """Its engine hangs: it gives up by itself, and its exit waits for a driver."""
+    monkeypatch.setattr(supervisor, "_SILENCE_CHECK_S", 0.01)
+    marks = tmp_path / "marks"
+    code = (
+        "import sys, time\n"
+        "from services.notify import Notifier\n"
+        "notifier = Notifier()\n"
+        "notifier.serves()\n"
+        "print(file=open(sys.argv[1], 'a'))\n"
+        "notifier.send('STOPPING=1')\n"
+        "time.sleep(1000)\n"
+    )
+    async with supervising([[sys.executable, "-c", code, str(marks)]], grace_s=0.1):
+        await until(lambda: len(lines(marks)) == 2)
+    assert "rank_hangs rank=0 phase=stopping" in caplog.text
+
+
 def kill_rank(gate: Path, number: signal.Signals = signal.SIGKILL) -> None:
     """The announcing rank's own process: the one whose command line holds the gate."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -35,6 +35,7 @@ class Limits:
     itl_target_s: float | None = None  # bounds the batch, and prompt chunks beside it
     expected_output: float = 0.5  # share of max_tokens expected of a sequence, until some have ended
     patience: Patience = field(default_factory=Patience)
+    step_limit_s: float = 120.0  # a step that takes longer counts as hung; 0: none does
 
 
 Clock = Callable[[], float]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,21 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
 from services.request import GenerationRequest
 
+log = logging.getLogger(__name__)
+
 # Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts
 # and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages were lent instead of 1.03.
 _EVICT_AHEAD = 16
 _MAX_EVICTED_AHEAD = 256
+
+# A step's limit is at least so many times what the warm-up took. Of the same size, with a long context before
+# it, a step takes several times as long; and who computes slowly does not hang.
+_WARM_UPS = 10
+_LOOKS = 20  # at a step, until its limit is over
+
+
+class EngineHangs(Exception):
+    """A step has not ended within its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,8 @@ class PagedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._crashed = asyncio.Event()
+        self._warm_up_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
 
     # -- the boundary -----------------------------------------------------------------------------
 
@@ -97,6 +111,9 @@ class PagedEngine:
         self._core = await thread.start()
         self._thread = thread
         self._load = self._core.load()
+        if self._limits.step_limit_s > 0:
+            limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
+            self._watching = asyncio.create_task(self._fail_when_it_hangs(thread, limit_s), name="step-watch")
 
     async def stop(self) -> None:
         """End every request with Unavailable, stop the thread. The caller goes on consuming what it
@@ -108,10 +125,13 @@ class PagedEngine:
         await self._stop_transfers()
         if self._thread is not None:
             await self._thread.stop()
+        if self._watching is not None:
+            self._watching.cancel()
         self._cache_events.close()
 
     async def crashed(self) -> None:
-        """Returns when the engine's thread has died of a bug; the process should end and be restarted."""
+        """Returns when the engine's thread has died of a bug or hangs; the process should end and be
+        restarted."""
         await self._crashed.wait()
 
     def load(self) -> RankLoad:
@@ -178,8 +198,18 @@ class PagedEngine:
             protected_share=settings.protected_share,
             evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
         )
+        began = time.monotonic()
         warm_up(runner, cache, self._limits.chunk_size)
+        self._warm_up_s = time.monotonic() - began
         return EngineCore(runner, cache, self._limits, time.monotonic)
+
+    async def _fail_when_it_hangs(self, thread: EngineThread, limit_s: float) -> None:
+        """What runs fails as by a crash, and nobody waits for the thread."""
+        while thread.watch.looks < _LOOKS:
+            await asyncio.sleep(limit_s / _LOOKS)
+            thread.watch.look()
+        log.critical("engine_hangs limit_s=%g\n%s", limit_s, thread.abandon())
+        self._fail_all(EngineHangs())
 
     def _fail_all(self, error: BaseException) -> None:
         self._stopping = True

@@ -2,11 +2,15 @@
 
 asyncio posts frozen commands on one queue; the thread applies them between steps and hands what
 happened back to the loop, one `call_soon_threadsafe` a step. Nothing else touches the core.
+
+A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
 """
 
 import asyncio
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -16,6 +20,7 @@ from services.engine.paged.core import EngineCore
 from services.engine.paged.events import Event
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.turn_watch import TurnWatch
 from services.errors import IsthmusError, Unavailable
 from services.kv.types import CacheEvents, PageBooks, RankLoad
 
@@ -107,7 +112,9 @@ class EngineThread:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
         self._busy = False  # whether another step would do something though nobody asks anything
+        self.watch = TurnWatch()
         self._started: asyncio.Future[EngineCore] = loop.create_future()
+        self._gone = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> EngineCore:
@@ -119,10 +126,25 @@ class EngineThread:
         self._inbox.put(command)
 
     async def stop(self) -> None:
+        """Returns when the thread has done its last turn, or was given up."""
         self.post(Stop())
-        await asyncio.to_thread(self._thread.join)
+        await self._gone.wait()
+
+    def abandon(self) -> str:
+        """Nobody waits for it any more; returns where it hangs, as far as Python knows."""
+        self._gone.set()
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _run(self) -> None:
+        self._live()
+        self.watch.rests()
+        self._call(self._note_gone, None)
+
+    def _note_gone(self, _: None) -> None:
+        self._gone.set()
+
+    def _live(self) -> None:
         try:
             core = self._build()
         except BaseException as error:
@@ -149,6 +171,7 @@ class EngineThread:
 
     def _turn(self, core: EngineCore) -> bool:
         """Apply what was asked, make one step, report. False when told to stop."""
+        self.watch.begins()
         running = self._apply_commands(core)
         if running:
             self._step(core)
@@ -161,13 +184,22 @@ class EngineThread:
         wait = not self._busy
         try:
             while True:
-                command = self._inbox.get(block=wait)
+                command = self._next_command(wait)
                 wait = False
                 if isinstance(command, Stop):
                     return False
                 self._apply(core, command)
         except Empty:
             return True
+
+    def _next_command(self, wait: bool) -> Command:
+        """Raises Empty if there is none and it is not to wait for one."""
+        if not wait:
+            return self._inbox.get_nowait()
+        self.watch.rests()
+        command = self._inbox.get()
+        self.watch.begins()
+        return command
 
     def _apply(self, core: EngineCore, command: Command) -> None:
         match command:

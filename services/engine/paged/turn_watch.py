@@ -1,0 +1,32 @@
+"""Whether the engine's thread is in one turn for too long: a kernel or a lock that never comes back.
+
+    thread:  rests --begins--> a turn --begins--> the next one --rests--> rests
+    loop:    looks, and looks again: for how many looks is it the same turn?
+
+Counted in looks, not in seconds: a process that was stopped finds a turn that seems to have taken minutes,
+but whoever looks stood still with it.
+"""
+
+
+class TurnWatch:
+    """The thread calls `begins` and `rests`, the loop `look`; each writes what is its own only."""
+
+    def __init__(self) -> None:
+        self.looks = 0  # in a row that saw the same turn
+        self._turn = 0
+        self._resting = True
+        self._seen = 0
+
+    def begins(self) -> None:
+        """What the thread did before is done."""
+        self._turn += 1
+        self._resting = False
+
+    def rests(self) -> None:
+        """Until somebody asks something of it."""
+        self._resting = True
+
+    def look(self) -> None:
+        turn = self._turn
+        self.looks = self.looks + 1 if turn == self._seen and not self._resting else 0
+        self._seen = turn
