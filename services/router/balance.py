@@ -67,9 +67,10 @@ class Balance:
         self._flights: dict[str, _Flight] = {}
         self._ranks: dict[RankKey, _Rank] = {}
         self._failures: dict[RankKey, _Failure] = {}
+        self._silent: set[RankKey] = set()
 
     def __repr__(self) -> str:
-        ranks = {*self._failures, *self._ranks}
+        ranks = {*self._failures, *self._silent, *self._ranks}
         excluded = {str(rank): why for rank in ranks if (why := self.excluded(rank))}
         return f"<Balance in_flight={len(self._flights)} excluded={excluded}>"
 
@@ -167,6 +168,7 @@ class Balance:
     def report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
         """What a rank said of itself; a decode rank with the requests that it has."""
         now = self.clock()
+        self._silent.discard(rank)
         self._of(rank).report(load, counted, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
@@ -175,6 +177,11 @@ class Balance:
         if (known := self._ranks.get(rank)) is not None:
             known.forget_report()
             self.changed(rank)
+
+    def fell_silent(self, rank: RankKey) -> None:
+        """The rank did report and does so no more: what is sent there would hang with it. Excluded until the
+        next report."""
+        self._silent.add(rank)
 
     def reported_requests(self, rank: RankKey) -> Requests:
         """At a decode rank when it last reported."""
@@ -199,7 +206,9 @@ class Balance:
             self._failures[rank] = _Failure(penalty_s, now + penalty_s)
 
     def excluded(self, rank: RankKey) -> str:
-        """Why the rank must not be chosen now, "failed" or "draining"; empty: it may."""
+        """Why the rank must not be chosen now, "silent", "failed" or "draining"; empty: it may."""
+        if rank in self._silent:
+            return "silent"
         failure = self._failures.get(rank)
         if failure is not None and self.clock() < failure.until_s:
             return "failed"
@@ -211,6 +220,7 @@ class Balance:
         Requests in flight there pend and run nowhere, until they are sent again or ended.
         """
         self._failures.pop(rank, None)
+        self._silent.discard(rank)
         self._ranks.pop(rank, None)
         self._speeds.forget(rank)
         self.predictions.forget(rank)

@@ -162,11 +162,12 @@ class Cluster:
         return [(role, key) for key, (role, _) in self._missed.items()]
 
     def is_up(self, view: RankView) -> bool:
-        """Whether the rank is registered or speaks, and has not just failed; it may be full or draining."""
+        """Whether the rank is registered or speaks, and has not just failed or gone silent; it may be full
+        or draining."""
         rank = view.registration.id.key
         if view.registration.role is Role.DECODE and not self._connections.is_connected(rank):
             return False
-        return view.state is RankState.LIVE and self._balance.excluded(rank) != "failed"
+        return view.state is RankState.LIVE and self._balance.excluded(rank) not in ("silent", "failed")
 
     def status(self) -> list[RankStatus]:
         """Of every rank of our model, decode ranks first."""
@@ -345,8 +346,8 @@ class Cluster:
         # A decode rank needs room for one more token.
         if prompt_tokens > rank.max_context_tokens - (rank.role is Role.DECODE):
             return "the prompt is longer than its context"
-        # A lapsed lease alone excludes nobody: a decode rank whose stream is up is alive, and a
-        # prefill rank that fails is left alone for a while by the balance.
+        # A lapsed lease alone excludes nobody: a decode rank whose stream is up is alive, and a prefill
+        # rank is left alone by the balance for a while if it fails, and until it speaks if it is silent.
         return self._balance.excluded(key)
 
     def _pin_name(self, conversation_id: str) -> str:
@@ -425,9 +426,8 @@ class Cluster:
 
     def _open_watch(self, address: RankAddress) -> PrefillWatch:
         rank = address.id.key
-        return PrefillWatch(
-            address, self._tls, partial(self._report, rank), partial(self._balance.unreported, rank)
-        )
+        on_lost, on_silent = partial(self._balance.unreported, rank), partial(self._balance.fell_silent, rank)
+        return PrefillWatch(address, self._tls, partial(self._report, rank), on_lost, on_silent)
 
     def _report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
         self._balance.report(rank, load, counted)

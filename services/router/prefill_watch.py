@@ -1,9 +1,11 @@
 """The router's ear at one prefill rank: what is queued there, of all routers.
 
     run:  connect -> read loads -> (stream lost: the load is no longer known) -> connect ...
+                               -> (silent: it hangs, until it reports again) -> connect ...
 
-A prefill rank that reports nothing can be used all the same: then only our own requests there are known.
-So nothing is excluded by this; a rank that fails a request is, by the balance.
+A prefill rank that never reported can be used all the same, and so can one whose stream broke: only our own
+requests there are known then, and if they fail, the balance excludes it. But one that did report and falls
+silent is stopped, or its host is gone: what is sent there fails after many seconds only.
 """
 
 import asyncio
@@ -22,7 +24,9 @@ from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 30.0
+_SILENT_RETRY_S = 1.0  # at most, of a rank that is to be used again as soon as it speaks
 _SILENCE_S = 5.0  # ten missed reports
+_TICK_S = 0.5
 
 
 class PrefillWatch:
@@ -34,11 +38,16 @@ class PrefillWatch:
         tls: rpc.TlsConfig | None,
         on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
+        on_silent: Callable[[], None],
     ) -> None:
+        """`on_silent` is called when a rank that did report does so no more, until the next `on_load`."""
         self.address = address
         self._channel = rpc.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
+        self._on_silent = on_silent
+        self._heard = self._silent = False
+        self._silent_ticks = 0
         self._retry_s = _FIRST_RETRY_S
         self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
 
@@ -56,24 +65,47 @@ class PrefillWatch:
         while True:
             try:
                 await self._read()
-            except (grpc.aio.AioRpcError, IsthmusError, TimeoutError) as error:
+            except TimeoutError:
+                rpc.heed_cancellation()
+                self._note_silence()
+            except (grpc.aio.AioRpcError, IsthmusError) as error:
                 rpc.heed_cancellation()
                 # An older rank may not know the call, and one that starts or stops refuses it.
                 log.debug("prefill_load_unknown rank=%s error=%r", self.address.id, error)
             self._on_lost()
             await asyncio.sleep(self._retry_s)
-            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            self._retry_s = min(2 * self._retry_s, _SILENT_RETRY_S if self._silent else _LONGEST_RETRY_S)
 
     async def _read(self) -> None:
         request = prefill_pb2.WatchLoadRequest(generation=self.address.id.generation)
         call = prefill_pb2_grpc.PrefillStub(self._channel).WatchLoad(request)
+        limit = asyncio.timeout(None)
+        watch = asyncio.create_task(self._end_when_silent(limit))
         try:
-            while True:
-                async with asyncio.timeout(_SILENCE_S):
-                    message = await call.read()
-                if message is grpc.aio.EOF:
-                    return
-                self._retry_s = _FIRST_RETRY_S
-                self._on_load(convert.load_from_proto(message.load))
+            async with limit:
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    self._note_report(convert.load_from_proto(message.load))
         finally:
+            watch.cancel()
             call.cancel()
+
+    def _note_report(self, load: RankLoad) -> None:
+        if self._silent:
+            log.info("prefill_rank_speaks rank=%s", self.address.id)
+        self._heard, self._silent, self._silent_ticks = True, False, 0
+        self._retry_s = _FIRST_RETRY_S
+        self._on_load(load)
+
+    def _note_silence(self) -> None:
+        if self._heard and not self._silent:
+            log.warning("prefill_rank_silent rank=%s silent_s=%g", self.address.id, _SILENCE_S)
+            self._silent = True
+            self._on_silent()
+
+    async def _end_when_silent(self, limit: asyncio.Timeout) -> None:
+        """Counted in ticks of our own: a router that did not run itself has not listened."""
+        self._silent_ticks = 0
+        while self._silent_ticks * _TICK_S < _SILENCE_S:
+            await asyncio.sleep(_TICK_S)
+            self._silent_ticks += 1
+        limit.reschedule(asyncio.get_running_loop().time())

@@ -24,6 +24,8 @@ async def test_a_stopped_writer_wakes_too_late_to_write(tmp_path, model_dir):
         (other,) = {*PREFILL} - {victim.name}
         cluster.signal_rank(victim.name, signal.SIGSTOP)
         try:
+            await until(lambda: is_silent(cluster, victim.name), "the router sends it nothing more")
+
             # Its request goes to the other one, while every page that it may write is set aside.
             assert await until(lambda: cluster.quarantined([DECODE]), "pages are set aside") >= PROMPT // 4
             finish = await stream.exact()
@@ -48,6 +50,11 @@ async def test_a_stopped_writer_wakes_too_late_to_write(tmp_path, model_dir):
         assert cluster.rank(victim.name) == victim  # it lives on, as the same
         await cluster.until_used(victim.name, await cluster.generation(victim.name))
         await cluster.assert_nothing_held()
+
+
+async def is_silent(cluster, name):
+    candidates = (await cluster.explain(prompt_of(9))).candidates
+    return any(f"{c.prefill.worker}/{c.prefill.rank}" == name and c.excluded == "silent" for c in candidates)
 
 
 async def until_no_quarantine(cluster):

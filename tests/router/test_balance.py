@@ -350,6 +350,19 @@ def test_a_rank_that_drains_is_excluded(balance):
     assert "decode/0" in repr(balance)
 
 
+def test_a_rank_that_fell_silent_is_excluded_until_it_reports(balance, clock):
+    balance.report(P0, RankLoad(pending_tokens=9))
+    balance.fell_silent(P0)
+    balance.unreported(P0)
+    clock.now += 1_000.0
+    assert balance.excluded(P0) == "silent" and balance.excluded(P1) == ""
+    balance.report(P0, RankLoad())
+    assert balance.excluded(P0) == ""
+    balance.fell_silent(P0)
+    balance.forget(P0)  # a new life may be one that never reports
+    assert balance.excluded(P0) == ""
+
+
 def test_before_a_report_the_load_is_nil(balance):
     assert balance.load(D0) == RankLoad()
 

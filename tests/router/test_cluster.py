@@ -51,6 +51,9 @@ class FakeMirror:
     def place_among_routers(self):
         return 0, 1
 
+    def mark_live(self, rank):
+        pass
+
     def mark_dead(self, rank):
         self.dead.append(rank)
 
@@ -309,6 +312,27 @@ async def test_what_is_refused_is_explained_so(two_decodes):
     explained = two_decodes.explain(prompt, "", 5.0).decision
     assert explained.reason == str(refused.value)
     assert [rank.excluded for rank in explained.candidates] == ["its queue is too long"] * 3
+
+
+async def test_a_prefill_rank_that_fell_silent_is_passed_over_and_down(two_decodes, mirror):
+    """Though it looks the idler one, and without a word from etcd."""
+    p1 = view(Role.PREFILL, 1)
+    mirror.set(p1)
+    prompt = await two_decodes.hash(tuple(range(640)), "")
+    for decode in (D0_KEY, D1_KEY):
+        two_decodes._balance.report(decode, RankLoad(pending_tokens=90_000, prefill_tokens_per_s=10_000.0))
+    silent, busy = (one.registration for one in (P0, p1))
+    two_decodes._balance.report(busy.id.key, RankLoad(pending_tokens=9_000, prefill_tokens_per_s=10_000.0))
+    assert two_decodes.place(prompt, "", frozenset()).prefill == silent.address
+    watch = two_decodes._connections.watches[silent.id.key]
+    watch._note_report(RankLoad())
+    watch._note_silence()
+    placed = two_decodes.place(prompt, "", frozenset())
+    assert placed.prefill == busy.address
+    assert [(rank.id, rank.excluded) for rank in placed.decision.excluded] == [(silent.id, "silent")]
+    assert [two_decodes.is_up(rank) for rank in two_decodes.ranks(Role.PREFILL)] == [False, True]
+    watch._note_report(RankLoad())
+    assert two_decodes.place(prompt, "", frozenset()).prefill == silent.address
 
 
 class Pins(dict[str, Pin]):

@@ -1,8 +1,11 @@
 """The router's ear at a prefill rank, and the rank's mouth."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+
+import pytest
 
 from services import rpc
 from services.kv.types import Generation, RankAddress, RankId, RankLoad
@@ -28,7 +31,7 @@ class Engine:
 
 class Heard:
     def __init__(self):
-        self.loads, self.losses = [], 0
+        self.loads, self.losses, self.silences = [], 0, 0
         self._news = asyncio.Event()
 
     def load(self, load):
@@ -37,6 +40,10 @@ class Heard:
 
     def lost(self):
         self.losses += 1
+        self._news.set()
+
+    def silent(self):
+        self.silences += 1
         self._news.set()
 
     async def until(self, condition):
@@ -54,7 +61,8 @@ async def watched(servicer, life=RANK):
 
     server = await rpc.open_server("127.0.0.1:0", register, [])
     heard = Heard()
-    watch = PrefillWatch(RankAddress(life, f"127.0.0.1:{server.port}"), None, heard.load, heard.lost)
+    address = RankAddress(life, f"127.0.0.1:{server.port}")
+    watch = PrefillWatch(address, None, heard.load, heard.lost, heard.silent)
     try:
         yield heard, server
     finally:
@@ -81,7 +89,7 @@ async def test_another_life_is_not_listened_to():
         _,
     ):
         await heard.until(lambda: heard.losses >= 2)
-        assert heard.loads == []
+        assert heard.loads == [] and heard.silences == 0
 
 
 async def test_a_rank_that_comes_back_is_heard_again(monkeypatch):
@@ -91,6 +99,7 @@ async def test_a_rank_that_comes_back_is_heard_again(monkeypatch):
         await heard.until(lambda: heard.loads)
         await server.stop(0)
         await heard.until(lambda: heard.losses >= 1)
+        assert heard.silences == 0  # it is gone, which shows in a request at once
         again = await rpc.open_server(
             f"127.0.0.1:{server.port}",
             lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server),
@@ -101,12 +110,56 @@ async def test_a_rank_that_comes_back_is_heard_again(monkeypatch):
         await again.stop(0)
 
 
-async def test_silence_is_a_loss(monkeypatch):
-    monkeypatch.setattr(prefill_watch, "_SILENCE_S", 0.5)
-    monkeypatch.setattr(prefill_server, "_TICK_S", 1_000.0)
+class Muted(PrefillService):
+    """Reports while it `speaks`."""
+
+    def __init__(self):
+        super().__init__(Engine(), RANK, None)
+        self.speaks = asyncio.Event()
+
+    async def WatchLoad(self, request, context):
+        async for response in super().WatchLoad(request, context):
+            await self.speaks.wait()
+            yield response
+
+
+@pytest.fixture
+def soon_silent(monkeypatch):
+    monkeypatch.setattr(prefill_watch, "_TICK_S", 0.05)
+    monkeypatch.setattr(prefill_watch, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(prefill_server, "_TICK_S", 0.02)
+
+
+async def test_a_rank_that_falls_silent_is_told_of_once_until_it_speaks_again(soon_silent, caplog):
+    service = Muted()
+    service.speaks.set()
+    async with watched(service) as (heard, _):
+        for silence in (1, 2):
+            heard.loads.clear()
+            await heard.until(lambda: heard.loads)
+            service.speaks.clear()
+            losses = heard.losses
+            await heard.until(lambda before=losses: heard.losses >= before + 2)
+            assert heard.silences == silence
+            service.speaks.set()
+    assert "prefill_rank_silent rank=prefill/0" in caplog.text
+
+
+async def test_a_rank_that_never_spoke_is_not_called_silent(soon_silent):
+    async with watched(Muted()) as (heard, _):
+        await heard.until(lambda: heard.losses >= 2)
+        assert (heard.loads, heard.silences) == ([], 0)
+
+
+async def test_a_router_that_did_not_run_has_not_listened(monkeypatch):
+    monkeypatch.setattr(prefill_watch, "_TICK_S", 0.1)
+    monkeypatch.setattr(prefill_watch, "_SILENCE_S", 1.5)
     async with watched(PrefillService(Engine(), RANK, None)) as (heard, _):
-        await heard.until(lambda: heard.losses >= 1)
-        assert heard.loads
+        await heard.until(lambda: heard.loads)
+        time.sleep(2.0)  # the loop stands still
+        heard.loads.clear()
+        await heard.until(lambda: heard.loads)
+        assert (heard.losses, heard.silences) == (0, 0)
 
 
 async def test_an_older_rank_that_does_not_know_the_call_is_no_error():
