@@ -3,8 +3,12 @@
 import pytest
 
 from services.config import load, to_flags
+from services.decode.role import decode_role
 from services.errors import ConfigError
+from services.index.registry import NO_CACHE
 from services.kv.types import Role
+from services.prefill.role import prefill_role
+from services.rank import own_rank_id
 from services.rank_config import RankConfig
 from services.supervisor import rank_commands
 
@@ -37,6 +41,13 @@ def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
 
 def test_the_limit_of_a_step_reaches_the_engine():
     assert config_of("--step-limit-s=7").engine_settings(Role.PREFILL).limits.step_limit_s == 7
+
+
+def test_a_rank_without_a_cache_says_so_to_the_routers():
+    without = config_of("--decode-cache=off", "--prefill-cache=off")
+    for make_role in (decode_role, prefill_role):
+        assert make_role(without, own_rank_id(without)).capabilities == (NO_CACHE,)
+        assert make_role(config_of(), own_rank_id(without)).capabilities == ()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 # A capability of a decode rank whose engine computes no prompts: plan local does not work there.
 REMOTE_ONLY = "remote-only"
+# Of a rank of either role that keeps no radix cache: no request will find there what an earlier one computed.
+NO_CACHE = "no-cache"
 _ATTEMPTS = 5
 _UNSAID_VERSION = 1  # of the handshake: a rank from before registrations had one
 

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from services.engine.base import PrefillEngine
 from services.engine.choose import prefill_engines
+from services.index.registry import NO_CACHE
 from services.kv.types import RankId, Role
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
@@ -18,7 +19,7 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_
 def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
     """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
     engines = prefill_engines(config.engine_settings(Role.PREFILL), own_ids, config.tls())
-    return [_role(own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
+    return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
 
 def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
@@ -26,7 +27,7 @@ def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
     return prefill_roles(config, [own_id])[0]
 
 
-def _role(own_id: RankId, engine: PrefillEngine) -> RankRole:
+def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         service = PrefillService(engine, own_id, PrefillMetrics(registry, engine))
 
@@ -40,7 +41,8 @@ def _role(own_id: RankId, engine: PrefillEngine) -> RankRole:
         ]
         return Services(register, names, service.intake, _nothing_to_close)
 
-    return RankRole(Role.PREFILL, engine, make_services)
+    capabilities = () if config.prefill_cache == "on" else (NO_CACHE,)
+    return RankRole(Role.PREFILL, engine, make_services, capabilities)
 
 
 async def _nothing_to_close() -> None:

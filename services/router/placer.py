@@ -20,7 +20,7 @@ from itertools import islice
 
 from services.errors import IsthmusError, NoCapacity, Unavailable
 from services.index.prefix_index import PrefixIndex
-from services.index.registry import Registration
+from services.index.registry import NO_CACHE, Registration
 from services.kv.block_hash import extend_hash
 from services.kv.ticket import same_kv
 from services.kv.types import BlockHash, KvLayout, Plan, RankKey, Role
@@ -107,6 +107,7 @@ class Placer:
         self._layout: KvLayout | None = None
         self._draining: frozenset[RankKey] = frozenset()
         self._apart: frozenset[RankKey] = frozenset()  # their layout is another
+        self._cacheless: frozenset[RankKey] = frozenset()  # nothing sent there will be cached
         self._share = Share()
         self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
@@ -119,6 +120,8 @@ class Placer:
         for key in self._decodes.ranks:
             self._count(key)
         self._note_layout()
+        ranks = (*decodes, *prefills)
+        self._cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -343,7 +346,7 @@ class Placer:
         if self._share.of > 1:
             self._lately.sent(computing.id.key, uncached_tokens, self._balance.clock())
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
-        self._balance.predict(computing.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
+        self._predict(computing.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
         self._believed[request_id] = tuple(
             self._believe(rank) for rank in (decode, prefill) if rank is not None
         )
@@ -363,7 +366,11 @@ class Placer:
         for believed in self._believed.pop(request_id, ()):
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
-            self._balance.predict(rank, hashes, _PREDICTION_S)
+            self._predict(rank, hashes, _PREDICTION_S)
+
+    def _predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        if rank not in self._cacheless:
+            self._balance.predict(rank, hashes, ttl_s)
 
     def _believe(self, rank: Candidate) -> _Believed:
         key = rank.id.key
@@ -393,7 +400,7 @@ class Placer:
         for end in range((len(longer) + 1) * block, len(all_ids), block):
             parent = longer[-1] if longer else None
             longer.append(extend_hash(parent, all_ids[end - block : end], seed))
-        self._balance.predict(decision.chosen.decode.id.key, longer, _PREDICTION_S)
+        self._predict(decision.chosen.decode.id.key, longer, _PREDICTION_S)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.errors import NoCapacity, Unavailable
 from services.index.prefix_index import PrefixIndex
-from services.index.registry import Registration
+from services.index.registry import NO_CACHE, Registration
 from services.kv.types import (
     BlockHash,
     Generation,
@@ -357,6 +357,26 @@ def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows()
     assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
     router.now += 60
     assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
+
+
+@pytest.mark.parametrize("plans", [REMOTE, frozenset({Plan.LOCAL})])
+def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
+    """Its siblings keep one, as in the middle of a roll-out."""
+    router, (plan,) = Router(2, 2), plans
+    cacheless = [replace(side[0], capabilities=(NO_CACHE,)) for side in (router.decodes, router.prefills)]
+    router.placer.set_ranks([cacheless[0], router.decodes[1]], [cacheless[1], router.prefills[1]])
+    for index in range(2):
+        decision = router.place(
+            plans=plans, exclusion=lambda rank, index=index: "" if rank.id.rank == index else "x"
+        )
+        router.placer.sent("a", HASHES, 2_567, decision)
+        router.placer.admitted("a", HASHES, decision, admitted(0, 0, plan))
+        router.placer.finished(HASHES, decision, range(42 * BLOCK), 0)
+        router.placer.ended("a")
+        used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
+        predicted = {router.balance.predicted_match(rank.id.key, HASHES) for rank in used}
+        assert predicted == {40 if index else 0}
+    assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK
 
 
 def test_a_hot_prefix_spreads_when_its_rank_is_busy():
