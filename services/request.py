@@ -67,6 +67,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token is chosen by how often it was chosen before."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
 
 def is_id(text: str) -> bool:
     """Whether a request, a conversation or a tenant may be called so."""

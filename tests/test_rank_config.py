@@ -4,9 +4,10 @@ import pytest
 
 from services.config import load, to_flags
 from services.decode.role import decode_role
+from services.engine.paged.decode import PagedDecodeEngine
 from services.errors import ConfigError
-from services.index.registry import NO_CACHE
-from services.kv.types import Role
+from services.index.registry import NO_CACHE, NO_MOVED_PENALTIES, REMOTE_ONLY
+from services.kv.types import Plan, Role
 from services.prefill.role import prefill_role
 from services.rank import own_rank_id
 from services.rank_config import RankConfig
@@ -48,6 +49,13 @@ def test_a_rank_without_a_cache_says_so_to_the_routers():
     for make_role in (decode_role, prefill_role):
         assert make_role(without, own_rank_id(without)).capabilities == (NO_CACHE,)
         assert make_role(config_of(), own_rank_id(without)).capabilities == ()
+
+
+def test_a_rank_says_what_its_engine_lacks(monkeypatch):
+    monkeypatch.setattr(PagedDecodeEngine, "plans", frozenset({Plan.REMOTE}))
+    monkeypatch.setattr(PagedDecodeEngine, "moves_penalties", False)
+    role = decode_role(config_of(), own_rank_id(config_of()))
+    assert role.capabilities == (REMOTE_ONLY, NO_MOVED_PENALTIES)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.server import DecodeService
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engines
-from services.index.registry import NO_CACHE, REMOTE_ONLY
+from services.index.registry import NO_CACHE, NO_MOVED_PENALTIES, REMOTE_ONLY
 from services.kv.types import Plan, RankId, Role
 from services.rank import RankRole, Services
 from services.rank_config import RankConfig
@@ -40,5 +40,6 @@ def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
     lacks = {
         REMOTE_ONLY: Plan.LOCAL not in engine.plans,
         NO_CACHE: config.decode_cache == "off",
+        NO_MOVED_PENALTIES: not engine.moves_penalties,
     }
     return RankRole(Role.DECODE, engine, make_services, tuple(name for name in lacks if lacks[name]))

@@ -78,6 +78,10 @@ class DecodeEngine(Engine, Protocol):
     def plans(self) -> frozenset[Plan]:
         """What `generate` can be asked for; the router chooses no other."""
 
+    @property
+    def moves_penalties(self) -> bool:
+        """Whether penalties count over `output_ids_so_far` too."""
+
     def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
     ) -> AsyncGenerator[Output, None]:
@@ -89,6 +93,8 @@ class DecodeEngine(Engine, Protocol):
             InvalidRequest: the ids can never fit or are out of the vocabulary.
             NoCapacity: the pool is too small for the request for good.
             PeerFailed: the prefill leg failed; nothing was yielded, so a retry is invisible.
+            Unavailable: the engine failed, or it does not move penalties and the request has such, and output
+                so far.
         """
 
 

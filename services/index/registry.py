@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 # A capability of a decode rank whose engine computes no prompts: plan local does not work there.
 REMOTE_ONLY = "remote-only"
+# Of a decode rank whose engine counts penalties over its own output alone: a request that has penalties and
+# output from elsewhere cannot go on there.
+NO_MOVED_PENALTIES = "no-moved-penalties"
 # Of a rank of either role that keeps no radix cache: no request will find there what an earlier one computed.
 NO_CACHE = "no-cache"
 _ATTEMPTS = 5

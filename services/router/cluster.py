@@ -16,7 +16,7 @@ from services.errors import Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import Mirror, RankState, RankView
 from services.index.pins import PinWriter
-from services.index.registry import REMOTE_ONLY, Registration
+from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.request import Admitted
@@ -66,6 +66,7 @@ class Placed:
     prompt: HashedPrompt
     degraded: str | None
     best_hit_tokens: Mapping[Role, int]  # of all ranks of the role, as believed
+    moves_penalties: bool  # whether another rank can go on, with what was generated there
 
     @property
     def plan(self) -> Plan:
@@ -310,9 +311,11 @@ class Cluster:
         prefill = None
         if chosen.prefill is not None:
             prefill = self._mirror.ranks[chosen.prefill.id.key].registration.address
-        client = self._connections.clients[chosen.decode.id.key]
+        decode = chosen.decode.id.key
+        client = self._connections.clients[decode]
+        moves_penalties = NO_MOVED_PENALTIES not in self._mirror.ranks[decode].registration.capabilities
         best = {Role.DECODE: decision.longest_decode_hit, Role.PREFILL: decision.longest_prefill_hit}
-        return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best)
+        return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best, moves_penalties)
 
     def _plans(self) -> frozenset[Plan]:
         """Those that may be chosen and that every decode rank's engine knows. Raises Unavailable."""

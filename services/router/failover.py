@@ -4,6 +4,8 @@ its turn -> placed -> started on a decode rank -> outputs
    ^                                     |
    +------ a rank failed: place again, --+
            with the output so far
+
+A request with penalties ends instead where its engine would not count them over that output.
 """
 
 import asyncio
@@ -166,6 +168,11 @@ class FailoverStream:
         progress.excluded.add(failed.key)
         self._cluster.failed(failed)
         progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
+        if progress.output_ids and self._checked.sampling.penalizes and not placed.moves_penalties:
+            raise Unavailable(
+                "the answer was cut off and cannot go on elsewhere, for this engine counts penalties over "
+                f"its own output alone: send the request again ({error})"
+            ) from error
         if progress.failures >= self._max_attempts:
             raise error
         self._metrics.moved(progress)

@@ -3,7 +3,7 @@
     checked -> encoded -> tokens, over as many ranks as it takes (failover.py) -> text -> client
 
 A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new
-rank gets every token generated so far.
+rank gets every token generated so far. (Where an engine's penalties forget those, failover.py ends it.)
 """
 
 import logging

@@ -12,7 +12,7 @@ from services.index.block_mirror import RankProgress
 from services.index.mirror import RankState, RankView
 from services.index.pins import Pin
 from services.index.prefix_index import PrefixIndex
-from services.index.registry import REMOTE_ONLY, Registration
+from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.router import connections
 from services.router.balance import Balance
@@ -50,9 +50,6 @@ class FakeMirror:
 
     def place_among_routers(self):
         return 0, 1
-
-    def mark_live(self, rank):
-        pass
 
     def mark_dead(self, rank):
         self.dead.append(rank)
@@ -333,6 +330,18 @@ async def test_a_prefill_rank_that_fell_silent_is_passed_over_and_down(two_decod
     assert [two_decodes.is_up(rank) for rank in two_decodes.ranks(Role.PREFILL)] == [False, True]
     watch._note_report(RankLoad())
     assert two_decodes.place(prompt, "", frozenset()).prefill == silent.address
+
+
+async def test_whether_an_answer_with_penalties_may_move_is_the_ranks_word(two_decodes, mirror):
+    prompt = await two_decodes.hash((1, 2), "")
+    for forgetful, moves in ((D0_KEY, False), (D1_KEY, True)):
+        mirror.set(
+            *(
+                view(Role.DECODE, i, capabilities=(NO_MOVED_PENALTIES,) * (i == forgetful.rank))
+                for i in (0, 1)
+            )
+        )
+        assert two_decodes.place(prompt, "", frozenset({D1_KEY})).moves_penalties is moves
 
 
 class Pins(dict[str, Pin]):

@@ -5,14 +5,14 @@ from unittest.mock import MagicMock
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
-from services.errors import ContextExceeded, InvalidRequest, NoCapacity
+from services.errors import ContextExceeded, InvalidRequest, IsthmusError, NoCapacity, Unavailable
 from services.kv.types import Generation, Plan, RankId
 from services.request import Admitted, Output, SamplingParams
 from services.router.cluster import HashedPrompt
 from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.generation import Generator
 from services.router.progress import Checked
-from services.wire.isthmus.v1 import generation_pb2
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 CHECKED = Checked("r", SamplingParams(), "", "", 0)
 
@@ -66,8 +66,9 @@ def test_how_a_request_ended(error, deadline, outcome):
 class LosingCluster:
     """Each of its ranks is lost after `num_tokens` of a request; the sixth placement is refused."""
 
-    def __init__(self, num_tokens):
+    def __init__(self, num_tokens, moves_penalties=True):
         self._num_tokens = num_tokens
+        self._moves_penalties = moves_penalties
         self.excluded = []
 
     def check_room(self, max_wait_s):
@@ -86,7 +87,7 @@ class LosingCluster:
         self.excluded.append({rank.worker for rank in excluded})
         if len(self.excluded) == 6:
             raise InvalidRequest("enough")
-        placed = MagicMock(prefill=None, plan=Plan.LOCAL)
+        placed = MagicMock(prefill=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
         placed.decision.chosen.prefill = None
         placed.decision.chosen.decode.id = RankId(f"d{len(self.excluded)}", 0, Generation(1))
         placed.client.start = self._start
@@ -133,3 +134,33 @@ async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, num_t
             got.extend(response.token_ids)
     assert cluster.excluded == excluded
     assert got == [*range(num_tokens)] * min(5, len(excluded))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "moves_penalties", "sampling", "places"),
+    [
+        (2, False, {"frequency_penalty": 0.5}, 1),
+        (1, False, {"presence_penalty": -0.5}, 1),
+        (2, False, {"repetition_penalty": 1.1}, 1),
+        (0, False, {"frequency_penalty": 0.5}, 2),  # nothing was generated yet
+        (2, False, {"temperature": 0.5}, 6),
+        (2, True, {"frequency_penalty": 0.5}, 6),
+    ],
+)
+async def test_an_answer_whose_penalties_would_change_ends_where_it_was_cut_off(
+    character_tokenizer, num_tokens, moves_penalties, sampling, places
+):
+    cluster = LosingCluster(num_tokens, moves_penalties)
+    generator = Generator(
+        "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
+    )
+    request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
+    got = []
+    with pytest.raises(IsthmusError) as raised:
+        async for response in generator.generate(request):
+            got.extend(response.token_ids)
+    assert len(cluster.excluded) == places
+    assert got == [*range(num_tokens)] * min(5, places)
+    assert isinstance(raised.value, Unavailable) == (places == 1)
+    if places == 1:
+        assert "penalties" in str(raised.value) and "(gone)" in str(raised.value)

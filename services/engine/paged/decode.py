@@ -77,6 +77,7 @@ class PagedDecodeEngine(PagedEngine):
     """Implements services.engine.base.DecodeEngine."""
 
     plans = frozenset(Plan)
+    moves_penalties = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.engine.base import RemotePrefill
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
-from services.engine.sglang.sampling import check_sampling, sampling_arguments
+from services.engine.sglang.sampling import check_resumption, check_sampling, sampling_arguments
 from services.engine.sglang.worker import SglangWorker
 from services.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
 from services.kv.transfer_plan import delta_bytes
@@ -86,6 +86,7 @@ class SglangRank:
     def _check(self, request: GenerationRequest) -> None:
         """SGLang itself does not look at the ids: one that is out of the vocabulary ends its process."""
         check_sampling(request.sampling)
+        check_resumption(request)
         if request.priority and not self._worker.settings.heeds_priority:
             raise InvalidRequest("priority: engine sglang heeds it with --enable-priority-scheduling only")
         ids, vocab_size = request.all_ids, self._worker.shape.vocab_size
@@ -101,6 +102,7 @@ class SglangDecodeEngine(SglangRank):
     """Implements services.engine.base.DecodeEngine."""
 
     plans = frozenset({Plan.REMOTE})
+    moves_penalties = False
 
     async def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None

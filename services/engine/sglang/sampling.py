@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.errors import InvalidRequest
+from services.errors import InvalidRequest, Unavailable
 from services.request import GenerationRequest, SamplingParams
 
 
@@ -12,6 +12,14 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
     if sampling.min_tokens:
         raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
+
+
+def check_resumption(request: GenerationRequest) -> None:
+    """Raises Unavailable where the output would be another one: SGLang counts penalties over the tokens that
+    it has generated itself, and those so far are prompt to it. Routers that know of this end such a request.
+    """
+    if request.output_ids_so_far and request.sampling.penalizes:
+        raise Unavailable("engine sglang cannot go on with a request that has penalties; send it anew")
 
 
 def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Our sampling parameters as SGLang's, and what it does not offer."""
 
+from dataclasses import replace
+
 import pytest
 
-from services.engine.sglang.sampling import check_sampling, sampling_arguments
-from services.errors import InvalidRequest
+from services.engine.sglang.sampling import check_resumption, check_sampling, sampling_arguments
+from services.errors import InvalidRequest, Unavailable
 from services.request import GenerationRequest, SamplingParams
 
 
@@ -20,6 +22,16 @@ def test_a_moved_request_is_given_what_is_left_of_it(max_tokens, so_far, expecte
         "r", (1, 2, 3, 4, 5), SamplingParams(max_tokens=max_tokens), output_ids_so_far=(9,) * so_far
     )
     assert sampling_arguments(request, 100)["max_new_tokens"] == expected
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+def test_penalties_are_not_counted_over_what_another_rank_generated(name):
+    penalized = SamplingParams(**{name: 0.5})
+    moved = GenerationRequest("r", (1, 2), penalized, output_ids_so_far=(9,))
+    with pytest.raises(Unavailable, match="penalties"):
+        check_resumption(moved)
+    check_resumption(replace(moved, output_ids_so_far=()))
+    check_resumption(replace(moved, sampling=SamplingParams(temperature=0.7)))
 
 
 def test_stop_tokens_end_it_unless_it_is_to_go_on():
