@@ -6,7 +6,7 @@
     stop (SIGTERM): as drain, and for good
 
 Closed, it refuses newcomers and what runs goes on. An operator drains, asks again until nothing runs, and may
-undrain; nothing of it outlives the process.
+undrain, which ends every wait; nothing of it outlives the process.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Intake:
         self._own_id = own_id
         self._closed = self._stopping = False
         self._told: bool | None = False  # what the routers were told last; None: that is not known
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._settled = asyncio.Event()  # nothing runs, or it is in service
+        self._settled.set()
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
 
@@ -50,24 +50,29 @@ class Intake:
     def took(self) -> None:
         """A request runs from now on, until it has `left`."""
         self.num_running += 1
-        self._idle.clear()
+        self._note()
 
     def left(self) -> None:
         self.num_running -= 1
-        if not self.num_running:
-            self._idle.set()
+        self._note()
 
     def check_life(self, generation: int) -> None:
         """Raises StaleGeneration unless this life of the rank is meant."""
         if generation != self._own_id.generation:
             raise StaleGeneration(f"rank {self._own_id} has been restarted since it was listed")
 
-    async def drain(self, wait_s: float | None = None) -> int:
-        """Take nothing new; returns how many requests run: none, unless `wait_s` was too short."""
-        await self._through(self._close())
+    async def drain(self, wait_s: float | None = None, only_wait: bool = False) -> int:
+        """Take nothing new; returns how many requests run: none, unless `wait_s` was too short.
+
+        `only_wait`: for what was asked before. Raises Unavailable if that has been undone, or is meanwhile.
+        """
+        await self._through(self._close(again=only_wait))
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await self._idle.wait()
+                while self.draining and self.num_running:
+                    await self._settled.wait()
+        if not self.draining:
+            raise Unavailable(f"rank {self._own_id} was put back into service")
         return self.num_running
 
     async def undrain(self) -> None:
@@ -84,9 +89,13 @@ class Intake:
         self._closed = self._closed or at_once
         await self.drain()
 
-    async def _close(self) -> None:
+    async def _close(self, again: bool) -> None:
+        """`again`: unless that has been undone; the routers are told where they could not be."""
         async with self._changing:
+            if again and not self.draining:
+                return
             self.draining = True
+            self._note()
             if await self._say(True) and not self._closed:
                 await _be_noticed()
             self._closed = True
@@ -95,7 +104,15 @@ class Intake:
         async with self._changing:
             if not self._stopping:
                 self.draining = self._closed = False
+                self._note()
                 await self._say(False)
+
+    def _note(self) -> None:
+        """Who waits looks again."""
+        if self.draining and self.num_running:
+            self._settled.clear()
+        else:
+            self._settled.set()
 
     async def _say(self, draining: bool) -> bool:
         """Returns whether the routers know, of whom not all need to have heard yet."""

@@ -110,8 +110,8 @@ async def test_without_etcd_it_drains_all_the_same_and_tells_when_asked_again(in
     assert await intake.drain() == 0
     assert refuses(intake) and intake.draining  # with its load the routers hear of it
     routers.reachable = True
-    await intake.drain()
-    await intake.drain()
+    await intake.drain(only_wait=True)
+    await intake.drain(only_wait=True)
     assert routers.told == [True, True]
 
 
@@ -168,3 +168,47 @@ def test_another_life_is_not_meant(intake):
     intake.check_life(7)
     with pytest.raises(StaleGeneration):
         intake.check_life(8)
+
+
+async def test_who_waits_hears_that_it_was_put_back(intake, routers):
+    intake.took()
+    asked = asyncio.create_task(intake.drain())
+    await until(lambda: refuses(intake))
+    waiting = [asked, asyncio.create_task(intake.drain(only_wait=True))]
+    await asyncio.sleep(0)
+    await intake.undrain()
+    for wait in waiting:
+        with pytest.raises(Unavailable, match="was put back into service"):
+            await wait
+    assert not refuses(intake)
+    assert routers.told == [True, False]
+
+
+@pytest.mark.parametrize("running", [0, 1])
+async def test_who_only_waits_does_not_drain_what_was_put_back_since(intake, routers, running):
+    for _ in range(running):
+        intake.took()
+    await intake.drain(0.0)
+    await intake.undrain()
+    with pytest.raises(Unavailable, match="was put back into service"):
+        await intake.drain(1.0, only_wait=True)
+    assert not refuses(intake) and not intake.draining
+    assert routers.told == [True, False]
+
+
+async def test_who_only_waits_learns_what_runs_until_nothing_does(intake):
+    intake.took()
+    assert await intake.drain(0.0) == 1
+    assert await intake.drain(0.0, only_wait=True) == 1
+    waiting = asyncio.create_task(intake.drain(only_wait=True))
+    await asyncio.sleep(0)
+    intake.left()
+    assert await waiting == 0
+
+
+async def test_who_only_waits_waits_for_whoever_drained_it_last(intake):
+    intake.took()
+    await intake.drain(0.0)
+    await intake.undrain()
+    await intake.drain(0.0)
+    assert await intake.drain(0.0, only_wait=True) == 1

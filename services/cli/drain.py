@@ -4,6 +4,7 @@
          ^                                |                                                |
          +--------------- --undo, or a restart of the rank -------------------------------+
 
+A rank is asked to drain once, and then only how many run there: whoever waits does not undo an --undo.
 Whoever stops waiting, by --timeout-s or Ctrl-C, leaves the ranks draining.
 """
 
@@ -35,9 +36,9 @@ _MOST_SHOWN = 20
 class DrainConfig(RanksConfig):
     """Take ranks out of service: nothing new is placed there, and what runs there ends in peace.
 
-    Exit code 0 once nothing runs there any more; 1 if the time is over before, or a rank cannot be asked.
-    They stay out of service until --undo, or until they are started again. A router is asked for their
-    addresses; with --etcd they are read from etcd.
+    Exit code 0 once nothing runs there any more; 1 if the time is over before, or a rank cannot be asked or
+    is put back into service meanwhile. They stay out of service until --undo, or until they are started
+    again. A router is asked for their addresses; with --etcd they are read from etcd.
     """
 
     targets: tuple[str, ...] = setting(help="WORKER for all of its ranks, or WORKER/RANK", positional=True)
@@ -138,10 +139,11 @@ async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
 
 async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) -> bool:
     clock = asyncio.get_running_loop().time
-    deadline, shown = clock() + timeout_s, -1
+    deadline, shown, asked = clock() + timeout_s, -1, False
     while True:
         left_s = max(0.0, deadline - clock())
-        running = await _ask_to_drain(channel, rank, min(_POLL_S, left_s))
+        running = await _ask_to_drain(channel, rank, min(_POLL_S, left_s), only_wait=asked)
+        asked = True
         if running == 0:
             print(f"{rank}: drained", flush=True)
             return True
@@ -153,13 +155,13 @@ async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) 
             shown = running
 
 
-async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float) -> int:
+async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float, only_wait: bool) -> int:
     """Returns how many requests run there."""
     generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
     if rank.role is Role.DECODE:
-        decode = decode_pb2.DrainRequest(generation=generation, wait_s=wait_s)
+        decode = decode_pb2.DrainRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
         return int((await decode_pb2_grpc.DecodeStub(channel).Drain(decode, timeout=timeout_s)).running)
-    prefill = prefill_pb2.DrainPrefillRequest(generation=generation, wait_s=wait_s)
+    prefill = prefill_pb2.DrainPrefillRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
     return int((await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(prefill, timeout=timeout_s)).running)
 
 

@@ -53,7 +53,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.DrainResponse:
         self.intake.check_life(request.generation)
         wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
-        return decode_pb2.DrainResponse(running=await self.intake.drain(wait_s))
+        return decode_pb2.DrainResponse(running=await self.intake.drain(wait_s, request.only_wait))
 
     async def Undrain(
         self, request: decode_pb2.UndrainRequest, context: grpc.aio.ServicerContext

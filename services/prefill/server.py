@@ -81,7 +81,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     ) -> prefill_pb2.DrainPrefillResponse:
         self.intake.check_life(request.generation)
         wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
-        return prefill_pb2.DrainPrefillResponse(running=await self.intake.drain(wait_s))
+        return prefill_pb2.DrainPrefillResponse(running=await self.intake.drain(wait_s, request.only_wait))
 
     async def UndrainPrefill(
         self, request: prefill_pb2.UndrainPrefillRequest, context: grpc.aio.ServicerContext

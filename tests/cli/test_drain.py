@@ -67,5 +67,22 @@ def test_the_flags_stand_on_either_side():
         assert (config.targets, config.undo) == (("d0", "d1/0"), True)
     with pytest.raises(SystemExit):
         load(DrainConfig, ["d0", "--timeout-s=-1"])
+async def test_a_rank_is_asked_to_drain_once_and_then_only_how_many_run(monkeypatch, capsys):
+    asked, running = [], iter([2, 2, 1, 0])
+
+    async def ask(channel, rank, wait_s, only_wait):
+        asked.append(only_wait)
+        return next(running)
+
+    monkeypatch.setattr(drain, "_ask_to_drain", ask)
+    assert await drain._drain(None, D00, 100.0)
+    assert asked == [False, True, True, True]
+    assert capsys.readouterr().out.splitlines() == [
+        "d0/0: draining, 2 running",
+        "d0/0: draining, 1 running",
+        "d0/0: drained",
+    ]
+
+
     with pytest.raises(SystemExit):
         load(DrainConfig, ["--undo"])

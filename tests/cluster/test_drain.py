@@ -129,6 +129,30 @@ async def test_a_rank_is_drained_while_it_serves_and_put_back(
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_who_waits_does_not_undo_an_undo(
+    etcd_endpoint, model_dir, cluster_name, hold, capsys, monkeypatch, role
+):
+    monkeypatch.setattr(drain, "_POLL_S", 0.05)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), prefill=(1,)) as cluster:
+        hold.end = len(LONG) + (5 if role == "decode" else 0)
+        stream = asyncio.create_task(cluster.generate(LONG, 20, timeout=100))
+        await hold.reached()
+        victim = f"{role}-0/0"
+        waiting = asyncio.create_task(command(cluster, victim))
+        await until_excluded(cluster, victim, "draining")
+        assert await command(cluster, "--undo", victim) == 0
+        assert await waiting == 1
+        said = capsys.readouterr()
+        assert "was put back into service" in said.err
+        assert "drained" not in said.out
+        await until_excluded(cluster, victim, "")
+        hold.release()
+        await stream
+        tokens, _ = await cluster.generate(prompt_of(1))
+        assert tokens == continuation(prompt_of(1), 8)
+
+
 async def test_a_whole_worker_and_nobody_left(etcd_endpoint, model_dir, cluster_name, capsys):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
         assert await command(cluster, "decode-0") == 0

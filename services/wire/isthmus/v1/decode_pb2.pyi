@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DrainRequest(_message.Message):
-    __slots__ = ("generation", "wait_s")
+    __slots__ = ("generation", "wait_s", "only_wait")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    ONLY_WAIT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     wait_s: float
-    def __init__(self, generation: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    only_wait: bool
+    def __init__(self, generation: _Optional[int] = ..., wait_s: _Optional[float] = ..., only_wait: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("running",)

@@ -65,7 +65,7 @@ class DecodeServicer:
 
     def Drain(self, request, context):
         """Tell the routers, then take no new requests; what runs goes on. Returns when none is running, or after
-        `wait_s`. May be called again. A restart ends it, and so does Undrain.
+        `wait_s`. May be called again. A restart ends it, and so does Undrain: who waits gets UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -20,12 +20,14 @@ class WatchLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ...) -> None: ...
 
 class DrainPrefillRequest(_message.Message):
-    __slots__ = ("generation", "wait_s")
+    __slots__ = ("generation", "wait_s", "only_wait")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    ONLY_WAIT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     wait_s: float
-    def __init__(self, generation: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    only_wait: bool
+    def __init__(self, generation: _Optional[int] = ..., wait_s: _Optional[float] = ..., only_wait: _Optional[bool] = ...) -> None: ...
 
 class DrainPrefillResponse(_message.Message):
     __slots__ = ("running",)
