@@ -54,6 +54,7 @@ class DrainConfig(RanksConfig):
 @dataclass(frozen=True, slots=True)
 class ListedRank:
     role: Role
+    model: str
     address: RankAddress
     draining: bool
 
@@ -70,8 +71,9 @@ async def _run(config: DrainConfig) -> int:
     listed = await (_read_etcd(config) if config.etcd else _listed_by_router(config))
     named = ranks_named(config.targets, listed)
     if not config.undo:
-        for role in roles_without(named, listed):
-            print(f"isthmus drain: no other {role.value} rank takes requests", file=sys.stderr)
+        for model, role in roles_without(named, listed):
+            others = f"other {role.value} rank of model {model}"
+            print(f"isthmus drain: no {others} takes requests", file=sys.stderr)
     act = _undrain if config.undo else _drain
     outcomes = await asyncio.gather(*(_answered(act, config, rank) for rank in named))
     return 0 if all(outcomes) else 1
@@ -88,10 +90,11 @@ def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[Li
     return sorted(named.values(), key=lambda rank: rank.address.id.key)
 
 
-def roles_without(leaving: Sequence[ListedRank], listed: Sequence[ListedRank]) -> list[Role]:
-    """Of which nobody is left in service when these leave."""
-    left = {rank.role for rank in listed if not rank.draining and rank not in leaving}
-    return sorted({rank.role for rank in leaving} - left, key=lambda role: role.value)
+def roles_without(leaving: Sequence[ListedRank], listed: Sequence[ListedRank]) -> list[tuple[str, Role]]:
+    """Models and roles of which nobody is left in service when these leave."""
+    left = {(rank.model, rank.role) for rank in listed if not rank.draining and rank not in leaving}
+    without = {(rank.model, rank.role) for rank in leaving} - left
+    return sorted(without, key=lambda each: (each[0], each[1].value))
 
 
 def _there_are(listed: Sequence[ListedRank]) -> str:
@@ -107,6 +110,7 @@ async def _listed_by_router(config: DrainConfig) -> list[ListedRank]:
     return [
         ListedRank(
             convert.role_from_proto(status.role),
+            status.model,
             RankAddress(convert.rank_id_from_proto(status.rank), status.endpoint),
             status.state == "draining",
         )
@@ -119,7 +123,7 @@ async def _read_etcd(config: DrainConfig) -> list[ListedRank]:
     async with Etcd(config.etcd_settings(), rng=random.Random()) as etcd:
         _, found = await etcd.snapshot(keys.registrations)
     registrations = [decode_registration(kv.value) for kv in found]
-    return [ListedRank(known.role, known.address, known.draining) for known in registrations]
+    return [ListedRank(known.role, known.model, known.address, known.draining) for known in registrations]
 
 
 # -- what they are asked --------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from services.errors import NotFound
 from services.kv.types import Generation, RankAddress, RankId, Role
 
 
-def listed(role, worker, rank, draining=False, endpoint="127.0.0.1:1"):
-    return ListedRank(role, RankAddress(RankId(worker, rank, Generation(1)), endpoint), draining)
+def listed(role, worker, rank, draining=False, model="m", endpoint="127.0.0.1:1"):
+    return ListedRank(role, model, RankAddress(RankId(worker, rank, Generation(1)), endpoint), draining)
 
 
 D00, D01, D1 = (listed(Role.DECODE, worker, rank) for worker, rank in (("d0", 0), ("d0", 1), ("d1", 0)))
@@ -49,9 +49,15 @@ def test_where_there_are_many_not_all_are_listed():
 def test_a_role_that_nobody_is_left_of_is_told():
     drained = listed(Role.DECODE, "d1", 0, draining=True)
     assert roles_without([D00], ALL) == []
-    assert roles_without([P0], ALL) == [Role.PREFILL]
-    assert roles_without([D00, D01], [D00, D01, drained, P0]) == [Role.DECODE]
+    assert roles_without([P0], ALL) == [("m", Role.PREFILL)]
+    assert roles_without([D00, D01], [D00, D01, drained, P0]) == [("m", Role.DECODE)]
     assert roles_without([drained], [drained, D00]) == []
+
+
+def test_a_rank_of_another_model_stands_in_for_nobody():
+    of_n = [listed(role, "n", number, model="n") for number, role in enumerate((Role.DECODE, Role.PREFILL))]
+    assert roles_without([D00, D01, D1, P0], [*ALL, *of_n]) == [("m", Role.DECODE), ("m", Role.PREFILL)]
+    assert roles_without([D00, *of_n], [*ALL, *of_n]) == [("n", Role.DECODE), ("n", Role.PREFILL)]
 
 
 async def test_a_rank_that_cannot_be_asked_fails_alone(capsys):
@@ -61,12 +67,6 @@ async def test_a_rank_that_cannot_be_asked_fails_alone(capsys):
     assert not said.out
 
 
-def test_the_flags_stand_on_either_side():
-    for argv in (["--undo", "d0", "d1/0"], ["d0", "d1/0", "--undo"]):
-        config = load(DrainConfig, argv)
-        assert (config.targets, config.undo) == (("d0", "d1/0"), True)
-    with pytest.raises(SystemExit):
-        load(DrainConfig, ["d0", "--timeout-s=-1"])
 async def test_a_rank_is_asked_to_drain_once_and_then_only_how_many_run(monkeypatch, capsys):
     asked, running = [], iter([2, 2, 1, 0])
 
@@ -84,5 +84,11 @@ async def test_a_rank_is_asked_to_drain_once_and_then_only_how_many_run(monkeypa
     ]
 
 
+def test_the_flags_stand_on_either_side():
+    for argv in (["--undo", "d0", "d1/0"], ["d0", "d1/0", "--undo"]):
+        config = load(DrainConfig, argv)
+        assert (config.targets, config.undo) == (("d0", "d1/0"), True)
+    with pytest.raises(SystemExit):
+        load(DrainConfig, ["d0", "--timeout-s=-1"])
     with pytest.raises(SystemExit):
         load(DrainConfig, ["--undo"])

@@ -157,7 +157,7 @@ async def test_a_whole_worker_and_nobody_left(etcd_endpoint, model_dir, cluster_
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
         assert await command(cluster, "decode-0") == 0
         said = capsys.readouterr()
-        assert "no other decode rank takes requests" in said.err
+        assert "no other decode rank of model fake takes requests" in said.err
         assert "decode-0/0: drained" in said.out and "decode-0/1: drained" in said.out
         for number in range(2):
             await until_excluded(cluster, f"decode-0/{number}", "draining")
@@ -181,7 +181,7 @@ async def test_a_restart_ends_it_and_is_not_drained_by_who_meant_the_life_before
         await cluster.start_rank("decode", "decode-0", 0)
         await cluster.until_placeable()
         now = cluster.ranks["decode-0/0"].address
-        listed = drain.ListedRank(Role.DECODE, RankAddress(before, now.endpoint), draining=False)
+        listed = drain.ListedRank(Role.DECODE, "fake", RankAddress(before, now.endpoint), draining=False)
         config = drain.DrainConfig(targets=("decode-0/0",))
         assert not await drain._answered(drain._drain, config, listed)
         assert "restarted" in capsys.readouterr().err
