@@ -11,10 +11,15 @@ One side of a pair may be passive: it only registers, and hands its metadata out
 from collections.abc import Sequence
 from typing import NewType, Protocol
 
+from services.errors import PeerFailed
 from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory
 
 PeerName = NewType("PeerName", str)
+
+
+class Unsettled(PeerFailed):
+    """A write failed, and parts of it may be under way still: bytes of it may land for a while."""
 
 
 class Write(Protocol):
@@ -28,16 +33,17 @@ class Write(Protocol):
 
         Raises:
             PeerFailed: the write failed; bytes may have landed in part, and no more will.
+            Unsettled: likewise, but more may.
         """
 
     def release(self) -> None:
         """Give the transport's resources back; called once, after the last poll.
 
-        Returns only when no byte can land any more. A write still under way is waited for, a few
-        seconds at most, for no transport of ours can be trusted to cancel one.
+        Returns only when no byte can land any more, unless the write was Unsettled. One still under way is
+        waited for, a few seconds at most, for no transport of ours can be trusted to cancel one.
 
         Raises:
-            PeerFailed: it is under way still: bytes may land at any time.
+            Unsettled: it is under way still: bytes may land at any time.
         """
 
 
@@ -75,6 +81,7 @@ class Transport(Protocol):
 
         Raises:
             PeerFailed: the peer is unknown or gone; bytes may have landed in part, and no more will.
+            Unsettled: likewise, but more may.
             ProtocolError: there are no moves, or a page is outside of its pool; nothing was written.
         """
 

@@ -8,11 +8,12 @@ last one, a write lease and the fence's margin must cover no more than those, ho
 is computed meanwhile goes out in one post.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from services.kv.transfer_plan import merge_moves, pages_covering, pages_of
 from services.kv.types import KvTicket, PageId
-from services.transfer.base import PeerName, Transport, Write
+from services.transfer.base import PeerName, Transport, Unsettled, Write
 
 MAX_POSTS_IN_FLIGHT = 2  # with one alone the path is idle from its end until that is seen
 
@@ -26,6 +27,7 @@ class DeltaWrite:
         self._targets = pages_of(ticket.runs)
         self._sources = sources
         self._posted: list[Write] = []
+        self.unsettled = False  # a write has failed, and bytes of it may land still
         self.bytes_moved = 0  # of the writes that have landed
         self.descriptors = 0
 
@@ -49,18 +51,20 @@ class DeltaWrite:
         self._next = min(first + max_pages, len(self._sources), self._end)
         targets = self._targets[first - self._first : self._next - self._first]
         moves = merge_moves(self._sources[first : self._next], targets)
-        self._posted.append(transport.write(peer, moves))
+        with self._noting_unsettled():
+            self._posted.append(transport.write(peer, moves))
         self.descriptors += len(moves)
 
     def poll(self) -> bool:
         """True when a write has landed since the last call.
 
         Raises:
-            PeerFailed: a write failed; it is in flight no more. Others may be.
+            PeerFailed: a write failed; it is polled no more. Others are in flight, perhaps.
         """
         before = len(self._posted)
-        for write in tuple(self._posted):
-            self._poll(write)
+        with self._noting_unsettled():
+            for write in tuple(self._posted):
+                self._poll(write)
         return len(self._posted) < before
 
     def _poll(self, write: Write) -> None:
@@ -73,3 +77,11 @@ class DeltaWrite:
                 write.release()
         if landed:
             self.bytes_moved += write.size_bytes
+
+    @contextmanager
+    def _noting_unsettled(self) -> Iterator[None]:
+        try:
+            yield
+        except Unsettled:
+            self.unsettled = True
+            raise

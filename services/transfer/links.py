@@ -272,7 +272,7 @@ class PrefillLink:
                 self._take_status(message.status)
             case "abort_ack":
                 if (watch := self._last_word(message.abort_ack.room)) is not None:
-                    watch.on_last_word("the transfer was aborted")
+                    _tell_end(watch, "the transfer was aborted", message.abort_ack.unsettled)
             case other:
                 log.warning("kv_unexpected_message prefill=%s message=%s", self.address.id, other)
 
@@ -288,7 +288,8 @@ class PrefillLink:
                 watch.on_renegotiated(Renegotiated(status.start))
             else:
                 ended = "was refused" if status.state == _State.STATE_REFUSED else "failed"
-                watch.on_last_word(f"{self.address.id}: the transfer {ended}: {status.reason}")
+                reason = f"{self.address.id}: the transfer {ended}: {status.reason}"
+                _tell_end(watch, reason, status.unsettled)
 
     def _last_word(self, room: int) -> RoomWatch | None:
         """The watch of the room's ticket, which this stream has nothing more to tell."""
@@ -299,6 +300,13 @@ class PrefillLink:
     def _half_close_if_idle(self) -> None:
         if self._closing_when_idle and not self._watches:
             self._stream.half_close()
+
+
+def _tell_end(watch: RoomWatch, reason: str, unsettled: bool) -> None:
+    if unsettled:
+        watch.on_unsettled(reason)
+    else:
+        watch.on_last_word(reason)
 
 
 class _Stream:

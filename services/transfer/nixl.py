@@ -5,6 +5,9 @@ The only import of nixl, and imported by choose.py only. Seen with nixl 1.5.1, a
 - Releasing a handle whose write is under way returns without an error, and the bytes go on landing
   (TCP). So a write is never released before it has ended. What ends it is the end of its agent, which lives
   as long as a write of it that somebody holds.
+- A failed handle says nothing of all its descriptors: NIXL asks about one after the other and tells the
+  first failure, and where a post fails it lets go of what is on the wire already, without waiting for it.
+  So the end of a failed write is not known (base.Unsettled).
 - Between processes of one host UCX copies inside `transfer` itself, in the caller's thread.
 - The agent's Python constructor fixes the progress thread's pause at 0, where it polls without end: a
   whole core for every idle agent. With any other pause it sleeps until UCX has an event for it. (On two
@@ -28,7 +31,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 from services.errors import ConfigError, PeerFailed
 from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory
-from services.transfer.base import PeerName
+from services.transfer.base import PeerName, Unsettled
 from services.transfer.extents import Extents, extents_of
 
 _RELEASE_TIMEOUT_S = 2.0
@@ -69,30 +72,30 @@ class NixlWrite:
         if self._state == "PROC":
             self._ask(self._agent.check_xfer_state)
         if self._state == "ERR":
-            raise PeerFailed("the write failed")
+            raise Unsettled("the write failed")
         return self._state == "DONE"
 
     def release(self) -> None:
         deadline_s = time.monotonic() + _RELEASE_TIMEOUT_S
         while not self._ended():
             if time.monotonic() >= deadline_s:
-                raise PeerFailed(f"a write of {self._size_bytes} bytes is still under way")
+                raise Unsettled(f"a write of {self._size_bytes} bytes is still under way")
             time.sleep(_POLL_S)
-        with _renaming("NIXL does not give up an ended write"):
+        with _renaming("NIXL does not give up an ended write", Unsettled):
             self._handle.release()
 
     def _ask(self, verb: Callable[[nixl_xfer_handle], str]) -> None:
         try:
-            with _renaming("the write failed"):
+            with _renaming("the write failed", Unsettled):
                 self._state = verb(self._handle)
-        except PeerFailed:
+        except Unsettled:
             self._state = "ERR"
             raise
 
     def _ended(self) -> bool:
         try:
             return self.poll()
-        except PeerFailed:
+        except Unsettled:
             return True
 
 
@@ -149,7 +152,7 @@ class NixlTransport:
         write = NixlWrite(self._agent, handle, int(source[:, 1].sum()))
         try:
             write.post()
-        except PeerFailed:
+        except Unsettled:
             write.release()
             raise
         return write

@@ -53,8 +53,11 @@ class Request:
 
     prompt_len: int
     decode: RankId
-    on_end: Callable[[RoomEnd], None]
+    on_end: Callable[[RoomEnd], None]  # called once: no source page is read any more
     ticket_deadline_s: float
+    on_failed: Callable[[RoomEnd], None] = lambda end: (
+        None
+    )  # called before, where the failure is known before
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,7 @@ class PrefillRoom:
     pages: list[PageId] = field(default_factory=list)  # computed ones, from position 0 on
     peer: PeerName | None = None  # that it writes to, from its ticket on
     delta: DeltaWrite | None = None
+    unsettled: bool = False  # bytes of a failed write may land still, also when the room is over
     digests: DeltaDigests | None = None  # where its ticket wants them
     began_s: float = 0.0
     outcome: Outcome | None = None
@@ -122,6 +126,8 @@ class PrefillRoom:
         status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)
         if state == handshake_pb2.Status.STATE_RENEGOTIATE:
             status.start = self.earlier_start
+        if state == handshake_pb2.Status.STATE_FAILED:
+            status.unsettled = self.unsettled
         if self.delta is not None:
             status.bytes_moved, status.descriptors = self.delta.bytes_moved, self.delta.descriptors
         if self.digests is not None and state == handshake_pb2.Status.STATE_LANDED:
@@ -131,7 +137,8 @@ class PrefillRoom:
         self._say(handshake_pb2.HandshakeMessage(status=status))
 
     def say_abort_ack(self) -> None:
-        self._say(handshake_pb2.HandshakeMessage(abort_ack=handshake_pb2.AbortAck(room=self.id)))
+        ack = handshake_pb2.AbortAck(room=self.id, unsettled=self.unsettled)
+        self._say(handshake_pb2.HandshakeMessage(abort_ack=ack))
 
     def _say(self, message: handshake_pb2.HandshakeMessage) -> None:
         assert self.link is not None, "the table says a word only to who has spoken"

@@ -4,6 +4,9 @@ sent --> accepted --> landed
   |         |    +--> renegotiated: nothing was written; another ticket of the room gets another watch
   |         |    +--> failed, refused, abort acknowledged ---------------> writer stopped
   |         |    |                                                           ^
+  |         |    +--> failed or acknowledged, yet unsettled: it posts        |
+  |         |    |    nothing more, but what it posted may land until -------+ fence time
+  |         |    |                                                           |
   |         |    +--> given up: asked to stop, and while the stream stands   |
   |         |         asked again; nothing but its word counts --------------+
   +---------+-------> lost: the stream ended without a last word             |
@@ -78,6 +81,9 @@ class RoomWatch:
         self._stopped = asyncio.Event()
         self._news = asyncio.Event()  # for who awaits the writer's end
         self._unanswered_told = False
+        self._unsettled = (
+            False  # the writer has said its last word, and bytes of a failed write may land still
+        )
         self._outcome: Landed | Renegotiated | None = None
         self._failure = ""
         self.stop_awaited = False
@@ -122,32 +128,43 @@ class RoomWatch:
 
     def abort(self) -> None:
         """Have the writer stop; `writer_stopped` tells when it has."""
-        if self._link is not None and not self._stopped.is_set():
+        if self._link is not None and not self._stopped.is_set() and not self._unsettled:
             self._link.send_abort(self.room)
 
     async def writer_stopped(self, fence_s: float) -> None:
         """Return once no byte of this room can be written any more.
 
         While the stream stands nothing but the writer's word tells that: a missing one can mean just that
-        writes are under way still. Once it is lost: `fence_s` after the end of the last lease, or after the
-        loss if that came later. `fence_s` is the longest that the posts in flight may take, and what
-        two monotonic clocks may drift apart. The stream is made anew in the background, to learn more.
+        writes are under way still. Once it is lost, or the word was that a write failed with its end
+        unknown: `fence_s` after the end of the last lease, or after the loss or the word if that came
+        later. `fence_s` is the longest that the posts in flight may take, and what two monotonic clocks may
+        drift apart. A lost stream is made anew in the background, to learn more.
         """
         self.stop_awaited = True
         try:
-            while not self._stopped.is_set():
-                left_s = self._lease_end_s + fence_s - self._clock()
-                if self._link is None:
-                    if left_s <= 0:
-                        log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
-                        return
-                    self._seek(self)
-                elif left_s <= 0:
-                    self._ask_again()
-                    left_s = _ASK_AGAIN_S
-                await self._hear(left_s)
+            while not self.is_over(fence_s):
+                await self._learn_more(fence_s)
         finally:
             self.stop_awaited = False
+        if not self._stopped.is_set():
+            log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
+
+    def is_over(self, fence_s: float) -> bool:
+        """Whether `writer_stopped` returns."""
+        fenced = self._unsettled or self._link is None
+        return self._stopped.is_set() or (fenced and self._left_s(fence_s) <= 0)
+
+    def _left_s(self, fence_s: float) -> float:
+        return self._lease_end_s + fence_s - self._clock()
+
+    async def _learn_more(self, fence_s: float) -> None:
+        left_s = self._left_s(fence_s)
+        if self._link is None and not self._unsettled:
+            self._seek(self)
+        elif left_s <= 0:
+            self._ask_again()
+            left_s = _ASK_AGAIN_S
+        await self._hear(left_s)
 
     def _ask_again(self) -> None:
         """Fence time is over, and the stream stands."""
@@ -178,6 +195,13 @@ class RoomWatch:
         """Refused, failed, or the abort acknowledged."""
         self._settle(reason)
         self._stop()
+
+    def on_unsettled(self, reason: str) -> None:
+        """Failed, or the abort acknowledged, and bytes of a failed write may land still."""
+        self._unsettled = True
+        self._lease_end_s = max(self._lease_end_s, self._clock())
+        self._settle(reason)
+        self._news.set()
 
     def on_writer_dead(self) -> None:
         """The rank was seen in another life; its supervisor had reaped this one before."""

@@ -5,8 +5,10 @@ shell that performs the table's effects. What it adds to them:
 
     pages_ready ----> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
                                           |
-    ENDED, ABANDONED <--------------------+--> on_end(RoomEnd), once: no source page is read any more
-      (kept as tombstones, a bounded number, so that a late ticket or request is refused)
+    ENDED, ABANDONED <--------------------+--> on_failed(RoomEnd), as soon as that is known
+      (kept as tombstones, a bounded      +--> on_end(RoomEnd), once: no source page is read any more; after
+       number, so that a late ticket           an unsettled write no sooner than decode lends its pages again
+       or request is refused)
 """
 
 import logging
@@ -29,6 +31,7 @@ from services.wire.isthmus.v1 import handshake_pb2
 log = logging.getLogger(__name__)
 
 _MAX_TOMBSTONES = 4096
+_UNSETTLED_S = 5.0  # after lease and last word, for what of a failed write is on its way still
 _DIGEST_PIECE_BYTES = 4 * 2**20  # about a millisecond, in which no other room's pages are posted
 _OVER = (RoomState.ENDED, RoomState.ABANDONED)
 _STOPPING = (RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL)
@@ -56,6 +59,9 @@ class RoomTable:
         self._doubted: set[PeerName] = set()  # a write to it has failed, and other rooms still write
         self._rooms: dict[Room, PrefillRoom] = {}
         self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
+        self._unsettled: list[
+            tuple[float, Request, RoomEnd]
+        ] = []  # of rooms that are over; when on_end is due
         self.bytes_moved_total = 0
         self.descriptors_total = 0
 
@@ -134,7 +140,7 @@ class RoomTable:
     def open_room(self, room_id: Room, request: Request) -> None:
         room = self._find(room_id, request.decode)
         if room.decode != request.decode or (room.request is not None):
-            _tell(request, RoomEnd(Outcome.FAILED, f"the room {room_id:016x} is in use"))
+            _tell(request.on_end, RoomEnd(Outcome.FAILED, f"the room {room_id:016x} is in use"))
             return
         room.request = request
         promised = room.ticket.prompt_len if room.ticket is not None else request.prompt_len
@@ -173,11 +179,13 @@ class RoomTable:
             elif room.deadline_s is not None and self._clock() >= room.deadline_s:
                 missing = "request" if room.state is RoomState.TICKETED else "ticket"
                 self._step(room, RoomEvent.FAILED, f"no {missing} came for the room in time")
+        self._let_go_of_settled()
         return progressed
 
     def next_deadline_s(self) -> float | None:
         """On the clock: when `turn` is due though nothing is said and nothing is in flight."""
         deadlines = [room.deadline_s for room in self._rooms.values() if room.deadline_s is not None]
+        deadlines += [due_s for due_s, _, _ in self._unsettled]
         return min(deadlines, default=None)
 
     def fail_all(self, reason: str) -> None:
@@ -193,11 +201,13 @@ class RoomTable:
         """
         rooms, now_s = list(self._rooms.values()), self._clock()
         due = [(room.request, room.end(now_s)) for room in rooms if room.request is not None]
+        due += [(request, end) for _, request, end in self._unsettled]
+        self._unsettled = []
         for room in rooms:
             room.request = None
             self._finish(room)
         for request, end in due:
-            _tell(request, end)
+            _tell(request.on_end, end)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -243,6 +253,7 @@ class RoomTable:
                 self._doubt(room.peer)
             self._step(room, RoomEvent.FAILED, str(error))
             progressed = True
+        room.unsettled = delta.unsettled
         self.bytes_moved_total += delta.bytes_moved - moved
         self.descriptors_total += delta.descriptors - descriptors
         if room.state is RoomState.WRITING and room.landed:
@@ -289,8 +300,11 @@ class RoomTable:
                 room.say_abort_ack()
             case RoomEffect.START_WRITES:
                 self._start_writes(room)
-            case RoomEffect.STOP_WRITES | RoomEffect.FAIL_REQUEST:
-                pass  # `_post` writes in WRITING only; `_finish` ends the request, after the last write
+            case RoomEffect.FAIL_REQUEST:
+                if room.request is not None:
+                    _tell(room.request.on_failed, room.end(self._clock()))
+            case RoomEffect.STOP_WRITES:
+                pass  # `_post` writes in WRITING only
 
     def _start_writes(self, room: PrefillRoom) -> None:
         assert room.ticket is not None
@@ -315,8 +329,21 @@ class RoomTable:
         if len(self._tombstones) > _MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
         self._drop_unused(peer)
-        if request is not None:
-            _tell(request, end)
+        if request is not None and room.unsettled:
+            due_s = max(room.write_until_s, self._clock()) + _UNSETTLED_S
+            self._unsettled.append((due_s, request, end))
+        elif request is not None:
+            _tell(request.on_end, end)
+
+    def _let_go_of_settled(self) -> None:
+        """What of failed writes was on its way has landed by now, or never will."""
+        if not self._unsettled:
+            return
+        now_s, kept = self._clock(), self._unsettled
+        self._unsettled = [entry for entry in kept if entry[0] > now_s]
+        for due_s, request, end in kept:
+            if due_s <= now_s:
+                _tell(request.on_end, end)
 
     def _reach(self, link: Link) -> None:
         """Raises PeerFailed where the transport does not."""
@@ -354,8 +381,8 @@ def _refuse(link: Link, room_id: Room, reason: str) -> None:
     link.send(handshake_pb2.HandshakeMessage(status=status))
 
 
-def _tell(request: Request, end: RoomEnd) -> None:
+def _tell(listener: Callable[[RoomEnd], None], end: RoomEnd) -> None:
     try:
-        request.on_end(end)
+        listener(end)
     except Exception:  # of the engine's making; the other rooms go on
         log.exception("kv_on_end_failed end=%s", end)

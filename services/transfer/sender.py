@@ -130,12 +130,14 @@ class KvSender:
         decode: RankId,
         on_end: Callable[[RoomEnd], None],
         ticket_timeout_s: float = 30.0,
+        on_failed: Callable[[RoomEnd], None] = lambda end: None,
     ) -> None:
         """The Prefill call came. `on_end` is called once, from the sender's thread.
 
-        After it no source page of the room is read any more; until then they must not be reused.
+        After it no source page of the room is read any more; until then they must not be reused. That a
+        transfer fails may be known before: `on_failed` tells.
         """
-        request = Request(prompt_len, decode, on_end, self.clock() + ticket_timeout_s)
+        request = Request(prompt_len, decode, on_end, self.clock() + ticket_timeout_s, on_failed)
         if not self._post(lambda rooms: rooms.open_room(room, request)):
             on_end(RoomEnd(Outcome.FAILED, "the rank's sender has stopped"))
 

@@ -7,6 +7,7 @@ import threading
 from services import rpc
 from services.kv.transfer_plan import runs_of
 from services.kv.types import Generation, KvLayout, KvTicket, PageId, RankAddress, RankId, Room
+from services.transfer.base import Unsettled
 from services.transfer.handshake_server import HandshakeService
 from services.transfer.links import PrefillLinks
 from services.transfer.local import LocalTransport
@@ -25,8 +26,11 @@ class GatedTransport(LocalTransport):
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
+        self.fails = False
 
     def write(self, peer, moves):
+        if self.fails:
+            raise Unsettled("the network is down")
         return GatedWrite(super().write(peer, moves), self.gate)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from services.errors import PeerFailed
 from services.kv.transfer_plan import runs_of
 from services.kv.types import Generation, KvLayout, KvTicket, PageId, PoolMemory, RankId, Room
+from services.transfer.base import Unsettled
 from services.transfer.hello import Hello
 from services.transfer.room import Request
 from services.transfer.rooms import RoomTable
@@ -24,6 +25,7 @@ class FakeWrite:
     moves: list
     done: bool = False
     failure: str = ""
+    unsettled: bool = False
     released: bool = False
 
     @property
@@ -33,7 +35,7 @@ class FakeWrite:
     def poll(self):
         assert not self.released
         if self.failure:
-            raise PeerFailed(self.failure)
+            raise (Unsettled if self.unsettled else PeerFailed)(self.failure)
         return self.done
 
     def release(self):
@@ -45,6 +47,7 @@ class FakeWrite:
 class FakeTransport:
     name: str = "fake"
     refuses: str = ""
+    fails_posts: type | None = None  # with which error, although pieces of it may be on their way
     writes: list = field(default_factory=list)
     peers: set = field(default_factory=set)
 
@@ -61,6 +64,8 @@ class FakeTransport:
     def write(self, peer, moves):
         if peer not in self.peers:
             raise PeerFailed(f"no peer {peer} is known")
+        if self.fails_posts is not None:
+            raise self.fails_posts("the post failed")
         self.writes.append(FakeWrite(list(moves)))
         return self.writes[-1]
 
@@ -84,7 +89,7 @@ class Rank:
         self.rooms = RoomTable(
             self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes, self.read_pages
         )
-        self.said, self.ends = [], []
+        self.said, self.ends, self.failed = [], [], []
         self.link_up(1)
 
     def read_pages(self, pages):
@@ -127,7 +132,11 @@ class Rank:
 
     def request(self, room=A, prompt_len=10, decode=DECODE, timeout_s=30.0):
         request = Request(
-            prompt_len, decode, lambda end: self.ends.append((room, end)), self.now_s + timeout_s
+            prompt_len,
+            decode,
+            lambda end: self.ends.append((room, end)),
+            self.now_s + timeout_s,
+            lambda end: self.failed.append((room, end)),
         )
         self.rooms.open_room(room, request)
 

@@ -68,6 +68,10 @@ MESSAGES = {
             page_digests=[0x1122334455667788, 0xFFEEDDCCBBAA9988],
         )
     ),
+    "status_unsettled": pb.HandshakeMessage(
+        status=pb.Status(room=TICKET.room, state=pb.Status.STATE_FAILED, reason="cut", unsettled=True)
+    ),
+    "abort_ack_unsettled": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room, unsettled=True)),
     "abort": pb.HandshakeMessage(abort=pb.Abort(room=TICKET.room)),
     "abort_ack": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room)),
     "renew": pb.HandshakeMessage(renew=pb.RenewLease(room=TICKET.room, write_until_s=1244.5)),

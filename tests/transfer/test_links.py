@@ -259,6 +259,50 @@ async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(news):
         await stopped
 
 
+@pytest.mark.parametrize("word", ["failed", "acknowledged"])
+async def test_pages_wait_for_the_fence_after_a_word_that_leaves_the_end_open(word):
+    """Also while the stream stands. The transfer itself has failed at once."""
+    link, now_s, sought = FakeLink(), 0.0, []
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, link, 10.0, lambda: now_s, sought.append)
+    if word == "acknowledged":
+        watch.abort()
+    watch.on_unsettled("cut")
+    with pytest.raises(PeerFailed, match="cut"):
+        await watch.landed()
+    watch.abort()
+    assert link.asked == [5] * (word == "acknowledged")  # there is nothing to ask any more
+    for now_s in (0.0, 10.0, 14.9, 15.0):
+        assert watch.is_over(fence_s=5.0) == (now_s == 15.0)
+    await watch.writer_stopped(fence_s=5.0)
+    assert sought == []
+
+
+async def test_a_word_that_comes_after_the_lease_has_the_fence_before_it_still():
+    now_s = 100.0
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+    watch.on_unsettled("cut")
+    for now_s in (104.9, 105.0):
+        assert watch.is_over(fence_s=5.0) == (now_s == 105.0)
+
+
+async def test_a_failed_write_whose_end_is_not_known_keeps_pages_on_both_sides(pair, prefill, link):
+    """The stream stands all the time."""
+    prefill.transport.fails = True
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=600.0)
+    ended = prefill.request(watch.room, 10, (1, 2, 3))
+    with pytest.raises(PeerFailed, match="failed: the network"):
+        await watch.landed()
+    prefill.transport.fails = False
+    other = pair.send_ticket(link, (4, 5, 6))
+    prefill.request(other.room, 10, (1, 2, 3))
+    await other.landed()  # the peer is reached anew
+    assert link.alive and not watch.is_over(fence_s=60.0) and not ended.done()
+    await asyncio.to_thread(prefill.sender.stop)
+    assert (await ended).outcome is Outcome.FAILED
+
+
 async def test_a_lease_is_early_on_the_writers_clock_never_late(pair, prefill, link):
     before_s = prefill.sender.clock()
     until_s = link.write_until_s(10.0)

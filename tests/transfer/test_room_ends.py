@@ -2,8 +2,10 @@
 
 import pytest
 
+from services.errors import PeerFailed
 from services.kv.types import Room
 from services.transfer import rooms as rooms_module
+from services.transfer.base import Unsettled
 from services.transfer.room import Outcome, Request
 from transfer.room_rank import DECODE, OTHER_DECODE, A, B, C, D, Rank
 
@@ -75,6 +77,77 @@ def test_a_failed_write_fails_the_room_when_the_others_are_over():
     rank.turn()
     assert rank.take_said() == ["failed"]
     assert (rank.last.status.reason, rank.outcome.error) == ("cut", "cut")
+
+
+def test_who_called_is_told_of_a_failure_at_once_and_of_the_end_when_the_writes_are_over():
+    rank = Rank(max_post_bytes=100)
+    rank.ticket()
+    rank.request()
+    rank.pages(0, 10)
+    rank.turn()
+    rank.transport.writes[0].failure = "cut"
+    rank.turn()
+    assert ([(room, end.error) for room, end in rank.failed], rank.ends) == ([(A, "cut")], [])
+    rank.transport.land()
+    rank.turn()
+    assert (len(rank.failed), rank.outcome.error) == (1, "cut")
+
+
+@pytest.mark.parametrize("error", [PeerFailed, Unsettled])
+@pytest.mark.parametrize("where", ["at the post", "on its way"])
+@pytest.mark.parametrize("word", ["failed", "ack"])
+def test_an_end_that_is_not_known_is_told_as_such(rank, error, where, word):
+    """Decode may lend its pages again at once or not; the source pages stay as long."""
+    rank.transport.fails_posts = error if where == "at the post" else None
+    rank.ticket(until_s=110.0)
+    rank.request()
+    rank.pages(0, 10)
+    rank.turn()
+    if where == "on its way":
+        if word == "ack":
+            rank.rooms.abort(1, A)
+        rank.transport.writes[0].failure = "cut"
+        rank.transport.writes[0].unsettled = error is Unsettled
+        rank.turn()
+    elif word == "ack":
+        rank.rooms.abort(1, A)
+    assert rank.take_said()[-1] == word
+    unsettled = error is Unsettled
+    assert (rank.last.status if word == "failed" else rank.last.abort_ack).unsettled == unsettled
+    assert [room for room, _ in rank.failed] == [A]
+    assert (len(rank.ends), rank.rooms.open_rooms) == (0 if unsettled else 1, 0)
+    if unsettled:
+        assert rank.rooms.next_deadline_s() == 115.0
+        rank.now_s = 114.9
+        rank.turn()
+        assert rank.ends == []
+        rank.now_s = 115.0
+        rank.turn()
+    assert rank.outcome.error
+    assert rank.rooms.next_deadline_s() is None
+
+
+def test_that_an_end_is_not_known_is_told_again_to_who_asks_again(rank):
+    """The word before went with its stream, perhaps."""
+    failing = write(rank, A)
+    failing.failure, failing.unsettled = "connection reset", True
+    rank.turn()
+    rank.rooms.link_lost(1)
+    rank.link_up(2)
+    rank.rooms.abort(2, A)
+    assert rank.said[-1] == (2, "ack") and rank.last.abort_ack.unsettled
+
+
+def test_giving_everything_up_lets_go_of_unsettled_pages_too(rank):
+    failing = write(rank, A)
+    failing.failure, failing.unsettled = "connection reset", True
+    rank.turn()
+    assert rank.ends == []
+    rank.rooms.give_up_all()
+    assert rank.outcome.error == "connection reset"
+    rank.now_s = 1000.0
+    rank.turn()
+    assert len(rank.ends) == 1
 
 
 def test_nothing_is_posted_at_or_past_the_end_of_the_lease(rank):

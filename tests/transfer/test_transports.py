@@ -15,6 +15,7 @@ import pytest
 import services
 from services.errors import ConfigError, PeerFailed, ProtocolError
 from services.kv.transfer_plan import PageMove
+from services.transfer.base import Unsettled
 from services.transfer.choose import open_transport
 
 NUM_PAGES, PAGE_BYTES = 2500, 512
@@ -167,9 +168,10 @@ def test_a_killed_peer_fails_the_write(transport, target):
     finish(transport.write(peer, [PageMove(0, 0, 1)]))
     target.kill()
 
-    with pytest.raises(PeerFailed):
+    with pytest.raises(PeerFailed) as failure:
         finish(transport.write(peer, [PageMove(0, 0, 16)]))
 
+    assert isinstance(failure.value, Unsettled) == (transport.name == "nixl")
     transport.remove_peer(peer)
 
 

@@ -94,12 +94,15 @@ class PagedPrefillEngine(PagedEngine):
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[RoomEnd] = loop.create_future()
 
-        def on_end(end: RoomEnd) -> None:  # on the sender's thread
+        def on_failed(end: RoomEnd) -> None:  # on the sender's thread, as on_end
+            loop.call_soon_threadsafe(_set_result, ended, end)
+
+        def on_end(end: RoomEnd) -> None:
             self.post(RoomEnded(seq))
             loop.call_soon_threadsafe(_set_result, ended, end)
 
         prompt_len = len(seq.request.all_ids)  # `ids` are the engine thread's by now
-        self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end)
+        self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
         return ended
 
     def _route(self, seq: Sequence, event: Event | Failed) -> None:

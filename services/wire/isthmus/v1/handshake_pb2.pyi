@@ -217,7 +217,7 @@ class RenewLease(_message.Message):
     def __init__(self, room: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests")
+    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests", "unsettled")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Status.State]
@@ -240,6 +240,7 @@ class Status(_message.Message):
     HIT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     PAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     room: int
     state: Status.State
     reason: str
@@ -248,7 +249,8 @@ class Status(_message.Message):
     hit: HitKind
     descriptors: int
     page_digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    unsettled: bool
+    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ..., unsettled: _Optional[bool] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("room", "generation")
@@ -259,9 +261,11 @@ class Abort(_message.Message):
     def __init__(self, room: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AbortAck(_message.Message):
-    __slots__ = ("room", "generation")
+    __slots__ = ("room", "generation", "unsettled")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     room: int
     generation: int
-    def __init__(self, room: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    unsettled: bool
+    def __init__(self, room: _Optional[int] = ..., generation: _Optional[int] = ..., unsettled: _Optional[bool] = ...) -> None: ...
