@@ -26,7 +26,7 @@ class DeltaWrite:
         self._first, self._next, self._end = delta.start, delta.start, delta.stop
         self._targets = pages_of(ticket.runs)
         self._sources = sources
-        self._posted: list[Write] = []
+        self._posted: list[tuple[Write, float]] = []  # and when
         self.unsettled = False  # a write has failed, and bytes of it may land still
         self.bytes_moved = 0  # of the writes that have landed
         self.descriptors = 0
@@ -45,14 +45,19 @@ class DeltaWrite:
         """Every page of the delta has landed."""
         return self._next == self._end and not self._posted
 
-    def post(self, transport: Transport, peer: PeerName, max_pages: int) -> None:
+    @property
+    def oldest_post_s(self) -> float | None:
+        """When the oldest write in flight was posted; None: there is none."""
+        return self._posted[0][1] if self._posted else None
+
+    def post(self, transport: Transport, peer: PeerName, max_pages: int, now_s: float) -> None:
         """Post the next pages, where `can_post`. Raises as Transport.write; they are not posted again."""
         first = self._next
         self._next = min(first + max_pages, len(self._sources), self._end)
         targets = self._targets[first - self._first : self._next - self._first]
         moves = merge_moves(self._sources[first : self._next], targets)
         with self._noting_unsettled():
-            self._posted.append(transport.write(peer, moves))
+            self._posted.append((transport.write(peer, moves), now_s))
         self.descriptors += len(moves)
 
     def poll(self) -> bool:
@@ -63,17 +68,17 @@ class DeltaWrite:
         """
         before = len(self._posted)
         with self._noting_unsettled():
-            for write in tuple(self._posted):
-                self._poll(write)
+            for post in tuple(self._posted):
+                self._poll(post)
         return len(self._posted) < before
 
-    def _poll(self, write: Write) -> None:
-        landed = True
+    def _poll(self, post: tuple[Write, float]) -> None:
+        write, landed = post[0], True
         try:
             landed = write.poll()
         finally:  # landed or failed
             if landed:
-                self._posted.remove(write)
+                self._posted.remove(post)
                 write.release()
         if landed:
             self.bytes_moved += write.size_bytes

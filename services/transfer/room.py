@@ -89,6 +89,8 @@ class PrefillRoom:
     unsettled: bool = False  # bytes of a failed write may land still, also when the room is over
     digests: DeltaDigests | None = None  # where its ticket wants them
     began_s: float = 0.0
+    late_s: float | None = None  # since when a write of it takes too long
+    given_up: bool = False  # it has taken longer still
     outcome: Outcome | None = None
     reason: str = ""
 

@@ -4,7 +4,8 @@ One thread calls everything here. A room's states are drawn in services/kv/hands
 shell that performs the table's effects. What it adds to them:
 
     pages_ready ----> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
-                                          |
+                                          |     a write that does not end fails its room, which ends when the
+                                          |     write does, or is given up
     ENDED, ABANDONED <--------------------+--> on_failed(RoomEnd), as soon as that is known
       (kept as tombstones, a bounded      +--> on_end(RoomEnd), once: no source page is read any more; after
        number, so that a late ticket           an unsettled write no sooner than decode lends its pages again
@@ -25,6 +26,7 @@ from services.transfer.base import PeerName, Transport
 from services.transfer.delta_digests import DeltaDigests
 from services.transfer.delta_write import DeltaWrite
 from services.transfer.hello import Hello
+from services.transfer.peers import Peers
 from services.transfer.room import Link, Outcome, PrefillRoom, Request, RoomEnd, Send
 from services.wire.isthmus.v1 import handshake_pb2
 
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 
 _MAX_TOMBSTONES = 4096
 _UNSETTLED_S = 5.0  # after lease and last word, for what of a failed write is on its way still
+# A write is late when it has not ended in `max_post_s` and none to its rank has landed for as long, for on a
+# slow path many rooms wait for each other; and in any case after so many times that. Its request fails then;
+# its pages wait for its end for so many times that again: no path that KV goes over is slower.
+_MAX_LATENESS = 10
 _DIGEST_PIECE_BYTES = 4 * 2**20  # about a millisecond, in which no other room's pages are posted
 _OVER = (RoomState.ENDED, RoomState.ABANDONED)
 _STOPPING = (RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL)
@@ -47,6 +53,7 @@ class RoomTable:
         clock: Callable[[], float],
         max_post_bytes: int,
         read_pages: ReadPages,
+        max_post_s: float = 30.0,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -55,8 +62,9 @@ class RoomTable:
         self._max_pages = max(1, max_post_bytes // layout.page_bytes)
         self._max_digests = max(1, _DIGEST_PIECE_BYTES // layout.page_bytes)
         self._read_pages = read_pages
+        self._max_post_s = max_post_s
         self._links: dict[int, Link] = {}
-        self._doubted: set[PeerName] = set()  # a write to it has failed, and other rooms still write
+        self._peers = Peers(transport, self._links)
         self._rooms: dict[Room, PrefillRoom] = {}
         self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
         self._unsettled: list[
@@ -72,7 +80,8 @@ class RoomTable:
 
     @property
     def writes_in_flight(self) -> int:
-        return sum(room.delta.writes_in_flight for room in self._rooms.values() if room.delta is not None)
+        deltas = [room.delta for room in self._rooms.values() if room.delta is not None]
+        return sum(delta.writes_in_flight for delta in deltas) + self._peers.stuck_writes
 
     @property
     def open_rooms(self) -> int:
@@ -83,7 +92,7 @@ class RoomTable:
     def link_up(self, link_id: int, hello: Hello, send: Send) -> None:
         link = self._links[link_id] = Link(hello.rank, hello.memory, send, hello.agent_metadata)
         try:
-            self._reach(link)
+            self._peers.reach(link)
         except PeerFailed as error:  # its tickets are told
             log.warning("kv_peer_unreachable decode=%s reason=%r", hello.rank, str(error))
 
@@ -180,6 +189,8 @@ class RoomTable:
                 missing = "request" if room.state is RoomState.TICKETED else "ticket"
                 self._step(room, RoomEvent.FAILED, f"no {missing} came for the room in time")
         self._let_go_of_settled()
+        for peer in self._peers.poll_stuck():
+            self._drop_unused(peer)
         return progressed
 
     def next_deadline_s(self) -> float | None:
@@ -206,6 +217,7 @@ class RoomTable:
         for room in rooms:
             room.request = None
             self._finish(room)
+        self._peers.let_go_of_stuck()
         for request, end in due:
             _tell(request.on_end, end)
 
@@ -223,7 +235,7 @@ class RoomTable:
     def _first_ticket(self, room: PrefillRoom, link: Link, ticket: KvTicket) -> None:
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
-            self._reach(link)
+            self._peers.reach(link)
             check_ticket(ticket, prompt_len, self._layout, link.memory, self._own_id.generation)
         except StartsWithinPage as late:
             room.link, room.earlier_start = link, late.start
@@ -247,20 +259,54 @@ class RoomTable:
     def _advance(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
         moved, descriptors = delta.bytes_moved, delta.descriptors
         try:
-            progressed = delta.poll() | self._post(room, delta) | self._digest(room)
+            progressed = self._poll(room, delta) | self._post(room, delta) | self._digest(room)
+            self._check_late(room, delta)
         except IsthmusError as error:
             if isinstance(error, PeerFailed):
-                self._doubt(room.peer)
+                assert room.peer is not None
+                self._peers.doubt(room.peer)
             self._step(room, RoomEvent.FAILED, str(error))
             progressed = True
+        if delta.writes_in_flight and self._is_hopeless(room):
+            self._give_up(room, delta)
         room.unsettled = delta.unsettled
         self.bytes_moved_total += delta.bytes_moved - moved
         self.descriptors_total += delta.descriptors - descriptors
         if room.state is RoomState.WRITING and room.landed:
             self._step(room, RoomEvent.LANDED)
-        elif room.state in _STOPPING and delta.writes_in_flight == 0:
+        elif room.state in _STOPPING and (delta.writes_in_flight == 0 or room.given_up):
             self._step(room, RoomEvent.WRITES_STOPPED)
         return progressed
+
+    def _poll(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
+        landed = delta.poll()
+        if landed:
+            assert room.peer is not None
+            self._peers.note_landed(room.peer, self._clock())
+        return landed
+
+    def _check_late(self, room: PrefillRoom, delta: DeltaWrite) -> None:
+        """Raises PeerFailed, once, where a write takes too long. Its end is then waited for all the same."""
+        posted_s, now_s = delta.oldest_post_s, self._clock()
+        if posted_s is None or room.late_s is not None:
+            return
+        assert room.peer is not None
+        quiet_s = now_s - max(posted_s, self._peers.last_landed_s(room.peer))
+        if quiet_s >= self._max_post_s or now_s - posted_s >= _MAX_LATENESS * self._max_post_s:
+            room.late_s = now_s
+            log.warning("kv_write_late room=%016x decode=%s", room.id, room.decode)
+            raise PeerFailed(f"a write has not ended in {now_s - posted_s:.0f} s")
+
+    def _is_hopeless(self, room: PrefillRoom) -> bool:
+        late_s = room.late_s
+        return late_s is not None and self._clock() >= late_s + _MAX_LATENESS * self._max_post_s
+
+    def _give_up(self, room: PrefillRoom, delta: DeltaWrite) -> None:
+        """Say the room's last word although a write of it is under way."""
+        assert room.peer is not None
+        log.warning("kv_write_given_up room=%016x decode=%s", room.id, room.decode)
+        room.given_up = delta.unsettled = True
+        self._peers.keep_stuck(room.peer, delta)
 
     def _post(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
         if room.state is not RoomState.WRITING or not delta.can_post:
@@ -268,7 +314,7 @@ class RoomTable:
         assert room.peer is not None
         if self._clock() >= room.write_until_s:
             raise Aborted("the write lease is over")
-        delta.post(self._transport, room.peer, self._max_pages)
+        delta.post(self._transport, room.peer, self._max_pages, self._clock())
         return True
 
     def _digest(self, room: PrefillRoom) -> bool:
@@ -345,34 +391,9 @@ class RoomTable:
             if due_s <= now_s:
                 _tell(request.on_end, end)
 
-    def _reach(self, link: Link) -> None:
-        """Raises PeerFailed where the transport does not."""
-        if link.peer is None:
-            peer = self._transport.add_peer(link.agent_metadata, link.memory)
-            if peer in self._doubted:
-                raise PeerFailed("a write to this rank has failed, and others have not ended yet")
-            link.peer = peer
-
-    def _doubt(self, peer: PeerName | None) -> None:
-        """A write to it has failed: its connection may be broken for good, while its stream to us is not. So
-        it is reached anew once no room uses the old one, and until then takes no more tickets."""
-        assert peer is not None
-        self._doubted.add(peer)
-        for link in self._links.values():
-            if link.peer == peer:
-                link.peer = None
-
     def _drop_unused(self, peer: PeerName | None) -> None:
-        """Forget a peer that no link and no room needs."""
-        if peer is None or any(link.peer == peer for link in self._links.values()):
-            return
-        if any(room.peer == peer for room in self._rooms.values()):
-            return
-        self._doubted.discard(peer)
-        try:
-            self._transport.remove_peer(peer)
-        except PeerFailed as error:
-            log.warning("kv_peer_kept peer=%s reason=%r", peer, str(error))
+        if peer is not None:
+            self._peers.drop_unused(peer, self._rooms.values())
 
 
 def _refuse(link: Link, room_id: Room, reason: str) -> None:

@@ -45,15 +45,20 @@ class KvSender:
         read_pages: ReadPages,
         clock: Callable[[], float] = time.monotonic,
         max_post_bytes: int = 64 * 2**20,
+        max_post_s: float = 30.0,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """`on_crash` is called from the thread when a bug of ours ends it: nothing can be sent any more."""
+        """A post may take `max_post_s`, or longer while others to its decode rank land.
+
+        `on_crash` is called from the thread when a bug of ours ends it: nothing can be sent any more.
+        """
         self._open_transport = open_transport
         self._memory = memory
         self._layout = layout
         self._own_id = own_id
         self.clock = clock
         self._max_post_bytes = max_post_bytes
+        self._max_post_s = max_post_s
         self._read_pages = read_pages
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
@@ -180,7 +185,13 @@ class KvSender:
             transport.register(self._memory, self._layout.page_bytes)
             self._hello = self._make_hello(transport)
             self._rooms = RoomTable(
-                transport, self._layout, self._own_id, self.clock, self._max_post_bytes, self._read_pages
+                transport,
+                self._layout,
+                self._own_id,
+                self.clock,
+                self._max_post_bytes,
+                self._read_pages,
+                self._max_post_s,
             )
             self._stopped = False
         except BaseException as error:

@@ -12,7 +12,7 @@ from services.engine.paged.decode import Lease
 from services.errors import PeerFailed
 from services.transfer import rooms as rooms_module
 from services.transfer.base import Unsettled
-from services.transfer.local import LocalTransport
+from services.transfer.local import LocalTransport, _LandedWrite
 
 PROMPT = range(100, 140)  # ten pages
 OTHERS = [range(first, first + 24) for first in range(300, 500, 30)]
@@ -89,5 +89,27 @@ async def test_everything_comes_back_by_itself_on_both_ranks(late, monkeypatch):
     async with pair_with(Lease(write_lease_s=0.3, fence_margin_s=0.1)) as pair:
         with pytest.raises(PeerFailed, match="connection reset"):
             await pair.generate(PROMPT)
+        await pair.assert_nothing_held()
+        assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)
+
+
+async def test_a_write_that_does_not_end_fails_its_request_and_keeps_its_pages(monkeypatch, caplog):
+    """The request may go elsewhere at once; the pages wait for the write, and no fence ends that."""
+    monkeypatch.setattr(_LandedWrite, "poll", lambda write: False)
+    settings = replace(FAKE, lease=Lease(write_lease_s=0.3, fence_margin_s=0.1))
+    async with Pair(settings) as pair:
+        rooms = pair.prefill.sender._table
+        rooms._max_post_s = 1.0
+        with pytest.raises(PeerFailed, match="a write has not ended in 1 s"):
+            await pair.generate(PROMPT)
+        rooms._max_post_s = 1000.0  # or it would be given up
+        (quarantine,) = pair.decode._quarantines
+        async with asyncio.timeout(20):
+            while "kv_abort_unanswered" not in caplog.text:  # lease and margin are over
+                await asyncio.sleep(0.01)
+        assert not quarantine.done() and (await pair.decode.books()).quarantined >= 10
+        with pytest.raises(PeerFailed, match="others have not ended yet"):
+            await pair.generate(PROMPT)
+        monkeypatch.undo()
         await pair.assert_nothing_held()
         assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)

@@ -82,9 +82,9 @@ def page_of(page):
 class Rank:
     """A prefill rank with one link to DECODE."""
 
-    def __init__(self, max_post_bytes=1 << 20, **transport):
+    def __init__(self, max_post_bytes=1 << 20, network=None, **transport):
         self.now_s = 100.0
-        self.transport = FakeTransport(**transport)
+        self.transport = network or FakeTransport(**transport)
         self.read = []
         self.rooms = RoomTable(
             self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes, self.read_pages

@@ -314,6 +314,89 @@ def test_a_peer_in_doubt_is_kept_for_those_that_write_to_it_still(rank):
     assert rank.transport.peers == {str(DECODE)}
 
 
+def test_a_write_that_does_not_end_fails_its_request_and_keeps_the_pages(rank):
+    """Nothing is said to decode, for which it would be the last word."""
+    stuck = write(rank, A)
+    rank.now_s = 129.9
+    rank.turn()
+    assert (rank.failed, rank.take_said()) == ([], ["accepted"])
+    rank.now_s = 130.0
+    rank.turn()
+    assert [(room, end.outcome, end.error) for room, end in rank.failed] == [
+        (A, Outcome.FAILED, "a write has not ended in 30 s")
+    ]
+    rank.rooms.abort(1, A)
+    rank.ticket(B)  # the connection is in doubt
+    rank.turn()
+    assert (rank.take_said(), rank.ends) == (["refused"], [])
+    stuck.done = True
+    rank.turn()
+    assert (rank.take_said(), rank.last.abort_ack.unsettled) == (["ack"], False)
+    assert [room for room, _ in rank.ends] == [A]
+    rank.ticket(C)
+    assert rank.take_said() == ["accepted"]
+
+
+def test_an_aborted_write_that_does_not_end_puts_its_connection_in_doubt_too(rank):
+    write(rank, A)
+    rank.rooms.abort(1, A)
+    rank.now_s = 130.0
+    rank.turn()
+    rank.ticket(B)
+    assert rank.take_said() == ["accepted", "refused"]
+
+
+def test_on_a_slow_path_no_write_is_late_while_others_land_until_it_must_be(rank):
+    write(rank, A)
+    rank.rooms.renew(1, A, 1000.0)
+    for room in range(20, 34):
+        rank.now_s += 20.0
+        rank.ticket(Room(room), until_s=1000.0)
+        rank.request(Room(room))
+        rank.pages(0, 10, Room(room))
+        rank.turn()
+        rank.transport.writes[-1].done = True
+        rank.turn()
+    assert (rank.now_s, rank.failed) == (380.0, [])
+    rank.now_s = 400.0
+    rank.turn()
+    assert [room for room, _ in rank.failed] == [A]
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+@pytest.mark.parametrize("end", ["lands", "fails", "never"])
+def test_a_write_that_goes_on_not_ending_is_given_up(rank, aborted, end):
+    """Its connection is not, before it ends."""
+    stuck = write(rank, A)
+    rank.now_s = 130.0
+    rank.turn()
+    if aborted:
+        rank.rooms.abort(1, A)
+    rank.take_said()
+    rank.now_s = 429.9
+    rank.turn()
+    assert (rank.take_said(), rank.ends) == ([], [])
+    rank.now_s = 430.0
+    rank.turn()
+    assert rank.take_said() == ["ack" if aborted else "failed"]
+    assert (rank.last.abort_ack if aborted else rank.last.status).unsettled
+    assert (rank.rooms.open_rooms, rank.rooms.writes_in_flight, rank.ends) == (0, 1, [])
+    rank.now_s = 435.0
+    rank.turn()
+    assert [room for room, _ in rank.ends] == [A]
+    rank.ticket(B, until_s=500.0)
+    assert rank.take_said() == ["refused"]
+    if end == "never":
+        rank.rooms.give_up_all()
+        assert rank.rooms.writes_in_flight == 0 and len(rank.ends) == 1
+        return
+    stuck.done, stuck.failure = end == "lands", "cut" if end == "fails" else ""
+    rank.turn()
+    assert (rank.rooms.writes_in_flight, rank.transport.peers) == (0, set())
+    rank.ticket(C, until_s=500.0)
+    assert rank.take_said() == ["accepted"]
+
+
 def test_an_unreachable_peer_is_tried_again_at_the_next_ticket():
     rank = Rank(refuses="no route")
     rank.ticket()
