@@ -145,7 +145,7 @@ class Delta:
         delta = DeltaWrite(ticket, PAGE_SIZE, self.sources)
         while not delta.landed:
             if delta.can_post:
-                delta.post(transport, peer, MAX_POST_BYTES // page_bytes)
+                delta.post(transport, peer, MAX_POST_BYTES // page_bytes, time.monotonic())
             delta.poll()
         return delta.descriptors
 
