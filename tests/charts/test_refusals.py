@@ -217,6 +217,39 @@ def test_a_single_member_needs_no_other_s_url(chart_copy):
     render(merged(one, TLS), chart_copy)
 
 
+def disk(**persistence):
+    return {"etcd": {"replicas": 1, "persistence": persistence}}
+
+
+@pytest.mark.parametrize(
+    ("now", "same"),
+    [("8Gi", "8192Mi"), ("512Mi", "0.5Gi"), ("1000M", "1G"), ("64Gi", "64Gi"), ("2Ti", "2048Gi")],
+)
+def test_a_size_that_is_only_written_in_another_way_is_the_same(now, same, chart_copy):
+    running(chart_copy, merged(LEAST, disk(size=now)))
+    render(merged(LEAST, disk(size=same)), chart_copy)
+    assert f"etcd.persistence.size is 3T, and the volumes of isthmus-etcd were made with {now}" in refused(
+        disk(size="3T"), chart_copy
+    )
+
+
+def test_volumes_are_what_they_were_made(chart_copy):
+    """Kubernetes refuses another template of them when the upgrade is half done."""
+    running(chart_copy, merged(LEAST, disk(size="8Gi")))
+    render(merged(LEAST, disk(size="8Gi")), chart_copy)
+    said = refused(disk(size="16Gi"), chart_copy)
+    assert "kubectl delete statefulset isthmus-etcd --cascade=orphan" in said
+    assert "each claim data-isthmus-etcd-0 and so on to 16Gi" in said
+    assert 'etcd.persistence.storageClassName is "ssd"' in refused(disk(storageClassName="ssd"), chart_copy)
+    assert "isthmus-etcd was installed with volumes" in refused(disk(enabled=False), chart_copy)
+
+
+def test_an_etcd_without_volumes_gets_none_later(chart_copy):
+    running(chart_copy, merged(LEAST, disk(enabled=False)))
+    render(merged(LEAST, disk(enabled=False)), chart_copy)
+    assert "isthmus-etcd was installed without volumes" in refused(disk(enabled=True), chart_copy)
+
+
 def test_the_volumes_of_an_earlier_release_fit_as_many_members(chart_copy):
     """helm uninstall leaves them."""
     found(chart_copy, CLAIM, "lt $member 3")
