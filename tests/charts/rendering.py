@@ -36,11 +36,13 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def render(values: dict[str, Any], chart: Path = CHART, release: str = RELEASE) -> "Objects":
+def render(
+    values: dict[str, Any], chart: Path = CHART, release: str = RELEASE, namespace: str = NAMESPACE
+) -> "Objects":
     """Raises HelmError when the schema or a template refuses the values."""
     with helm_python.Chart.load(chart) as loaded:
         loaded.validate_schema(values)
-        texts = loaded.render(values, name=release, namespace=NAMESPACE)
+        texts = loaded.render(values, name=release, namespace=namespace)
     notes = texts.pop("isthmus/templates/NOTES.txt")
     objects = [found for text in texts.values() for found in yaml.safe_load_all(text) if found]
     return Objects(objects, notes, release)

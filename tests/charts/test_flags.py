@@ -4,6 +4,7 @@ import pytest
 
 from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
 from services.engine.sglang.settings import SglangSettings
+from services.index.keys import check_name
 from services.kv.types import Role
 
 NAMES = ("least", *SAMPLES)
@@ -62,10 +63,15 @@ def test_engines_accept_their_settings(name, role, tmp_path):
 def test_releases_are_clusters_of_their_own():
     """They may share an etcd, where two of one name would register the same ranks, and a Prometheus."""
     for component in OURS:
-        assert render(LEAST).config(component).cluster == "llm-isthmus"
-        assert render(LEAST, release="isthmus-b").config(component).cluster == "llm-isthmus-b"
+        assert render(LEAST).config(component).cluster == "llm.isthmus"
+        assert render(LEAST, release="isthmus-b").config(component).cluster == "llm.isthmus-b"
         assert render(merged(LEAST, {"flags": {"cluster": "c"}})).config(component).cluster == "c"
-    assert "--cluster=llm-isthmus" in render(LEAST).notes
+    names = [
+        render(LEAST, release=release, namespace=namespace).config("router").cluster
+        for namespace, release in (("a-isthmus", "isthmus-b"), ("a", "isthmus-isthmus-b"))
+    ]
+    assert [check_name("cluster", name) for name in names] == ["a-isthmus.isthmus-b", "a.isthmus-isthmus-b"]
+    assert "--cluster=llm.isthmus" in render(LEAST).notes
 
 
 @pytest.mark.parametrize("name", NAMES)

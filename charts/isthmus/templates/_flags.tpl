@@ -44,9 +44,9 @@
 {{- include "isthmus.flags" (mergeOverwrite (deepCopy $values.flags) .values.flags .own $set) -}}
 {{- end -}}
 
-{{/* Releases that share an etcd, or a Prometheus, are told apart by it. */}}
+{{/* Releases that share an etcd, or a Prometheus, are told apart by it. No namespace has a dot; with a dash c in a-b and b-c in a were one. */}}
 {{- define "isthmus.cluster" -}}
-{{- index .Values.flags "cluster" | default (printf "%s-%s" .Release.Namespace .Release.Name) -}}
+{{- index .Values.flags "cluster" | default (printf "%s.%s" .Release.Namespace .Release.Name) -}}
 {{- end -}}
 
 {{- define "isthmus.etcdEndpoints" -}}
