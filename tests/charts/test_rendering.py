@@ -123,6 +123,20 @@ def test_notes_tell_whom_etcd_s_certificate_names():
         assert "made out to" not in render(values).notes
 
 
+def test_the_way_with_a_hugging_face_cache_works():
+    """What deployment.md shows: a snapshot's links stay within what is mounted."""
+    page = (CHART.parents[1] / "docs" / "deployment.md").read_text()
+    (shown,) = re.findall(r"^```\n(model:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    objects = render(yaml.safe_load(shown))
+    config, pod = objects.config("decode"), objects.pods()["decode"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "model"]
+    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "model"]
+    assert volume["hostPath"]["path"] == "/srv/huggingface/hub"
+    assert Path(config.model).is_relative_to(Path(mount["mountPath"]))
+    assert Path(config.model).parents[1].parent == Path(mount["mountPath"])  # where ../../blobs lies
+    assert config.served_name == "Qwen3-8B"
+
+
 def test_pins_agree_with_those_of_the_services():
     repository = CHART.parents[1]
 
