@@ -35,7 +35,7 @@ class RankConfig(ClusterConfig):
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
     advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
     restart_timeout_s: float | None = setting(
-        None, "seconds until /live fails when a rank that stood does not stand again; default: never"
+        None, "seconds in which a rank that had started must have started again, or /live fails; default: any"
     )
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
     engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
