@@ -33,7 +33,7 @@
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
 {{- end -}}
 {{- if eq $worker.engine "sglang" -}}
-{{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" -}}
+{{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" -}}
 {{- if hasKey $worker.flags . -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}
