@@ -3,10 +3,12 @@
 import asyncio
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from services.engine.sglang import process as process_module
+from services.engine.sglang import shared_memory
 from services.engine.sglang.process import SglangProcess
 
 WITHIN_S = 60.0
@@ -57,14 +59,26 @@ time.sleep(600)
 """
 
 
-async def test_what_was_killed_leaves_no_shared_memory(start, monkeypatch, tmp_path):
-    """Of SGLang's processes that do not heed SIGTERM; other workers' segments stay."""
-    monkeypatch.setattr(process_module, "_SHARED_MEMORY", tmp_path)
-    others = tmp_path / f"sgl_shm_mq_{os.getpid()}_0badcafe"
-    others.touch()
-    process = await start(_WITH_A_CHILD.format(child=_WITH_A_SEGMENT.format(folder=tmp_path)))
+@pytest.fixture
+def shm(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr(shared_memory, "_FOLDER", Path(folder))
+        yield Path(folder)
+
+
+@pytest.fixture
+async def with_a_segment(start, shm):
+    """A process whose child has made one."""
+    process = await start(_WITH_A_CHILD.format(child=_WITH_A_SEGMENT.format(folder=shm)))
     async with asyncio.timeout(WITHIN_S):
-        while len(list(tmp_path.iterdir())) < 2:
+        while not list(shm.iterdir()):
             await asyncio.sleep(0.01)
-    await process.stop(in_order=False)
-    assert list(tmp_path.iterdir()) == [others]
+    return process
+
+
+async def test_what_was_killed_leaves_no_shared_memory(with_a_segment, shm):
+    """Of SGLang's processes that do not heed SIGTERM; other workers' segments stay."""
+    others = shm / f"sgl_shm_mq_{os.getpid()}_0badcafe"
+    others.touch()
+    await with_a_segment.stop(in_order=False)
+    assert list(shm.iterdir()) == [others]

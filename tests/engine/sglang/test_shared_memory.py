@@ -1,0 +1,106 @@
+"""What SGLang's processes left in shared memory goes once nobody can need it, and nothing else goes."""
+
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from services.engine.sglang import shared_memory
+from services.engine.sglang.shared_memory import remove_of
+
+DEAD = 2**22 + 1  # above the most that Linux gives
+HOUR_S = 3600.0
+HERE = os.getpid()
+HANDED_OVER = f"sgl_shm_mm_{DEAD}_0badcafe"
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        monkeypatch.setattr(shared_memory, "_FOLDER", Path(made))
+        yield Path(made)
+
+
+def make(folder, name, age_s=0.0):
+    path = folder / name
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    made_s = time.time() - age_s
+    os.utime(path, (made_s, made_s))
+    return path
+
+
+def test_of_processes_that_have_ended_only_what_they_made_goes(folder):
+    born_s = time.time() - 100.0
+    theirs, before_them = make(folder, f"sgl_shm_mm_{DEAD}_1"), make(folder, f"sgl_shm_mm_{DEAD}_2", HOUR_S)
+    held, others = make(folder, f"sgl_shm_mq_{DEAD}_3"), make(folder, f"sgl_shm_mq_{HERE}_4")
+    with held.open("r+b"):
+        remove_of({DEAD: born_s})
+    assert set(folder.iterdir()) == {before_them, held, others}
+    assert not theirs.exists()
+
+
+def remove_all():
+    remove_of({DEAD: 0.0})
+
+
+def test_another_users_stays(folder, monkeypatch):
+    make(folder, HANDED_OVER, HOUR_S)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    remove_all()
+    assert list(folder.iterdir())
+
+
+def test_one_that_may_not_be_removed_keeps_no_other(folder, monkeypatch):
+    """The folder is sticky."""
+    removed, really = [], Path.unlink
+    make(folder, f"sgl_shm_mq_{DEAD}_1")
+    make(folder, f"sgl_shm_mq_{DEAD}_2")
+
+    def unlink(path):
+        removed.append(path)
+        if len(removed) == 1:
+            raise PermissionError(errno.EPERM, "not permitted", str(path))
+        really(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    remove_of({DEAD: 0.0})
+    assert list(folder.iterdir()) == removed[:1] and len(removed) == 2
+
+
+def test_what_is_no_file_stays_and_keeps_nobody_waiting(folder):
+    os.mkfifo(folder / f"sgl_shm_mq_{DEAD}_1")
+    (folder / f"sgl_shm_mq_{DEAD}_2").mkdir()
+    (folder / f"sgl_shm_mq_{DEAD}_3").symlink_to(make(folder, "else"))
+    remove_all()
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_where_the_kernel_grants_no_lease_all_stay(folder, monkeypatch):
+    make(folder, HANDED_OVER, HOUR_S)
+
+    def refuse(descriptor, command, argument):
+        raise OSError(errno.EINVAL, "no leases here")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    remove_all()
+    assert list(folder.iterdir())
+
+
+def test_who_opens_one_that_is_looked_at_does_not_end_us(folder):
+    path, told = make(folder, HANDED_OVER), []
+    before = signal.signal(signal.SIGURG, lambda number, frame: told.append(number))
+    looking = os.open(path, os.O_RDONLY)
+    try:
+        shared_memory._take_lease(looking)
+        with pytest.raises(BlockingIOError):
+            os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        assert told == [signal.SIGURG]  # which is ignored where nobody handles it, and SIGIO is not
+    finally:
+        os.close(looking)
+        signal.signal(signal.SIGURG, before)
