@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
+from services.engine.sglang import process as process_module
 from services.engine.sglang import shared_memory
 from services.engine.sglang.process import SglangProcess
 
@@ -82,3 +85,17 @@ async def test_what_was_killed_leaves_no_shared_memory(with_a_segment, shm):
     others.touch()
     await with_a_segment.stop(in_order=False)
     assert list(shm.iterdir()) == [others]
+
+
+async def test_what_ended_by_itself_leaves_no_shared_memory_and_no_process(with_a_segment, shm):
+    with_a_segment.note_tree()
+    os.kill(with_a_segment._process.pid, signal.SIGKILL)
+    async with asyncio.timeout(WITHIN_S):
+        while with_a_segment.exit_code is None:
+            await asyncio.sleep(0.01)
+    (segment,) = shm.iterdir()
+    child = psutil.Process(int(segment.name.split("_")[-2]))
+    assert process_module._alive(child)  # and found by nobody who looks for children
+    await with_a_segment.stop(in_order=False)
+    assert not process_module._alive(child)
+    assert not list(shm.iterdir())

@@ -85,6 +85,8 @@ class HealthySglang:
 
     async def stop(self, in_order=True): ...
 
+    def note_tree(self): ...
+
     async def healthy(self):
         return True
 

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.engine.sglang import shared_memory
+
 _PREFIX = "isthmus-worker-"
 
 
@@ -26,10 +28,12 @@ class RunFolder:
 
     @classmethod
     def open(cls) -> "RunFolder":
-        """Where temporary files are kept. Removes those of workers that have been killed."""
+        """Where temporary files are kept. Removes those of workers that have been killed, and what SGLang
+        left in shared memory."""
         root = Path(tempfile.gettempdir())
         for path in root.glob(f"{_PREFIX}*"):
             _remove_if_dead(path)
+        shared_memory.remove_orphans()
         while True:
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
             lock = _lock(path)

@@ -2,6 +2,7 @@
 
     sgl_shm_<kind>_<pid>_<random>    made by <pid>; of kind mq it keeps it open, others go by name, and
                                      nobody may have them open for a while
+    sglang_loads_<name>_<hash>.shm   kept open by the schedulers that write it
 
 Containers can share the tmpfs and not the pids, so that who seems dead may live. So the kernel decides: it
 grants a read lease on a file only if nobody has it open, or mapped, for writing. Where it grants none at all,
@@ -12,14 +13,26 @@ import fcntl
 import os
 import signal
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
 from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
+_KEPT_OPEN = ("sgl_shm_mq_*", "sglang_loads_*.shm")
 _WITH_PID = "sgl_shm_*_*_*"
+_HANDED_OVER_S = 600.0  # by then it has been, or whoever was to get it is gone
 _BIRTH_ERROR_S = 2.0  # births are reckoned from when the machine was booted, in whole seconds
+
+
+def remove_orphans() -> None:
+    """Those of our user that nobody can need any more, whoever left them."""
+    for path in (path for pattern in _KEPT_OPEN for path in _FOLDER.glob(pattern)):
+        _remove_unless_open(path)
+    for path in _FOLDER.glob(_WITH_PID):
+        if not Path(f"/proc/{_maker(path)}").exists():
+            _remove_unless_open(path, until_s=time.time() - _HANDED_OVER_S)
 
 
 def remove_of(dead: Mapping[int, float]) -> None:
@@ -36,14 +49,14 @@ def _maker(path: Path) -> int:
     return int(told) if told.isdecimal() else os.getpid()
 
 
-def _remove_unless_open(path: Path, since_s: float = -inf) -> None:
+def _remove_unless_open(path: Path, since_s: float = -inf, until_s: float = inf) -> None:
     """If it is ours and was made in that time."""
     with suppress(OSError):  # gone already, another user's, or open
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             found = os.fstat(descriptor)
             ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            if ours and since_s <= found.st_mtime:
+            if ours and since_s <= found.st_mtime <= until_s:
                 _take_lease(descriptor)
                 path.unlink()
         finally:

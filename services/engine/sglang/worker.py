@@ -168,7 +168,9 @@ class SglangWorker:
                 refused = exit_code == _REFUSED
                 error = ConfigError if refused else Unavailable
                 raise error(f"SGLang ended while starting: {self._process.last_error()}")
+            self._process.note_tree()
             await asyncio.sleep(_HEALTH_POLL_S)
+        self._process.note_tree()
 
     async def _until_active(self) -> None:
         """Every process that holds KV must have told us that our plugin is active in it."""

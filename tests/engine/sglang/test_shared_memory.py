@@ -1,5 +1,6 @@
 """What SGLang's processes left in shared memory goes once nobody can need it, and nothing else goes."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from services.engine.sglang import shared_memory
-from services.engine.sglang.shared_memory import remove_of
+from services.engine.sglang.shared_memory import remove_of, remove_orphans
 
 DEAD = 2**22 + 1  # above the most that Linux gives
 HOUR_S = 3600.0
 HERE = os.getpid()
+KEPT_OPEN = [f"sgl_shm_mq_{HERE}_0badcafe", f"sgl_shm_mq_{DEAD}_0badcafe", "sglang_loads_ab12_0badcafe.shm"]
 HANDED_OVER = f"sgl_shm_mm_{DEAD}_0badcafe"
 
 
@@ -35,6 +37,49 @@ def make(folder, name, age_s=0.0):
     return path
 
 
+@pytest.mark.parametrize("name", KEPT_OPEN)
+def test_what_its_maker_keeps_open_goes_when_nobody_has_it_open(folder, name):
+    path = make(folder, name)
+    writer = os.open(path, os.O_RDWR)
+    remove_orphans()
+    assert path.exists()
+    os.close(writer)
+    remove_orphans()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", KEPT_OPEN)
+def test_what_is_mapped_is_open(folder, name):
+    path = make(folder, name)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    with path.open("r+b") as writer:  # mmap.mmap would keep a descriptor of its own
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = libc.mmap(None, mmap.PAGESIZE, both, mmap.MAP_SHARED, writer.fileno(), 0)
+    remove_orphans()
+    assert path.exists()
+    assert libc.munmap(ctypes.c_void_p(mapped), mmap.PAGESIZE) == 0
+    remove_orphans()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "age_s", "goes"),
+    [
+        (HANDED_OVER, HOUR_S, True),
+        (HANDED_OVER, 0.0, False),  # its maker may be in another container, and who gets it has not come yet
+        (f"sgl_shm_mm_{HERE}_0badcafe", HOUR_S, False),
+        ("sgl_shm_mm_none_0badcafe", HOUR_S, False),
+        ("sgl_shm_dead", HOUR_S, False),
+        (f"other_mm_{DEAD}_0badcafe", HOUR_S, False),
+    ],
+)
+def test_what_is_handed_over_by_name_goes_long_after_its_maker(folder, name, age_s, goes):
+    path = make(folder, name, age_s)
+    remove_orphans()
+    assert path.exists() is not goes
+
+
 def test_of_processes_that_have_ended_only_what_they_made_goes(folder):
     born_s = time.time() - 100.0
     theirs, before_them = make(folder, f"sgl_shm_mm_{DEAD}_1"), make(folder, f"sgl_shm_mm_{DEAD}_2", HOUR_S)
@@ -46,6 +91,7 @@ def test_of_processes_that_have_ended_only_what_they_made_goes(folder):
 
 
 def remove_all():
+    remove_orphans()
     remove_of({DEAD: 0.0})
 
 
@@ -93,7 +139,7 @@ def test_where_the_kernel_grants_no_lease_all_stay(folder, monkeypatch):
 
 
 def test_who_opens_one_that_is_looked_at_does_not_end_us(folder):
-    path, told = make(folder, HANDED_OVER), []
+    path, told = make(folder, KEPT_OPEN[0]), []
     before = signal.signal(signal.SIGURG, lambda number, frame: told.append(number))
     looking = os.open(path, os.O_RDONLY)
     try:
