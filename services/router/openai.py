@@ -165,6 +165,8 @@ class _OpenAiApi:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["id"]
+        if not name:
+            return await self.models(request)
         for model in await self._models():
             if model["id"] == name:
                 return JSONResponse(model)

@@ -217,7 +217,7 @@ def _read_chat_logprobs(body: _Body) -> int | None:
 
 
 def _read_template_kwargs(body: _Body) -> str:
-    """A reasoning_effort is one of them, as it is with vLLM and SGLang."""
+    """A reasoning_effort is one of them, as it is with vLLM and SGLang; "none" switches thinking off."""
     name = "chat_template_kwargs"
     given = body.get(name)
     if not isinstance(given, dict | None):

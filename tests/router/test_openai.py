@@ -351,6 +351,7 @@ async def test_models_and_health() -> None:
     async with client(FakeBackend()) as http:
         models = (await http.get("/v1/models")).json()
         assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
+        assert (await http.get("/v1/models/")).json() == models
         unknown = await http.get("/v1/models/tin")
         assert (await http.get("/health")).status_code == 200
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, 404)

@@ -73,6 +73,13 @@ async def test_a_prompt_leaves_room_for_one_token(encoder: PromptEncoder) -> Non
     assert len((await encoder.encode(request)).ids) == 99
 
 
+async def test_a_chats_variables_are_heeded(encoder: PromptEncoder, character_tokenizer: Tokenizer) -> None:
+    request = chat(ChatMessage(role="user", content="Hi"))
+    request.chat.chat_template_kwargs = '{"enable_thinking": false}'
+    expected = character_tokenizer.encode("<|user|>Hi<|end|>\n<|assistant|><no thinking>")
+    assert list((await encoder.encode(request)).ids) == expected
+
+
 @pytest.mark.parametrize(("wanted", "added"), [(None, True), (True, True), (False, False)])
 async def test_special_tokens_are_added_to_a_text_unless_that_is_not_wanted(
     wanted: bool | None, added: bool
