@@ -9,23 +9,32 @@ write that was given up is stuck: the transport holds it, and its connection, un
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from services.errors import PeerFailed
+from services.kv.types import RankId
 from services.transfer.base import PeerName, Transport
 from services.transfer.delta_write import DeltaWrite
+from services.transfer.failures import Failures
 from services.transfer.room import Link, PrefillRoom
 
 log = logging.getLogger(__name__)
 
 
+class TransportBroken(Exception):
+    """No write lands any more, to whomever."""
+
+
 class Peers:
     """Of one RoomTable, whose links these are; called from its thread."""
 
-    def __init__(self, transport: Transport, links: Mapping[int, Link]) -> None:
+    def __init__(self, transport: Transport, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
         self._transport = transport
         self._links = links
+        self._clock = clock
+        self._failures = Failures()
         self._doubted: set[PeerName] = set()
+        self._late: set[PeerName] = set()  # of the doubted ones, those with a write that does not end
         self._stuck: list[tuple[PeerName, DeltaWrite]] = []
         self._landed_s: dict[PeerName, float] = {}
 
@@ -37,19 +46,40 @@ class Peers:
         """Raises PeerFailed where the transport does not."""
         if link.peer is None:
             peer = self._transport.add_peer(link.agent_metadata, link.memory)
+            if peer in self._late:
+                self._failures.asked(link.decode)
+                self._failures.failed(link.decode, self._clock())
             if peer in self._doubted:
                 raise PeerFailed("a write to this rank has failed, and others have not ended yet")
             link.peer = peer
+        self._failures.asked(link.decode)
 
-    def doubt(self, peer: PeerName) -> None:
+    def doubt(self, peer: PeerName, decode: RankId, *, late: bool) -> None:
         """Reach it anew once no room uses its connection, and until then give it no more tickets."""
         self._doubted.add(peer)
+        if late:
+            self._late.add(peer)
+        if self._is_linked(decode):
+            self._failures.failed(decode, self._clock())
         for link in self._links.values():
             if link.peer == peer:
                 link.peer = None
 
-    def note_landed(self, peer: PeerName, now_s: float) -> None:
-        self._landed_s[peer] = now_s
+    def link_lost(self, link: Link) -> None:
+        """It is among the links no more."""
+        if not self._is_linked(link.decode):
+            self._failures.forget(link.decode)
+
+    def check_transport(self) -> None:
+        """Raises TransportBroken, once, when a new life of this rank is due."""
+        linked = {link.decode for link in self._links.values()}
+        if self._failures.are_ours(linked, self._clock()):
+            self._failures = Failures()
+            raise TransportBroken(f"no write lands any more, to {len(linked)} decode ranks")
+
+    def note_landed(self, peer: PeerName) -> None:
+        self._failures.landed()
+        self._landed_s[peer] = self._clock()
 
     def last_landed_s(self, peer: PeerName) -> float:
         """When a write to it has landed last; before all time where none has."""
@@ -76,12 +106,16 @@ class Peers:
 
     def drop_unused(self, peer: PeerName, rooms: Iterable[PrefillRoom]) -> None:
         """Forget a peer that no link, none of the rooms and no stuck write needs."""
-        linked = any(link.peer == peer for link in self._links.values())
-        if linked or any(room.peer == peer for room in rooms) or any(peer == name for name, _ in self._stuck):
+        in_use = any(link.peer == peer for link in self._links.values())
+        if in_use or any(room.peer == peer for room in rooms) or any(peer == name for name, _ in self._stuck):
             return
         self._doubted.discard(peer)
+        self._late.discard(peer)
         self._landed_s.pop(peer, None)
         try:
             self._transport.remove_peer(peer)
         except PeerFailed as error:
             log.warning("kv_peer_kept peer=%s reason=%r", peer, str(error))
+
+    def _is_linked(self, decode: RankId) -> bool:
+        return any(link.decode == decode for link in self._links.values())

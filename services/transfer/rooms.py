@@ -64,7 +64,7 @@ class RoomTable:
         self._read_pages = read_pages
         self._max_post_s = max_post_s
         self._links: dict[int, Link] = {}
-        self._peers = Peers(transport, self._links)
+        self._peers = Peers(transport, self._links, clock)
         self._rooms: dict[Room, PrefillRoom] = {}
         self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
         self._unsettled: list[
@@ -105,6 +105,7 @@ class RoomTable:
             awaits_link = room.link is None and room.decode == link.decode and not linked
             if room.link is link or awaits_link:
                 self._step(room, RoomEvent.LINK_LOST, "the link to the decode rank was lost")
+        self._peers.link_lost(link)
         self._drop_unused(link.peer)
 
     def ticket(self, link_id: int, ticket: KvTicket) -> None:
@@ -180,7 +181,11 @@ class RoomTable:
     # -- time -------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Poll what is posted, post what can be, end what has waited too long. True: call again at once."""
+        """Poll what is posted, post what can be, end what has waited too long. True: call again at once.
+
+        Raises:
+            TransportBroken: no write lands any more; said once.
+        """
         progressed = False
         for room in list(self._rooms.values()):
             if room.delta is not None:
@@ -191,6 +196,7 @@ class RoomTable:
         self._let_go_of_settled()
         for peer in self._peers.poll_stuck():
             self._drop_unused(peer)
+        self._peers.check_transport()
         return progressed
 
     def next_deadline_s(self) -> float | None:
@@ -264,7 +270,7 @@ class RoomTable:
         except IsthmusError as error:
             if isinstance(error, PeerFailed):
                 assert room.peer is not None
-                self._peers.doubt(room.peer)
+                self._peers.doubt(room.peer, room.decode, late=room.late_s is not None)
             self._step(room, RoomEvent.FAILED, str(error))
             progressed = True
         if delta.writes_in_flight and self._is_hopeless(room):
@@ -282,7 +288,7 @@ class RoomTable:
         landed = delta.poll()
         if landed:
             assert room.peer is not None
-            self._peers.note_landed(room.peer, self._clock())
+            self._peers.note_landed(room.peer)
         return landed
 
     def _check_late(self, room: PrefillRoom, delta: DeltaWrite) -> None:

@@ -50,7 +50,8 @@ class KvSender:
     ) -> None:
         """A post may take `max_post_s`, or longer while others to its decode rank land.
 
-        `on_crash` is called from the thread when a bug of ours ends it: nothing can be sent any more.
+        `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
+        nothing can be sent any more.
         """
         self._open_transport = open_transport
         self._memory = memory

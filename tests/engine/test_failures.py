@@ -11,10 +11,14 @@ from engine.core_rank import Prefill, Rank
 from pair import FAKE, Pair
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
+from services.engine.paged.decode import Lease
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 from services.errors import IsthmusError, NoCapacity, PeerFailed, Unavailable
 from services.kv.types import Plan
+from services.transfer import failures as failures_module
+from services.transfer.base import Unsettled
+from services.transfer.local import LocalTransport
 from services.transfer.room_watch import RoomWatch
 
 PROMPT = range(100, 130)
@@ -168,3 +172,18 @@ async def test_books_that_are_broken_end_the_rank(pair, monkeypatch):
     await asyncio.wait_for(pair.decode.crashed(), 20)
     with pytest.raises(Unavailable):
         await pair.generate(PROMPT, 5, Plan.LOCAL)
+
+
+async def test_a_sender_on_which_no_write_lands_ends_its_rank(monkeypatch):
+    """All transfers would fail, and the rank go on saying that it is ready."""
+
+    def broken(transport, peer, moves):
+        raise Unsettled("local protection error")
+
+    monkeypatch.setattr(LocalTransport, "write", broken)
+    monkeypatch.setattr(failures_module, "MIN_SPAN_S", 0.0)
+    async with Pair(replace(FAKE, lease=Lease(write_lease_s=0.3, fence_margin_s=0.1))) as pair:
+        for _ in range(failures_module.MAX_FAILURES):
+            with pytest.raises((PeerFailed, Unavailable)):
+                await pair.generate(PROMPT)
+        await asyncio.wait_for(pair.prefill.crashed(), 20)

@@ -23,6 +23,7 @@ A, B, C, D = Room(0xA), Room(0xB), Room(0xC), Room(0xD)
 @dataclass(eq=False)
 class FakeWrite:
     moves: list
+    peer: str = ""
     done: bool = False
     failure: str = ""
     unsettled: bool = False
@@ -58,7 +59,7 @@ class FakeTransport:
         return metadata.decode()
 
     def remove_peer(self, peer):
-        assert all(write.released for write in self.writes), "a write is under way"
+        assert all(write.released for write in self.writes if write.peer == peer), "a write is under way"
         self.peers.discard(peer)
 
     def write(self, peer, moves):
@@ -66,7 +67,7 @@ class FakeTransport:
             raise PeerFailed(f"no peer {peer} is known")
         if self.fails_posts is not None:
             raise self.fails_posts("the post failed")
-        self.writes.append(FakeWrite(list(moves)))
+        self.writes.append(FakeWrite(list(moves), peer))
         return self.writes[-1]
 
     def land(self):

@@ -58,7 +58,7 @@ class Network(FakeTransport):
 
     def write(self, peer, moves):
         pages = [PageId(m.target_page + i) for m in moves for i in range(m.num_pages)]
-        write = NetworkWrite(list(moves), room=self.room_of[pages[0]], to_land=pages, clock=self.clock)
+        write = NetworkWrite(list(moves), peer, room=self.room_of[pages[0]], to_land=pages, clock=self.clock)
         write.posted_s = self.clock()
         self.on_the_way.append(write)
         if self.fails_posts is not None:
