@@ -35,6 +35,7 @@ Rule 1: every transition is in a table; the shell performs the effects in order 
 Rule 2: no clocks here. A deadline, a lease and a fence are the shell's, and arrive as events.
 Rule 3: LANDED, FAILED and the ack are a room's last word. None is said while a write is posted, for
         decode reuses its pages on hearing it. Only LANDED and WRITES_STOPPED tell that none is posted.
+        A write whose end cannot be known counts as posted no more; the shell then says so with the word.
         RENEGOTIATE is the last word on a ticket, by which nothing was written, but not on its room.
 """
 

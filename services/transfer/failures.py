@@ -5,7 +5,7 @@ asked again over a connection made anew: a rank that dies with many writes under
 when its stream is lost. A write that lands, to whom it may be, proves our transport and wipes all off.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.kv.types import RankId
@@ -27,6 +27,10 @@ class Failures:
     def __init__(self) -> None:
         self._rows: dict[RankId, _Row] = {}
 
+    @property
+    def decodes(self) -> tuple[RankId, ...]:
+        return tuple(self._rows)
+
     def landed(self) -> None:
         self._rows.clear()
 
@@ -44,7 +48,7 @@ class Failures:
         """Its stream is lost, which says enough."""
         self._rows.pop(decode, None)
 
-    def are_ours(self, linked: Collection[RankId], now_s: float) -> bool:
+    def are_ours(self, linked: Iterable[RankId], now_s: float) -> bool:
         """Whether only a new life of this rank can help; `linked` are the ranks whose streams stand.
 
         One rank that cannot be written to proves nothing, unless there is no other to compare it with.
@@ -54,4 +58,4 @@ class Failures:
             return False
         if now_s - min(row.first_s for row in rows) < MIN_SPAN_S:
             return False
-        return sum(row.failures > 1 for row in rows) > 1 or len(linked) == 1
+        return sum(row.failures > 1 for row in rows) > 1 or len(set(linked)) == 1

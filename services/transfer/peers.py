@@ -72,10 +72,10 @@ class Peers:
 
     def check_transport(self) -> None:
         """Raises TransportBroken, once, when a new life of this rank is due."""
-        linked = {link.decode for link in self._links.values()}
-        if self._failures.are_ours(linked, self._clock()):
+        if self._failures.are_ours((link.decode for link in self._links.values()), self._clock()):
+            tried = self._failures.decodes
             self._failures = Failures()
-            raise TransportBroken(f"no write lands any more, to {len(linked)} decode ranks")
+            raise TransportBroken(f"no write lands any more: tried {', '.join(map(str, tried))}")
 
     def note_landed(self, peer: PeerName) -> None:
         self._failures.landed()

@@ -4,7 +4,7 @@
         handshake server --hello, ticket, renew, abort, link_lost--+
         engine thread ----open_room, pages_ready, cancel, fail-----+--> queue --> RoomTable --> Transport
                                                                                     |
-        on_end(RoomEnd), link.send(Status | AbortAck) <--- from the sender's thread +
+        on_failed, on_end, link.send(Status | AbortAck) <-- from the sender's thread +
     stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
 
 Each call posts one command and returns at once. A transport's agent is not thread-safe, so nothing
