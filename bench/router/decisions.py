@@ -8,6 +8,7 @@ and ends some decisions later; ranks report their loads meanwhile.
     match   the index's answers within the placer
     place   all of the placer: match, candidates, prices, choice
     books   what is noted of it: sent, admitted, finished, ended
+    refuse  all of the placer, where every rank is full
 
 Times are the thread's own CPU time.
 """
@@ -18,6 +19,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -25,6 +27,7 @@ from typing import TypeVar
 import numpy as np
 
 from bench.report import Row, verdict
+from services.errors import NoCapacity
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import Registration
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -54,6 +57,8 @@ _CONVERSATIONS = 48
 _NEW_SHARE = 0.25
 _ENTRIES = 1_000_000  # in the index, of all ranks together
 _PER_RANK_IN_FLIGHT = 2
+_REFUSALS = 100
+_MAX_WAIT_S = 5.0  # of what is refused
 _GAP_S = 0.01  # between two decisions, on the clock that the placer is given
 _LAYOUT = KvLayout(page_size=64, page_bytes=64 * 131_072, model_fingerprint=1)
 _TOTAL_PAGES = 20_000
@@ -134,7 +139,7 @@ class _Router:
             self._report(rank)
         self._system = self._ids(_SYSTEM_BLOCKS * _INDEX_BLOCK)
         self._conversations = [self._conversation() for _ in range(_CONVERSATIONS)]
-        self._fill()
+        self._fill_index()
         self._in_flight: deque[tuple[str, Asked, Decision, _Prompt]] = deque()
 
     def next_prompt(self) -> _Prompt:
@@ -147,6 +152,11 @@ class _Router:
         self._now += _GAP_S
         for rank in self._rng.sample([*self._decodes, *self._prefills], 4):
             self._report(rank)
+
+    def fill(self) -> None:
+        """So much is queued at every rank that it waits longer than it may."""
+        for rank in (*self._decodes, *self._prefills):
+            self._report(rank, queued_tokens=100_000)
 
     def settle(self, name: str, asked: Asked, decision: Decision, prompt: _Prompt) -> int:
         """Note what was decided, and the end of what was decided long ago; nanoseconds."""
@@ -175,7 +185,7 @@ class _Router:
             self._hold(rank.id, hashes[: int(share * len(hashes))])
         return _Prompt(ids, decode.id.key)
 
-    def _fill(self) -> None:
+    def _fill_index(self) -> None:
         """With the system prompt, and with blocks of prompts that are not asked for."""
         ranks = [*self._decodes, *self._prefills]
         system = sequence_hashes(self._system, _INDEX_BLOCK, _SEED)
@@ -187,13 +197,13 @@ class _Router:
         if not self._index.apply_delta(rank, array("Q", hashes), ()):
             self._index.apply_snapshot(rank, hashes)
 
-    def _report(self, rank: Registration) -> None:
+    def _report(self, rank: Registration, queued_tokens: int = 0) -> None:
         rng = self._rng
         free = rng.randrange(_TOTAL_PAGES)
         load = RankLoad(
             running=rng.randrange(32),
             waiting=rng.randrange(3),
-            pending_tokens=rng.randrange(20_000),
+            pending_tokens=queued_tokens + rng.randrange(20_000),
             books=PageBooks(_TOTAL_PAGES, free, _TOTAL_PAGES - free, 0, 0, 0),
             step_s=0.02,
             prefill_tokens_per_s=8_000.0,
@@ -209,7 +219,8 @@ def rows() -> Iterator[Row]:
 
 def _row(prefill: int, decode: int, prompt_tokens: int) -> Row:
     """All but `match` of a run whose index reads no clock."""
-    spent = _run(_Router(prefill, decode, prompt_tokens, PrefixIndex()))
+    router = _Router(prefill, decode, prompt_tokens, PrefixIndex())
+    spent, refusing = _run(router), _refuse(router)
     index = _TimedIndex()
     matching = _run(_Router(prefill, decode, prompt_tokens, index), lambda: index.spent_ns)
     both = [sum(parts) for parts in zip(spent.hash, spent.place, strict=True)]
@@ -221,6 +232,7 @@ def _row(prefill: int, decode: int, prompt_tokens: int) -> Row:
         **_percentiles("place", spent.place),
         **_percentiles("hash+place", both),
         **_percentiles("books", spent.books),
+        **_percentiles("refuse", refusing),
     }
 
 
@@ -241,6 +253,22 @@ def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
         spent.place.append(placed - hashed - _CLOCK_NS)
         spent.match.append(matched_ns() - matched)
         spent.books.append(router.settle(str(number), asked, decision, prompt))
+    return spent
+
+
+def _refuse(router: _Router) -> list[int]:
+    """Nanoseconds of each refusal."""
+    router.fill()
+    rng, spent = random.Random(2), list[int]()
+    for _ in range(_REFUSALS):
+        prompt, tie = router.next_prompt(), rng.random()
+        hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, lambda rank: "", _MAX_WAIT_S)
+        began = time.thread_time_ns()
+        with suppress(NoCapacity):
+            router.placer.place(asked, tie)
+            raise AssertionError("it was not refused")
+        spent.append(time.thread_time_ns() - began - _CLOCK_NS)
     return spent
 
 

@@ -20,7 +20,6 @@ from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registratio
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Plan, RankAddress, RankId, RankKey, RankLoad, Role
 from services.request import Admitted
-from services.router.admission import refusal
 from services.router.balance import Balance, RankNow
 from services.router.burst import Burst
 from services.router.connections import Connections
@@ -199,10 +198,12 @@ class Cluster:
         await self._burst.turn(self._asked(prompt, conversation_id, excluded))
 
     def check_room(self, max_wait_s: float) -> None:
-        """Raises NoCapacity if requests wait longer than that at every decode rank."""
-        shortest_s = self._shortest_queue_s(max_wait_s)
-        if max_wait_s < shortest_s < math.inf:
-            raise refusal(shortest_s, max_wait_s)
+        """Raises NoCapacity if requests wait longer than that wherever they can go."""
+        self._refresh()
+        shortest = Asked(
+            (), 1, self._known_plans, None, lambda rank: self._exclusion(rank, 1, frozenset()), max_wait_s
+        )
+        self._placer.check_waits(shortest)
 
     def place(
         self,
@@ -275,17 +276,6 @@ class Cluster:
     def _hash(self, ids: "array[int]", tenant: str) -> HashedPrompt:
         seed = scope_seed(self._settings.model_name, tenant)
         return HashedPrompt(ids, seed, tuple(sequence_hashes(ids, self._settings.placer.index_block, seed)))
-
-    def _shortest_queue_s(self, enough_s: float) -> float:
-        """Of the decode ranks that can be chosen, or of the first one where it is no longer than `enough_s`;
-        infinite where there is none."""
-        shortest_s = math.inf
-        for view in self.ranks(Role.DECODE):
-            if not self._exclusion(view.registration, 1, frozenset()):
-                shortest_s = min(shortest_s, self._balance.queue_wait_s(view.registration.id.key))
-                if shortest_s <= enough_s:
-                    break
-        return shortest_s
 
     def _asked(
         self,

@@ -25,6 +25,7 @@ from services.kv.block_hash import extend_hash
 from services.kv.ticket import same_kv
 from services.kv.types import BlockHash, KvLayout, Plan, RankKey, Role
 from services.request import Admitted
+from services.router.admission import refusal
 from services.router.balance import Balance
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.layouts import common_layout
@@ -32,6 +33,7 @@ from services.router.load_order import Load, LoadOrder
 from services.router.others import Lately, Presence, Reported, traffic
 from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
+from services.router.queues import Queues
 from services.router.shares import Share
 from services.router.versions import able_to_pair
 from services.router.waits import pass_over
@@ -135,11 +137,33 @@ class Placer:
 
     def place(self, asked: Asked, tie: float) -> Decision:
         """Choose the ranks and the plan. Raises as placement.place."""
+        self.check_waits(asked)
         try:
             return self._place(asked, tie, self._few)
         except IsthmusError:
             # Those looked at are excluded: look at all of them, and say what is wrong with each.
             return self._place(asked, tie, self._all)
+
+    def check_waits(self, asked: Asked) -> None:
+        """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
+        if asked.max_wait_s == math.inf:
+            return
+        balance = self._balance
+        queues = Queues(
+            plans=asked.plans,
+            receives=lambda key: key not in self._apart,
+            room_s=balance.queue_wait_s,
+            compute_s=lambda key: balance.now(key).compute_wait_s,
+        )
+        decodes, prefills = self._able(self._decodes, asked), self._able(self._prefills, asked)
+        wait_s = queues.shortest_s(decodes, prefills, asked.max_wait_s)
+        if asked.max_wait_s < wait_s < math.inf:
+            raise refusal(wait_s, asked.max_wait_s)
+
+    def _able(self, side: _Side, asked: Asked) -> Iterator[Iterator[Registration]]:
+        """Of few ranks each is an order of its own."""
+        for order in side.orders.values() or ((key,) for key in side.ranks):
+            yield (rank for key in order if not self._exclusion(rank := side.ranks[key], asked))
 
     def cheapest_first(self, together: Sequence[Asked], tie: float) -> list[int]:
         """The order, as indices, in which requests are best placed that came together.

@@ -20,7 +20,12 @@ def test_a_request_is_so_much_by_itself_and_so_much_for_each_token():
 
 
 def test_decisions_are_measured_by_their_parts(monkeypatch):
-    for name, value in {"LAYOUTS": [(2, 2), (20, 20)], "PROMPT_TOKENS": [1_000], "_DECISIONS": 12}.items():
+    for name, value in {
+        "LAYOUTS": [(2, 2), (20, 20)],
+        "PROMPT_TOKENS": [1_000],
+        "_DECISIONS": 12,
+        "_REFUSALS": 3,
+    }.items():
         monkeypatch.setattr(decisions, name, value)
     monkeypatch.setattr(decisions, "_ENTRIES", 400)
     rows = list(decisions.rows())
@@ -28,4 +33,5 @@ def test_decisions_are_measured_by_their_parts(monkeypatch):
     for row in rows:
         assert 0 < row["match p50"] < row["place p99"]
         assert 0 < row["hash p50"] <= row["hash p99"]
+        assert 0 < row["refuse p50"] <= row["refuse p99"]
     assert len(decisions.goals(rows)) == 2

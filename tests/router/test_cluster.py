@@ -225,6 +225,9 @@ async def test_prompts_that_are_computed_first_are_waited_for_too(two_decodes, c
         two_decodes._balance.report(decode, RankLoad(pending_tokens=80_000, prefill_tokens_per_s=10_000.0))
     with pytest.raises(NoCapacity, match=r"would wait 8\.0 s"):
         two_decodes.place(prompt, "", frozenset(), 5.0)
+    with pytest.raises(NoCapacity, match=r"would wait 8\.0 s"):
+        two_decodes.check_room(5.0)  # before a prompt is tokenized for nothing
+    two_decodes.check_room(8.5)
     two_decodes.place(prompt, "", frozenset(), 8.5)
 
 
