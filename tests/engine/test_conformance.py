@@ -273,6 +273,20 @@ async def test_generation_goes_on_after_output_so_far(engine, plan):
         assert answer.admitted.prompt_tokens == 35
 
 
+async def test_penalties_count_over_output_so_far_or_it_is_refused(engine, plan):
+    sampling = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
+    async with engine.pair() as pair:
+        whole = (await pair.generate(prompt_of(30), 12, plan, sampling=sampling)).tokens
+        moved = pair.generate(prompt_of(30), 12, plan, sampling=sampling, output_ids_so_far=tuple(whole[:5]))
+        assert pair.decode.moves_penalties is not isinstance(engine, Sglang)
+        if pair.decode.moves_penalties:
+            assert whole[:5] + (await moved).tokens == whole
+        else:
+            with pytest.raises(Unavailable, match="penalties"):
+                await moved
+        await pair.assert_nothing_held()
+
+
 async def test_end_of_sequence_and_stop_tokens(engine, plan):
     async with engine.pair() as pair:
         expected = engine.expected(prompt_of(30), 12)
