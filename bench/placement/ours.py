@@ -90,10 +90,12 @@ class Ours:
 
     def first_token(self, job: Job) -> None:
         hashes, decision = self._placed.pop(job.request.number)
-        self._placer.admitted(str(job.request.number), hashes, decision, _admitted(job, decision.chosen.plan))
+        self._placer.outcomes.admitted(
+            str(job.request.number), hashes, decision.chosen, _admitted(job, decision.chosen.plan)
+        )
 
     def ended(self, job: Job) -> None:
-        self._placer.ended(str(job.request.number))
+        self._placer.outcomes.ended(str(job.request.number))
         self._own[self._sent_to.pop(job.request.number)] -= 1
 
     def told(self, rank: RankId, taken: CacheEvents) -> None:

@@ -165,10 +165,10 @@ class _Router:
         ending = self._in_flight.popleft() if len(self._in_flight) > most else None
         began = time.thread_time_ns()
         self.placer.sent(name, asked.hashes, asked.prompt_tokens, decision)
-        self.placer.admitted(name, asked.hashes, decision, _admitted(decision, asked))
+        self.placer.outcomes.admitted(name, asked.hashes, decision.chosen, _admitted(decision, asked))
         if ending is not None:
-            self.placer.finished(ending[1].hashes, ending[2], ending[3].ids, _SEED)
-            self.placer.ended(ending[0])
+            self.placer.outcomes.finished(ending[1].hashes, ending[2].chosen, ending[3].ids, _SEED)
+            self.placer.outcomes.ended(ending[0])
         return time.thread_time_ns() - began - _CLOCK_NS
 
     def _ids(self, count: int) -> "array[int]":

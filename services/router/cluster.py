@@ -237,16 +237,16 @@ class Cluster:
 
     def admitted(self, request_id: str, placed: Placed, admitted: Admitted) -> None:
         """The decode rank said what it really had: learn from it, and correct the index."""
-        self._placer.admitted(request_id, placed.prompt.hashes, placed.decision, admitted)
+        self._placer.outcomes.admitted(request_id, placed.prompt.hashes, placed.decision.chosen, admitted)
 
     def finished(self, placed: Placed, all_ids: "array[int]") -> None:
         """A request ended well: its decode rank will soon say that it holds prompt and answer."""
         prompt = placed.prompt
-        self._placer.finished(prompt.hashes, placed.decision, all_ids, prompt.seed)
+        self._placer.outcomes.finished(prompt.hashes, placed.decision.chosen, all_ids, prompt.seed)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""
-        self._placer.ended(request_id)
+        self._placer.outcomes.ended(request_id)
 
     def failed(self, life: RankId) -> None:
         """A request failed because of this rank. What an earlier life did says nothing of the next one."""

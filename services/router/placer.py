@@ -1,9 +1,4 @@
-"""From what one router knows of the ranks to a decision, and from what came of it back to what it knows.
-
-    place --> sent --> admitted (what the ranks really had) --> finished --> ended
-               |          |
-               |          +--> speeds and trust learned, index corrected, prompt predicted at both ranks
-               +--> prompt predicted where it will be computed
+"""From what one router knows of the ranks to a decision; outcomes.py has the way back, to what it knows next.
 
 It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
 
@@ -21,16 +16,15 @@ from itertools import islice
 from services.errors import IsthmusError, NoCapacity, Unavailable
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import NO_CACHE, Registration
-from services.kv.block_hash import extend_hash
 from services.kv.ticket import same_kv
 from services.kv.types import BlockHash, KvLayout, Plan, RankKey, Role
-from services.request import Admitted
 from services.router.admission import refusal
 from services.router.balance import Balance
-from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.layouts import common_layout
 from services.router.load_order import Load, LoadOrder
 from services.router.others import Lately, Presence, Reported, traffic
+from services.router.outcomes import Outcomes
 from services.router.placement import Decision, Nowhere, place
 from services.router.price import Weights
 from services.router.queues import Queues
@@ -38,7 +32,6 @@ from services.router.shares import Share
 from services.router.versions import able_to_pair
 from services.router.waits import pass_over
 
-_PREDICTION_S = 5.0  # by then the rank's own events have come
 _FEW = 16  # ranks of a role that are all priced
 _LEAST_LOADED = 6  # of many, priced in any case
 _OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
@@ -81,15 +74,6 @@ class _Side:
     own: frozenset[RankKey] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class _Believed:
-    """What the index said of a rank when it was chosen, and how far the index had read the rank's records."""
-
-    rank: RankKey
-    blocks: int
-    progress: object
-
-
 class Placer:
     """One router's; `index` is its mirror's. `progress` of a rank changes with every record of it that the
     index takes in."""
@@ -104,15 +88,13 @@ class Placer:
         self._settings = settings
         self._index = index
         self._balance = balance
-        self._progress = progress
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
         self._draining: frozenset[RankKey] = frozenset()
         self._apart: frozenset[RankKey] = frozenset()  # their layout is another
-        self._cacheless: frozenset[RankKey] = frozenset()  # nothing sent there will be cached
         self._share = Share()
         self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
-        self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
+        self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
@@ -123,7 +105,7 @@ class Placer:
             self._count(key)
         self._note_layout()
         ranks = (*decodes, *prefills)
-        self._cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
+        self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -354,82 +336,16 @@ class Placer:
         trusted = balance.trust.worth(rank, blocks * block_tokens, balance.clock())
         return max(trusted, balance.predicted_match(rank, asked.hashes) * block_tokens)
 
-    # -- what becomes of it -----------------------------------------------------------------------
-
     def sent(
         self, request_id: str, hashes: Sequence[BlockHash], prompt_tokens: int, decision: Decision
     ) -> None:
-        """The request went out."""
+        """The request went out. What becomes of it is for `outcomes`."""
         chosen = decision.chosen
-        decode, prefill = chosen.decode, chosen.prefill
-        computing = prefill if prefill is not None else decode
+        computing = chosen.prefill or chosen.decode
         uncached_tokens = max(1, prompt_tokens - computing.hit_tokens)
-        self._balance.sent(
-            request_id, decode.id.key, prefill.id.key if prefill is not None else None, uncached_tokens
-        )
         if self._share.of > 1:
             self._lately.sent(computing.id.key, uncached_tokens, self._balance.clock())
-        # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
-        self._predict(computing.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
-        self._believed[request_id] = tuple(
-            self._believe(rank) for rank in (decode, prefill) if rank is not None
-        )
-
-    def admitted(
-        self, request_id: str, hashes: Sequence[BlockHash], decision: Decision, admitted: Admitted
-    ) -> None:
-        """The decode rank said what it and the prefill rank really had."""
-        chosen = decision.chosen
-        decode = chosen.decode.id.key
-        prefill = chosen.prefill.id.key if chosen.prefill is not None else None
-        self._balance.admitted(request_id)
-        self._balance.observe_admitted(decode, prefill, admitted)
-        delivered = {decode: admitted.decode_prefix_len}
-        if prefill is not None:
-            delivered[prefill] = admitted.prefill_prefix_len
-        for believed in self._believed.pop(request_id, ()):
-            self._compare(believed, hashes, delivered[believed.rank])
-        for rank in delivered:
-            self._predict(rank, hashes, _PREDICTION_S)
-
-    def _predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
-        if rank not in self._cacheless:
-            self._balance.predict(rank, hashes, ttl_s)
-
-    def _believe(self, rank: Candidate) -> _Believed:
-        key = rank.id.key
-        return _Believed(key, rank.matched_tokens // self._settings.index_block, self._progress(key))
-
-    def _compare(self, believed: _Believed, hashes: Sequence[BlockHash], delivered_tokens: int) -> None:
-        """Learn how far the index can be trusted, and correct it where it was wrong.
-
-        Should it have taken in records of the rank meanwhile, they told it themselves; and those blocks,
-        computed for this request, may be among what they added.
-        """
-        block_tokens, balance = self._settings.index_block, self._balance
-        # The last block is never all a hit: the prompt's last token is computed in any case.
-        expected = min(believed.blocks, len(hashes)) * block_tokens
-        tolerated = min(expected, delivered_tokens + block_tokens)
-        balance.trust.observe(believed.rank, expected, tolerated, balance.clock())
-        if tolerated < expected and self._progress(believed.rank) == believed.progress:
-            self._index.correct(believed.rank, hashes[: believed.blocks], delivered_tokens // block_tokens)
-
-    def finished(
-        self, hashes: Sequence[BlockHash], decision: Decision, all_ids: Sequence[int], seed: int
-    ) -> None:
-        """A request ended well: its decode rank will soon say that it holds prompt and answer."""
-        block = self._settings.index_block
-        longer = list(hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
-        # The newest token's KV was never computed.
-        for end in range((len(longer) + 1) * block, len(all_ids), block):
-            parent = longer[-1] if longer else None
-            longer.append(extend_hash(parent, all_ids[end - block : end], seed))
-        self._predict(decision.chosen.decode.id.key, longer, _PREDICTION_S)
-
-    def ended(self, request_id: str) -> None:
-        """However it ended, it is in flight no more."""
-        self._believed.pop(request_id, None)
-        self._balance.ended(request_id)
+        self.outcomes.sent(request_id, hashes, uncached_tokens, chosen)
 
     # -- the layout of plan remote ----------------------------------------------------------------
 

@@ -181,7 +181,7 @@ def test_requests_that_come_at_once_spread_over_many_idle_ranks():
     assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {1}
     assert {router.balance.now(rank.id.key).running for rank in router.prefills} == {2}
     for number in range(40):
-        router.placer.ended(str(number))
+        router.placer.outcomes.ended(str(number))
     assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {0}
 
 
@@ -260,13 +260,13 @@ def test_short_requests_tell_as_well_who_sends_them(others, alone):
     ends: deque[tuple[float, str, RankKey]] = deque()
     for number in range(5_500):
         while ends and ends[0][0] <= router.now:
-            router.placer.ended(ends.popleft()[1])
+            router.placer.outcomes.ended(ends.popleft()[1])
         for rank in router.decodes:
             own = sum(key == rank.id.key for _, _, key in ends)
             router.waits(rank, 0, Requests(own * (1 + others), own))
         decision = router.placer.place(asked, 0.5)
         router.placer.sent(str(number), (), asked.prompt_tokens, decision)
-        router.placer.admitted(str(number), (), decision, admitted(0))
+        router.placer.outcomes.admitted(str(number), (), decision.chosen, admitted(0))
         ends.append((router.now + 0.2, str(number), decision.chosen.decode.id.key))
         router.now += 0.02
     assert router.placer._presence.alone == alone
@@ -300,8 +300,8 @@ def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
         router.holds(liar, 40)
         decision = router.placer.place(router.asked(exclusion=lambda r: "" if r is liar else "not now"), 0.5)
         router.placer.sent(str(number), HASHES, 2_567, decision)
-        router.placer.admitted(str(number), HASHES, decision, admitted(0))
-        router.placer.ended(str(number))
+        router.placer.outcomes.admitted(str(number), HASHES, decision.chosen, admitted(0))
+        router.placer.outcomes.ended(str(number))
         router.now += 7  # what was predicted has ended
     router.holds(liar, 40)
     asked = router.asked(exclusion=lambda rank: "" if rank is liar else "not now")
@@ -316,7 +316,7 @@ def run_one(router: Router, decode_prefix_len: int):
     decision = router.place(num_blocks=20)
     router.placer.sent("a", HASHES[:20], 20 * BLOCK + 7, decision)
     yield
-    router.placer.admitted("a", HASHES[:20], decision, admitted(decode_prefix_len))
+    router.placer.outcomes.admitted("a", HASHES[:20], decision.chosen, admitted(decode_prefix_len))
     yield
 
 
@@ -353,7 +353,7 @@ def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows()
     assert router.balance.predicted_match(prefill.id.key, HASHES) == 40
     assert router.index.match(prefill.id.key, HASHES) == 0  # never mixed
     assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
-    router.placer.admitted("a", HASHES, first, admitted(0, 0, Plan.REMOTE))
+    router.placer.outcomes.admitted("a", HASHES, first.chosen, admitted(0, 0, Plan.REMOTE))
     assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
     router.now += 60
     assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
@@ -370,9 +370,9 @@ def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
             plans=plans, exclusion=lambda rank, index=index: "" if rank.id.rank == index else "x"
         )
         router.placer.sent("a", HASHES, 2_567, decision)
-        router.placer.admitted("a", HASHES, decision, admitted(0, 0, plan))
-        router.placer.finished(HASHES, decision, range(42 * BLOCK), 0)
-        router.placer.ended("a")
+        router.placer.outcomes.admitted("a", HASHES, decision.chosen, admitted(0, 0, plan))
+        router.placer.outcomes.finished(HASHES, decision.chosen, range(42 * BLOCK), 0)
+        router.placer.outcomes.ended("a")
         used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
         predicted = {router.balance.predicted_match(rank.id.key, HASHES) for rank in used}
         assert predicted == {40 if index else 0}
