@@ -55,9 +55,8 @@ class Request:
     decode: RankId
     on_end: Callable[[RoomEnd], None]  # called once: no source page is read any more
     ticket_deadline_s: float
-    on_failed: Callable[[RoomEnd], None] = lambda end: (
-        None
-    )  # called before, where the failure is known before
+    # Called before `on_end`, where a failure is known before.
+    on_failed: Callable[[RoomEnd], None] = lambda end: None
 
 
 @dataclass(slots=True, eq=False)

@@ -81,9 +81,8 @@ class RoomWatch:
         self._stopped = asyncio.Event()
         self._news = asyncio.Event()  # for who awaits the writer's end
         self._unanswered_told = False
-        self._unsettled = (
-            False  # the writer has said its last word, and bytes of a failed write may land still
-        )
+        # The writer has said its last word, and bytes of a failed write may land still.
+        self._unsettled = False
         self._outcome: Landed | Renegotiated | None = None
         self._failure = ""
         self.stop_awaited = False

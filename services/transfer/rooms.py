@@ -67,9 +67,8 @@ class RoomTable:
         self._peers = Peers(transport, self._links, clock)
         self._rooms: dict[Room, PrefillRoom] = {}
         self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
-        self._unsettled: list[
-            tuple[float, Request, RoomEnd]
-        ] = []  # of rooms that are over; when on_end is due
+        # Of rooms that are over, and when on_end is due.
+        self._unsettled: list[tuple[float, Request, RoomEnd]] = []
         self.bytes_moved_total = 0
         self.descriptors_total = 0
 
