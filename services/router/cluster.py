@@ -388,7 +388,8 @@ class Cluster:
             self._placer.set_ranks(*placeable)
 
     def _note_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
-        """What every request asks of all of them."""
+        """What every request asks of all that stay: a rank that drains takes nothing new."""
+        decodes, prefills = _staying(decodes), _staying(prefills)
         only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
         self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
         self._max_context_tokens = max((rank.max_context_tokens for rank in decodes), default=0)
@@ -425,3 +426,8 @@ class Cluster:
     def _report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
         self._balance.report(rank, load, counted)
         self._mirror.mark_live(rank)  # a stream that speaks is a health check passed
+
+
+def _staying(ranks: Sequence[Registration]) -> Sequence[Registration]:
+    """All of them where none stays."""
+    return [rank for rank in ranks if not rank.draining] or ranks

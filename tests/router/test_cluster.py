@@ -296,6 +296,18 @@ async def test_a_prompt_that_only_prefill_computes_must_fit_there(
     assert cluster.max_context_tokens() == 500
 
 
+async def test_a_rank_that_drains_neither_forbids_a_plan_nor_lengthens_the_context(cluster, mirror):
+    mirror.set(
+        view(Role.DECODE, 0, max_context_tokens=500, capabilities=(REMOTE_ONLY,), draining=True),
+        view(Role.DECODE, 1, max_context_tokens=64),
+    )
+    assert cluster.max_context_tokens() == 64
+    assert cluster._plans() == frozenset(Plan)
+    mirror.set(view(Role.DECODE, 1, max_context_tokens=64, draining=True))  # nobody stays
+    assert cluster.max_context_tokens() == 500
+    assert cluster._plans() == {Plan.REMOTE}
+
+
 @pytest.mark.parametrize(("num_tokens", "is_excluded"), [(100, False), (101, True)])
 async def test_the_bound_is_what_placing_excludes_by(cluster, num_tokens, is_excluded):
     """One more than the longest prompt: there must be room for a token of the answer, if not on prefill."""
