@@ -32,6 +32,7 @@ _OURS = (
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",
     "--disaggregation-decode-enable-radix-cache",
+    "--disable-radix-cache",
 )
 _ONE_STAGE = "every process of a rank must hold all layers of every page, only heads are shared out"
 _ONE_TIER = (
@@ -92,6 +93,9 @@ _KNOWN = (
     *(_SPECULATION, _ALLOCATION, _RETRACTION, _CONTEXT, _RESERVED, *_PROCESSES, _PRIORITIES, _DP_ATTENTION),
 )
 IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
+# For an abort that prefill does not acknowledge; environ.py's default is the least that is safe.
+_RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+_LEAST_RELEASE_TIMEOUT_S = 30.0
 # managers/tp_worker.py: max_req_input_len.
 _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
@@ -229,6 +233,7 @@ class SglangSettings:
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
             # Else a decode rank frees the pages of an aborted request while prefill may still write them.
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
+            _RELEASE_TIMEOUT: _release_timeout_s(inherited.get(_RELEASE_TIMEOUT, "")),
             # We close idle connections, never SGLang: a request could meet one that is being closed.
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
         }
@@ -270,6 +275,19 @@ def _check_argument(text: str) -> None:
     if reasons:
         raise ConfigError(f"--engine-arg={flag}: {reasons[0]}")
     _check_whole(flag)
+
+
+def _release_timeout_s(inherited: str) -> str:
+    try:
+        timeout_s = float(inherited or _LEAST_RELEASE_TIMEOUT_S)
+    except ValueError:
+        raise ConfigError(f"{_RELEASE_TIMEOUT} is a number of seconds, got {inherited!r}") from None
+    if not timeout_s >= _LEAST_RELEASE_TIMEOUT_S:
+        raise ConfigError(
+            f"{_RELEASE_TIMEOUT}={inherited}: pages would be lent again while prefill may still write them, "
+            f"for which it can take {_LEAST_RELEASE_TIMEOUT_S:g} s to learn of an abort"
+        )
+    return str(timeout_s)
 
 
 def _check_whole(flag: str) -> None:

@@ -54,6 +54,7 @@ def test_the_users_arguments_come_last_and_whole(tmp_path):
     [
         "page-size=16",
         "--page-size=16",
+        "--disable-radix-cache",
         "--dp-size=4",
         "--disaggregation-transfer-backend=mooncake",
         "--enable-hisparse",
@@ -161,6 +162,20 @@ def test_the_early_send_is_off_whatever_is_inherited(tmp_path):
 def test_pages_wait_for_their_writer_whatever_is_inherited(tmp_path):
     name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
     assert settings(tmp_path).environment({name: "0"})[name] == "1"
+
+
+@pytest.mark.parametrize(("inherited", "expected"), [("", 30.0), ("30", 30.0), ("120", 120.0)])
+def test_they_wait_as_long_as_is_safe_or_longer(tmp_path, inherited, expected):
+    name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+    assert float(settings(tmp_path).environment({name: inherited})[name]) == expected
+    assert float(settings(tmp_path).environment({})[name]) == 30.0
+
+
+@pytest.mark.parametrize("inherited", ["0.5", "29.9", "nan", "soon"])
+def test_they_wait_no_shorter(tmp_path, inherited):
+    name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+    with pytest.raises(ConfigError, match=name):
+        settings(tmp_path).environment({name: inherited})
 
 
 def test_no_folder_for_metrics_is_inherited(tmp_path):
