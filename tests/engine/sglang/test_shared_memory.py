@@ -17,7 +17,7 @@ from services.engine.sglang.shared_memory import remove_of, remove_orphans
 
 DEAD = 2**22 + 1  # above the most that Linux gives
 HOUR_S = 3600.0
-HERE = os.getpid()
+HERE = "HERE"  # stands for our pid, which is not the same in each worker of pytest-xdist
 KEPT_OPEN = [f"sgl_shm_mq_{HERE}_0badcafe", f"sgl_shm_mq_{DEAD}_0badcafe", "sglang_loads_ab12_0badcafe.shm"]
 HANDED_OVER = f"sgl_shm_mm_{DEAD}_0badcafe"
 
@@ -30,7 +30,7 @@ def folder(monkeypatch):
 
 
 def make(folder, name, age_s=0.0):
-    path = folder / name
+    path = folder / name.replace(HERE, str(os.getpid()))
     path.write_bytes(bytes(mmap.PAGESIZE))
     made_s = time.time() - age_s
     os.utime(path, (made_s, made_s))
