@@ -23,7 +23,9 @@ from services.kv.types import BlockHash, CacheEvents, Generation, RankId, RankKe
 
 KEYS = ClusterKeys("c")
 RANK = RankKey("w", 0)
-SMALL = PublisherSettings(max_delta_hashes=2, log=LogLimits(max_deltas=3, max_chunk_hashes=3))
+SMALL = PublisherSettings(
+    flush_s=0.0, writes_per_s=1e6, max_delta_hashes=2, log=LogLimits(max_deltas=3, max_chunk_hashes=3)
+)
 
 
 class Life:
