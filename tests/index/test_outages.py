@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -41,10 +41,28 @@ class Churn:
         """Nothing changes any more, and every mirror holds just what the ranks hold."""
         self._resting.set()
         for mirror in mirrors:
-            await until(
-                lambda m=mirror: m.degraded is None and all(rank.is_mirrored_by(m) for rank in self.ranks),
-                timeout_s=30.0,
-            )
+            try:
+                await until(
+                    lambda m=mirror: (
+                        m.degraded is None and all(rank.is_mirrored_by(m) for rank in self.ranks)
+                    ),
+                    timeout_s=30.0,
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {self._told(mirrors)}") from None
+
+    def _told(self, mirrors: Sequence[Mirror]) -> str:
+        """What each side says of itself."""
+        ranks = [
+            f"{rank.id}: holds {len(rank.held)}, {rank.membership.publisher}, "
+            f"registered {rank.membership.registered.is_set()}, lost leases {rank.membership.lease_losses}"
+            for rank in self.ranks
+        ]
+        seen = [
+            f"{mirror.index} at {mirror.revision}, degraded {mirror.degraded}, gaps {mirror.blocks.gaps}"
+            for mirror in mirrors
+        ]
+        return "; ".join([*ranks, *seen])
 
 
 @asynccontextmanager
