@@ -22,6 +22,7 @@ from services.errors import DeadlineExceeded, InvalidRequest, IsthmusError, Peer
 from services.kv.types import RankAddress, RankLoad
 from services.request import Output, StartCommand
 from services.router.others import Requests
+from services.router.silence import Silence
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import decode_pb2
 from services.wire.packed_ids import PackedIds, length_delimited
@@ -29,7 +30,6 @@ from services.wire.packed_ids import PackedIds, length_delimited
 log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0  # ten missed reports
-_TICK_S = 0.5
 _RETRY_S = 0.2
 _ATTACH = f"/{decode_pb2.DESCRIPTOR.services_by_name['Decode'].full_name}/Attach"
 _START = decode_pb2.Command.START_FIELD_NUMBER
@@ -111,7 +111,7 @@ class DecodeClient:
         self._streams: dict[str, OutputStream] = {}
         self._idle = asyncio.Event()  # no request runs
         self._idle.set()
-        self._silent_ticks = 0
+        self._silence = Silence()
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
 
@@ -187,31 +187,20 @@ class DecodeClient:
         # No stub: what it would serialize is serialized.
         call = self._channel.stream_stream(_ATTACH, None, decode_pb2.StepOutputs.FromString)()
         writer = asyncio.create_task(self._write(call))
-        limit = asyncio.timeout(None)
-        watch = asyncio.create_task(self._end_when_silent(limit))
         try:
-            async with limit:
+            async with self._silence.bounded(SILENCE_S):
                 await self._read(call)
         finally:
-            watch.cancel()
             writer.cancel()
             call.cancel()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         """Returns when the rank has ended the stream with OK."""
         while (message := await call.read()) is not grpc.aio.EOF:
-            self._silent_ticks = 0
+            self._silence.heard()
             self.connected.set()
             self._receive(message)
         await _raise_status(call)
-
-    async def _end_when_silent(self, limit: asyncio.Timeout) -> None:
-        """Counted in ticks of our own: a router that did not run itself has not listened."""
-        self._silent_ticks = 0
-        while self._silent_ticks * _TICK_S < SILENCE_S:
-            await asyncio.sleep(_TICK_S)
-            self._silent_ticks += 1
-        limit.reschedule(asyncio.get_running_loop().time())
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         # A broken stream shows itself to the reader, which ends both.

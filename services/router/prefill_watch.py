@@ -18,6 +18,7 @@ import grpc
 from services import rpc
 from services.errors import IsthmusError
 from services.kv.types import RankAddress, RankLoad
+from services.router.silence import Silence
 from services.wire import convert
 from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 30.0
 _SILENT_RETRY_S = 1.0  # at most, of a rank that is to be used again as soon as it speaks
 _SILENCE_S = 5.0  # ten missed reports
-_TICK_S = 0.5
 
 
 class PrefillWatch:
@@ -47,7 +47,7 @@ class PrefillWatch:
         self._on_lost = on_lost
         self._on_silent = on_silent
         self._heard = self._silent = False
-        self._silent_ticks = 0
+        self._silence = Silence()
         self._retry_s = _FIRST_RETRY_S
         self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
 
@@ -79,20 +79,18 @@ class PrefillWatch:
     async def _read(self) -> None:
         request = prefill_pb2.WatchLoadRequest(generation=self.address.id.generation)
         call = prefill_pb2_grpc.PrefillStub(self._channel).WatchLoad(request)
-        limit = asyncio.timeout(None)
-        watch = asyncio.create_task(self._end_when_silent(limit))
         try:
-            async with limit:
+            async with self._silence.bounded(_SILENCE_S):
                 while (message := await call.read()) is not grpc.aio.EOF:
                     self._note_report(convert.load_from_proto(message.load))
         finally:
-            watch.cancel()
             call.cancel()
 
     def _note_report(self, load: RankLoad) -> None:
         if self._silent:
             log.info("prefill_rank_speaks rank=%s", self.address.id)
-        self._heard, self._silent, self._silent_ticks = True, False, 0
+        self._heard, self._silent = True, False
+        self._silence.heard()
         self._retry_s = _FIRST_RETRY_S
         self._on_load(load)
 
@@ -101,11 +99,3 @@ class PrefillWatch:
             log.warning("prefill_rank_silent rank=%s silent_s=%g", self.address.id, _SILENCE_S)
             self._silent = True
             self._on_silent()
-
-    async def _end_when_silent(self, limit: asyncio.Timeout) -> None:
-        """Counted in ticks of our own: a router that did not run itself has not listened."""
-        self._silent_ticks = 0
-        while self._silent_ticks * _TICK_S < _SILENCE_S:
-            await asyncio.sleep(_TICK_S)
-            self._silent_ticks += 1
-        limit.reschedule(asyncio.get_running_loop().time())

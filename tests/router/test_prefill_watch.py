@@ -11,7 +11,7 @@ from services import rpc
 from services.kv.types import Generation, RankAddress, RankId, RankLoad
 from services.prefill import server as prefill_server
 from services.prefill.server import PrefillService
-from services.router import prefill_watch
+from services.router import prefill_watch, silence
 from services.router.prefill_watch import PrefillWatch
 from services.wire.isthmus.v1 import prefill_pb2_grpc
 
@@ -125,7 +125,7 @@ class Muted(PrefillService):
 
 @pytest.fixture
 def soon_silent(monkeypatch):
-    monkeypatch.setattr(prefill_watch, "_TICK_S", 0.05)
+    monkeypatch.setattr(silence, "_TICK_S", 0.05)
     monkeypatch.setattr(prefill_watch, "_SILENCE_S", 1.0)
     monkeypatch.setattr(prefill_server, "_TICK_S", 0.02)
 
@@ -152,7 +152,7 @@ async def test_a_rank_that_never_spoke_is_not_called_silent(soon_silent):
 
 
 async def test_a_router_that_did_not_run_has_not_listened(monkeypatch):
-    monkeypatch.setattr(prefill_watch, "_TICK_S", 0.1)
+    monkeypatch.setattr(silence, "_TICK_S", 0.1)
     monkeypatch.setattr(prefill_watch, "_SILENCE_S", 1.5)
     async with watched(PrefillService(Engine(), RANK, None)) as (heard, _):
         await heard.until(lambda: heard.loads)
