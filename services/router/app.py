@@ -115,6 +115,7 @@ async def open_router(
             max_attempts=config.max_attempts,
             max_wait_s=config.max_wait_s,
             request_timeout_s=config.request_timeout_s,
+            max_priority=config.max_priority,
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)

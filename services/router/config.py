@@ -34,6 +34,10 @@ class RouterConfig(ClusterConfig):
         3600.0, "seconds after which a request ends, where its client has set no deadline"
     )
 
+    max_priority: int = setting(
+        0, "highest priority that a client may ask for; above 0 it goes first and is never refused for load"
+    )
+
     http_keep_alive_s: int = setting(
         120, "seconds that an idle HTTP connection stays open: longer than any proxy before us keeps its own"
     )
@@ -60,6 +64,8 @@ class RouterConfig(ClusterConfig):
         for name in ("chunk_size", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
+        if self.max_priority < 0:
+            raise ConfigError(f"--max-priority must be 0 or more, got {self.max_priority}")
         for name in ("max_wait_s", "request_timeout_s", "http_keep_alive_s"):
             if not getattr(self, name) > 0:
                 flag = name.replace("_", "-")

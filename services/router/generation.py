@@ -65,6 +65,7 @@ class Generator:
         max_attempts: int,
         max_wait_s: float,
         request_timeout_s: float,
+        max_priority: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -74,6 +75,7 @@ class Generator:
         self._max_attempts = max_attempts
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
+        self._max_priority = max_priority
         self._clock = clock
         self._running: dict[str, Progress] = {}
         self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS, _REMEMBERED_TOKEN_IDS)
@@ -171,6 +173,11 @@ class Generator:
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
                 raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
+        if request.priority > self._max_priority:
+            raise InvalidRequest(
+                f"priority must be at most {self._max_priority} on this server (--max-priority), got "
+                f"{request.priority}"
+            )
         sampling = request.sampling
         if not sampling.HasField("seed"):
             sampling = type(sampling).FromString(sampling.SerializeToString())

@@ -1,6 +1,7 @@
 """A cluster above its capacity says no at the door, and says when to come again; what it let in it serves."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -28,7 +29,9 @@ async def test_who_would_wait_longer_than_half_of_his_time_is_refused(
     etcd_endpoint, model_dir, cluster_name, plan
 ):
     slow = {"decode": (1,), "max_running_requests": 2, "fake_step_s": 0.02}
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=(plan,), **slow) as cluster:
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=(plan,), **slow)
+    cluster.router_config = replace(cluster.router_config, max_priority=1)
+    async with cluster:
         prompts = [[i, i + 1, 5, 7, 9] for i in range(NUM_REQUESTS)]
         let_in = [asyncio.create_task(cluster.generate(ids, timeout=120)) for ids in prompts]
         wait_s = await until_it_is_known_how_long_they_wait(cluster)

@@ -164,3 +164,30 @@ async def test_an_answer_whose_penalties_would_change_ends_where_it_was_cut_off(
     assert isinstance(raised.value, Unavailable) == (places == 1)
     if places == 1:
         assert "penalties" in str(raised.value) and "(gone)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("max_priority", "priority", "is_let_in"),
+    [(0, 0, True), (0, -5, True), (0, 1, False), (2, 2, True), (2, 3, False), (2, 2**31 - 1, False)],
+)
+async def test_a_client_goes_before_others_only_as_far_as_the_operator_allows(
+    character_tokenizer, max_priority, priority, is_let_in
+):
+    cluster, metrics = LosingCluster(0), MagicMock()
+    generator = Generator(
+        "m",
+        character_tokenizer,
+        cluster,
+        metrics,
+        max_attempts=1,
+        max_wait_s=1.0,
+        request_timeout_s=60.0,
+        max_priority=max_priority,
+    )
+    request = generation_pb2.GenerateRequest(text="a", priority=priority)
+    with pytest.raises(DecodeRankLost if is_let_in else InvalidRequest) as raised:
+        await anext(generator.generate(request))
+    assert len(cluster.excluded) == is_let_in
+    if not is_let_in:
+        assert str(raised.value).startswith(f"priority must be at most {max_priority}")
+        metrics.rejected.assert_called_once_with(raised.value)
