@@ -1,10 +1,11 @@
 """The keys of those who may use a router, and the doors that ask for one: HTTP's and gRPC's.
 
     Authorization: Bearer KEY    in the file  -> let in
-                                 otherwise    -> Unauthenticated
+                                 otherwise    -> Unauthenticated, counted and logged (key_refusals.py)
 
-The file is read again when it has changed. One that cannot be read then, or holds no key, changes nothing: it
-may be in the middle of being written.
+The file is read again when it has changed. One that is gone, cannot be read or holds no key lets nobody in: a
+key that was taken out of it must not go on working. So a new file is moved into the old one's place, as the
+kubelet does; who writes into it refuses everybody for that moment.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services import telemetry
 from services.errors import ConfigError, Unauthenticated
+from services.router.key_refusals import NO_KEY, WRONG_KEY, KeyRefusals
 from services.router.openai_errors import answer_error
 
 log = logging.getLogger(__name__)
@@ -33,36 +35,43 @@ _Stamp = tuple[int, int, int]
 class ApiKeys:
     """Raises ConfigError when the file cannot be read or holds no key: one a line, of printable ASCII."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, refusals: KeyRefusals | None = None) -> None:
+        self.refusals = refusals or KeyRefusals()
         self._path = path
-        self._stamp: _Stamp | None = _stamp(path)
+        self._stamp: _Stamp | None = _stamp(path)  # of what was read; None: read again
         self._digests = _read(path)
+        self._problem = ""  # why there is no key
 
     def check(self, authorization: str | None) -> None:
         """Takes the same time for every key that is wrong. Raises Unauthenticated."""
         self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
+            raise Unauthenticated(NO_KEY)
         digest = _digest(key.strip())
         if not any([hmac.compare_digest(digest, known) for known in self._digests]):  # a list: all of them
-            raise Unauthenticated("the API key is not one of this server's")
+            raise Unauthenticated(WRONG_KEY)
 
     def _follow(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp is not None and stamp == self._stamp:
+            return
         try:
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self._digests = _read(self._path)
+            self._digests, self._stamp, self._problem = _read(self._path), stamp, ""
         except ConfigError as error:
-            telemetry.event(log, "api_keys_kept", level=logging.WARNING, error=error)
+            self._revoke(str(error))
         else:
             telemetry.event(log, "api_keys_read", keys=len(self._digests))
 
+    def _revoke(self, problem: str) -> None:
+        self._digests, self._stamp = (), None
+        if problem != self._problem:
+            telemetry.event(log, "api_keys_revoked", level=logging.ERROR, error=problem, keys=0)
+        self._problem = problem
+
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Tells one content of the file from another; None without a file."""
+    """Tells one content of the file from another; None where there is none to be seen."""
     try:
         status = os.stat(path)
     except OSError:
@@ -98,10 +107,15 @@ class HttpDoor:
             try:
                 self._keys.check(Headers(scope=scope).get("authorization"))
             except Unauthenticated as error:
+                self._keys.refusals.note("http", _peer_of(scope), error)
                 answer = await answer_error(Request(scope), error)
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _peer_of(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else "-"
 
 
 class GrpcDoor(grpc.aio.ServerInterceptor):
@@ -122,12 +136,13 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             try:
                 self._keys.check(metadata.get("authorization"))
             except Unauthenticated as error:
-                return _refusing(error)
+                return _refusing(error, self._keys.refusals)
         return await continuation(handler_call_details)
 
 
-def _refusing(error: Unauthenticated) -> grpc.RpcMethodHandler:
+def _refusing(error: Unauthenticated, refusals: KeyRefusals) -> grpc.RpcMethodHandler:
     async def refuse(request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+        refusals.note("grpc", context.peer(), error)
         raise error
 
     return grpc.unary_unary_rpc_method_handler(refuse, request_deserializer=bytes)

@@ -30,6 +30,7 @@ from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.generation import Generator
+from services.router.key_refusals import KeyRefusals
 from services.router.metrics import RankCollector, RouterMetrics
 from services.router.openai import openai_app
 from services.router.placer import PlacerSettings
@@ -81,7 +82,9 @@ async def open_router(
     metrics = RouterMetrics(registry)
     tokenizer = Tokenizer(config.model)
     defaults = _sampling_defaults(config, tokenizer)
-    api_keys = ApiKeys(config.api_key_file) if config.api_key_file is not None else None
+    api_keys = None
+    if config.api_key_file is not None:
+        api_keys = ApiKeys(config.api_key_file, KeyRefusals(metrics.unauthenticated))
     tls = config.tls()
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))

@@ -12,6 +12,7 @@ from services.index.mirror import Mirror
 from services.kv.types import Plan, RankId, Role
 from services.request import Admitted
 from services.router.cluster import Cluster, Placed
+from services.router.key_refusals import FRONTS, REASONS
 from services.router.progress import Progress
 from services.router.stages import STAGES
 
@@ -64,6 +65,15 @@ class RouterMetrics:
             ["reason"],
             registry=registry,
         )
+        self._unauthenticated = Counter(
+            "isthmus_unauthenticated",
+            "Requests turned away for want of an API key, by front and by whether one was shown.",
+            ["front", "reason"],
+            registry=registry,
+        )
+        for front in FRONTS:
+            for reason in REASONS.values():
+                self._unauthenticated.labels(front, reason)
         self._placements = Counter(
             "isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"], registry=registry
         )
@@ -91,6 +101,10 @@ class RouterMetrics:
         """A request was refused at the door."""
         self._requests.labels(type(error).__name__).inc()
         self._rejections.labels(type(error).__name__).inc()
+
+    def unauthenticated(self, front: str, reason: str) -> None:
+        """They come no further than to the keys, and count as no requests."""
+        self._unauthenticated.labels(front, reason).inc()
 
     def placed(self, placed: Placed) -> None:
         self._placements.labels(placed.plan.value, placed.decision.reason).inc()

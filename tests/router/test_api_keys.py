@@ -2,11 +2,13 @@
 
 import hmac
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from openai_backend import FakeBackend, client, complete
 from services import rpc
@@ -15,6 +17,8 @@ from services.cli.local_cluster import Shape
 from services.errors import ConfigError, Unauthenticated
 from services.kv.types import Role
 from services.router.api_keys import ApiKeys, GrpcDoor
+from services.router.key_refusals import WRONG_KEY, KeyRefusals
+from services.router.metrics import RouterMetrics
 from services.router.server import GenerationService
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -27,8 +31,13 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def keys(file):
-    return ApiKeys(file)
+def counted():
+    return []
+
+
+@pytest.fixture
+def keys(file, counted):
+    return ApiKeys(file, KeyRefusals(lambda *labels: counted.append(labels)))
 
 
 def test_commands_show_the_files_first_key(file, tmp_path):
@@ -89,17 +98,42 @@ def test_a_file_that_changes_is_read_again(keys, file, caplog):
 
 
 @pytest.mark.parametrize(
-    "spoil", [os.remove, lambda path: path.write_text(" \n"), lambda p: p.write_bytes(b"\xff")]
+    "spoil",
+    [
+        os.remove,
+        lambda path: path.write_text(""),
+        lambda path: path.write_text(" \n"),
+        lambda path: path.write_bytes(b"\xff"),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["deleted", "emptied", "blank", "garbled", "no file"],
 )
-def test_a_file_that_is_spoilt_changes_nothing_until_it_is_whole_again(keys, file, spoil, caplog):
+def test_a_file_without_a_key_lets_nobody_in_until_it_has_one_again(keys, file, spoil, caplog):
     spoil(file)
     for _ in range(3):
-        assert is_let_in(keys, "Bearer first-key")
-        assert not is_let_in(keys, "Bearer third-key")
-    assert caplog.text.count("api_keys_kept") == 1
-    file.write_text("third-key")
+        assert not is_let_in(keys, "Bearer first-key")
+        assert not is_let_in(keys, "Bearer ")
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "api_keys_revoked" in record.message
+    (new := file.with_name("new")).write_text("third-key")
+    if file.is_dir():
+        file.rmdir()
+    os.replace(new, file)
     assert is_let_in(keys, "Bearer third-key")
     assert not is_let_in(keys, "Bearer first-key")
+
+
+def test_what_was_unreadable_for_a_moment_is_read_again_though_it_has_not_changed(keys, file, monkeypatch):
+    read = Path.read_text
+
+    def fails(path, **options):
+        raise PermissionError("not now")
+
+    os.utime(file, ns=(1, 1))
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert not is_let_in(keys, "Bearer first-key")
+    monkeypatch.setattr(Path, "read_text", read)
+    assert is_let_in(keys, "Bearer first-key")
 
 
 def test_without_a_key_no_router_starts(tmp_path):
@@ -109,10 +143,36 @@ def test_without_a_key_no_router_starts(tmp_path):
             ApiKeys(path)
 
 
+# -- what an operator is told ------------------------------------------------------------------------
+
+
+def test_refusals_are_all_counted_and_logged_now_and_then(caplog):
+    counted, now = [], [100.0]
+    refusals = KeyRefusals(lambda *labels: counted.append(labels), clock=lambda: now[0])
+    for second in (100.0, 100.1, 109.9, 110.0, 130.0):
+        now[0] = second
+        refusals.note("http", "10.0.0.7", Unauthenticated(WRONG_KEY))
+    assert counted == [("http", "wrong_key")] * 5
+    assert caplog.messages == [
+        f"unauthenticated front=http peer=10.0.0.7 reason=wrong_key unlogged={unlogged}"
+        for unlogged in (0, 2, 0)
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_refusals_have_series_from_the_start():
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    labels = {"front": "grpc", "reason": "no_key"}
+    assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 0
+    metrics.unauthenticated("grpc", "no_key")
+    assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 1
+
+
 # -- HTTP --------------------------------------------------------------------------------------------
 
 
-async def test_all_of_http_but_health_asks_for_a_key(keys):
+async def test_all_of_http_but_health_asks_for_a_key(keys, counted, caplog):
     backend = FakeBackend()
     async with client(backend, keys=keys) as http:
         for method, path in (
@@ -135,6 +195,8 @@ async def test_all_of_http_but_health_asks_for_a_key(keys):
         answer = await http.post("/v1/completions", json={"prompt": "Hi"}, headers=known)
         assert answer.status_code == 200
     assert len(backend.requests) == 1
+    assert counted == 4 * [("http", "no_key"), ("http", "wrong_key")]
+    assert "unauthenticated front=http" in caplog.text and "Bearer" not in caplog.text
 
 
 async def test_without_a_file_a_key_is_not_looked_at():
@@ -180,13 +242,15 @@ async def generate(channel, metadata):
 
 
 @pytest.mark.parametrize("call", [list_models, generate])
-async def test_calls_of_every_kind_ask_for_a_key(channel, call):
+async def test_calls_of_every_kind_ask_for_a_key(channel, call, counted, caplog):
     assert await call(channel, (("authorization", "Bearer first-key"),))
     for metadata in ((), (("authorization", "Bearer wrong"),)):
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call(channel, metadata)
         assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert isinstance(rpc.error_from(refusal.value), Unauthenticated)
+    assert counted == [("grpc", "no_key"), ("grpc", "wrong_key")]
+    assert re.search(r"unauthenticated front=grpc peer=ipv4:127\.0\.0\.1:\d+ reason=no_key", caplog.text)
 
 
 async def test_health_checks_show_no_key(channel):
