@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.engine.architectures import disagreement
 from services.errors import ConfigError
 
 # Lists of what each layer is, and the words for full attention; 1 is MiniMax's.
@@ -54,8 +55,8 @@ class ModelShape:
         """Raises ConfigError when config.json is missing, says too little, or tells of layers that keep
         something else than the KV of every token."""
         try:
-            config = json.loads((Path(model_path) / "config.json").read_text())
-            config = config.get("text_config", config)
+            whole = json.loads((Path(model_path) / "config.json").read_text())
+            contradiction, config = disagreement(whole), whole.get("text_config", whole)
             heads = config["num_attention_heads"]
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
             kv_heads = config.get("num_key_value_heads") or heads
@@ -64,6 +65,8 @@ class ModelShape:
             reasons = list(not_full_attention(config))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"config.json of {model_path} cannot be used: {error!r}") from error
+        if contradiction:
+            raise ConfigError(f"{model_path}/config.json contradicts itself: {contradiction}")
         if reasons:
             raise ConfigError(
                 f"{model_path} is no model for --engine=sglang: the index knows only layers that keep the KV "

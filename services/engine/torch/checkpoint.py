@@ -12,10 +12,10 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from services.engine.architectures import MODEL_TYPES, disagreement
 from services.engine.torch.attention import IMPLEMENTATION
 from services.errors import ConfigError
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -130,10 +130,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or []
-    if not set(architectures) & set(ARCHITECTURES):
+    if not set(architectures) & set(MODEL_TYPES):
         raise ConfigError(
-            f"{directory} is of architecture {architectures}; supported are {', '.join(ARCHITECTURES)}"
+            f"{directory} is of architecture {architectures}; supported are {', '.join(MODEL_TYPES)}"
         )
+    if said := disagreement(raw):
+        raise ConfigError(f"{directory}/config.json contradicts itself: {said}")
     if raw.get("quantization_config"):
         raise ConfigError(
             f"{directory} is quantized; only float32, bfloat16 and float16 weights are supported"
@@ -146,11 +148,19 @@ def _require_full_attention(directory: Path, config: PreTrainedConfig) -> None:
     windowed = "sliding_attention" in layer_types if layer_types else getattr(config, "sliding_window", None)
     if windowed:
         raise ConfigError(f"{directory} uses a sliding window, which is not supported")
+    if others := set(layer_types or ()) - {"full_attention"}:
+        raise ConfigError(f"{directory} has layers of {', '.join(sorted(others))}, which are not supported")
     if getattr(config, "is_causal", True) is False:
         raise ConfigError(f"{directory} attends in both directions: its KV depends on what comes later")
+    for kind in _rope_types(config):
+        if kind in _UNSUPPORTED_ROPE:
+            raise ConfigError(f"{directory} uses rotary embedding {kind!r}, which is not supported")
+
+
+def _rope_types(config: PreTrainedConfig) -> list[Any]:
+    """Of all layers, or of each kind of them."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _UNSUPPORTED_ROPE:
-        raise ConfigError(f"{directory} uses rotary embedding {rope['rope_type']!r}, which is not supported")
+    return [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 def _own_dtype(directory: Path, raw: dict[str, Any]) -> str:

@@ -83,6 +83,13 @@ def test_windows_and_states_are_refused_with_what_says_so(tmp_path, changes, sai
         read(tmp_path, {**PLAIN, **changes})
 
 
+def test_a_model_type_that_disagrees_with_the_architecture_is_refused(tmp_path):
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen2"}
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is of model_type 'qwen3', not 'qwen2'"):
+        read(tmp_path, {**PLAIN, **names})
+    assert read(tmp_path, {**PLAIN, **names, "architectures": ["NotOneOfOurs"]})
+
+
 def test_of_a_multimodal_model_the_text_part_counts(tmp_path):
     vision = {"window_size": 112, "sliding_window": 112}
     assert read(tmp_path, {"text_config": PLAIN, "vision_config": vision, **vision})

@@ -84,12 +84,29 @@ def test_a_damaged_file_is_refused(checkpoint, name):
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"dtype": "float64"}, "float64"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of chunked_attention"),
     ],
 )
 def test_what_we_cannot_run_is_refused_with_the_reason(checkpoint, changes, reason):
     edit_config(checkpoint, **changes)
     with pytest.raises(ConfigError, match=reason):
         open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma", "granite", "cohere", "olmo", "phi3", "mistral", "qwen3", None]
+)
+def test_a_model_type_that_disagrees_with_the_architecture_is_refused(checkpoint, model_type):
+    """transformers would make a Gemma of what says it is a Llama, of weights whose names happen to be the same."""
+    edit_config(checkpoint, model_type=model_type)
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM is of model_type 'llama', not {model_type!r}"):
+        open_checkpoint(checkpoint)
+
+
+def test_of_several_architectures_one_must_agree(checkpoint):
+    edit_config(checkpoint, architectures=["Qwen3ForCausalLM", "LlamaForCausalLM", "Unheard"])
+    open_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(
