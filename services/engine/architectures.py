@@ -1,4 +1,4 @@
-"""Which class of transformers an architecture of config.json's names, and whether its model_type agrees. Pure."""
+"""Whether the architecture that a config.json names, and its model_type, are of one model. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
