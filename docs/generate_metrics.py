@@ -38,9 +38,9 @@ Written by `docs/generate_metrics.py` from the code; `make lint` holds it to tha
 
 Every router and every rank serves `/metrics` on a port of its own (`--metrics-port`), in Prometheus's text
 format or, asked for it, in OpenMetrics with exemplars: the histograms of requests carry the `trace_id` of a
-request whose trace is recorded. Every sample says whose it is, by the labels `cluster`, `role` (`router`,
-`prefill`, `decode`), `worker` (a router's name) and `rank`. Where a router speaks of a rank, `role`, `worker`
-and `rank` are that rank's.
+request whose trace is recorded. Every sample says whose it is, by the labels `isthmus_cluster`, `role`
+(`router`, `prefill`, `decode`), `worker` (a router's name) and `rank`. Where a router speaks of a rank,
+`role`, `worker` and `rank` are that rank's.
 
 Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
 tenant or error text is ever a label.

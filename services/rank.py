@@ -267,7 +267,7 @@ async def _start(engine: Engine, stopping: asyncio.Event) -> None:
 
 def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str, str]:
     return {
-        "cluster": config.cluster,
+        telemetry.CLUSTER_LABEL: config.cluster,
         "role": role.value,
         "worker": own_id.worker,
         "rank": str(own_id.rank),

@@ -35,6 +35,9 @@ from prometheus_client.registry import Collector
 from services.errors import Aborted, ConfigError
 from services.ports import bindable, host_port
 
+# Not `cluster`: by that many a Prometheus tells Kubernetes clusters apart (external_labels, relabelings), and
+# with honor_labels a label of ours would take its place.
+CLUSTER_LABEL = "isthmus_cluster"
 TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, also the metadata key
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")

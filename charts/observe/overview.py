@@ -73,7 +73,7 @@ def overview() -> Dashboard:
                         "Ranks that are down",
                         "short",
                         "Ranks that no router can use. Runbook: IsthmusRankDown.",
-                        f"count(max by (cluster, role, worker, rank) (isthmus_rank_up{{{RANK}}}) == 0)"
+                        f"count(max by (cluster, isthmus_cluster, role, worker, rank) (isthmus_rank_up{{{RANK}}}) == 0)"
                         " or vector(0)",
                         Limits(yellow=1, red=2),
                     ),

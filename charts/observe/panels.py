@@ -11,8 +11,10 @@ from grafana_foundation_sdk.models import dashboard as dashboard_models
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, Panel
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-CLUSTER = 'cluster=~"$cluster"'
-RANK = 'cluster=~"$cluster", role=~"$role", worker=~"$worker", rank=~"$rank"'
+# `cluster` is what the installation's own Prometheus may name the Kubernetes cluster by; where it does not, All it is.
+CLUSTER = 'cluster=~"$cluster", isthmus_cluster=~"$isthmus_cluster"'
+_ROLE, _WORKER = f'{CLUSTER}, role=~"$role"', f'{CLUSTER}, role=~"$role", worker=~"$worker"'
+RANK = f'{_WORKER}, rank=~"$rank"'
 _WIDTH, _HEIGHT, _TILE_HEIGHT = 24, 8, 4
 
 
@@ -134,9 +136,10 @@ def board(
     )
     for name, known in (
         ("cluster", ""),
-        ("role", 'cluster=~"$cluster"'),
-        ("worker", 'cluster=~"$cluster", role=~"$role"'),
-        ("rank", 'cluster=~"$cluster", role=~"$role", worker=~"$worker"'),
+        ("isthmus_cluster", 'cluster=~"$cluster"'),
+        ("role", CLUSTER),
+        ("worker", _ROLE),
+        ("rank", _WORKER),
     ):
         builder.with_variable(_variable(name, known))
     numbers = count(1)
@@ -158,7 +161,7 @@ def _current(made: dashboard_models.Dashboard) -> dashboard_models.Dashboard:
 def _variable(name: str, known: str) -> dashboard.QueryVariable:
     return (
         dashboard.QueryVariable(name)
-        .label(name.capitalize())
+        .label(name.replace("_", " ").capitalize())
         .datasource(SOURCE)
         .query(f"label_values(isthmus_rank_up{{{known}}}, {name})")
         .refresh(dashboard_models.VariableRefresh.ON_TIME_RANGE_CHANGED)

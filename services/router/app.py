@@ -126,7 +126,7 @@ async def open_router(
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys))
-        labels = {"cluster": config.cluster, "role": "router", "worker": name}
+        labels = {telemetry.CLUSTER_LABEL: config.cluster, "role": "router", "worker": name}
         metrics_port, stop_metrics = telemetry.serve_metrics(
             config.host, config.metrics_port, registry, labels
         )

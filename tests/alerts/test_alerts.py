@@ -36,6 +36,14 @@ def test_an_alert_says_how_bad_what_and_where_to_read_on(rule):
     assert rule["for"], "one bad scrape must not wake anybody"
 
 
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_of_a_cluster_is_of_one_that_prometheus_knows_by_another_name_too(rule):
+    """Two installations may have chosen one name for us."""
+    for labels in re.findall(r"\b(?:by|on) \(([^)]+)\)", rule["expr"]):
+        names = labels.split(", ")
+        assert ("cluster" in names) == ("isthmus_cluster" in names), labels
+
+
 def test_each_alert_has_a_case_that_fires_and_one_that_is_silent():
     cases = [case for test in yaml.safe_load(CASES.read_text())["tests"] for case in test["alert_rule_test"]]
     fires = {case["alertname"] for case in cases if case["exp_alerts"]}

@@ -15,7 +15,7 @@ async def samples(part, cluster):
     found = {}
     for family in text_string_to_metric_families(body):
         for sample in family.samples:
-            assert sample.labels.pop("cluster") == cluster.base.cluster
+            assert sample.labels.pop("isthmus_cluster") == cluster.base.cluster
             found[(sample.name, *sorted(sample.labels.items()))] = sample
     return found
 

@@ -17,8 +17,9 @@ ALERTS = [
     for group in yaml.safe_load(path.read_text())["groups"]
     for rule in group["rules"]
 ]
-_METRIC = re.compile(r"\b(?:isthmus|process)_[a-z_]+\b")
-_SELECTOR = re.compile(r"\b(?:(?:isthmus|process)_[a-z_]+|up)\b(?:\{[^}]*\})?")
+_NAME = r"(?!isthmus_cluster\b)(?:isthmus|process)_[a-z_]+"  # that one is a label
+_METRIC = re.compile(rf"\b{_NAME}\b")
+_SELECTOR = re.compile(rf"\b(?:{_NAME}|up)\b(?:\{{[^}}]*\}})?")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ PANELS = [
 
 def filled_in(expr, interval="20s"):
     """As Grafana sends it when all variables say All."""
-    for name in ("cluster", "role", "worker", "rank"):
+    for name in ("isthmus_cluster", "cluster", "role", "worker", "rank"):
         expr = expr.replace(f"${name}", ".*")
     return expr.replace("$__rate_interval", interval)
 

@@ -15,6 +15,7 @@ import yaml
 from services import supervisor
 
 SCRAPE_S = 2
+KUBERNETES = "edge"  # what the installation calls its cluster, as many do
 BINARY = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 
 
@@ -26,7 +27,11 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{port}"
         config = folder / "prometheus.yaml"
         jobs = [
-            {"job_name": job, "static_configs": [{"targets": addresses}]}
+            {
+                "job_name": job,
+                "honor_labels": True,
+                "static_configs": [{"targets": addresses, "labels": {"cluster": KUBERNETES}}],
+            }
             for job, addresses in targets.items()
         ]
         times = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}

@@ -32,14 +32,14 @@ def test_a_panel_explains_itself(panel):
 @pytest.mark.parametrize("name", BOARDS)
 def test_a_dashboard_can_be_narrowed_down(name):
     variables = [variable["name"] for variable in BOARDS[name]["templating"]["list"]]
-    assert variables == ["datasource", "cluster", "role", "worker", "rank"]
+    assert variables == ["datasource", "cluster", "isthmus_cluster", "role", "worker", "rank"]
     ids = [panel["id"] for panel in BOARDS[name]["panels"]]
     assert len(set(ids)) == len(ids)
     titles = [panel["title"] for panel in BOARDS[name]["panels"]]
     assert len(set(titles)) == len(titles)
     for target in (t for panel in BOARDS[name]["panels"] for t in panel.get("targets", ())):
         for selector in re.findall(r"\w+\{(.*?)\}", target["expr"]):
-            assert 'cluster=~"$cluster"' in selector, target["expr"]
+            assert 'cluster=~"$cluster", isthmus_cluster=~"$isthmus_cluster"' in selector, target["expr"]
 
 
 def test_every_metric_that_is_asked_for_exists():

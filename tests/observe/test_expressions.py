@@ -13,7 +13,7 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
 
 def rank(metric, number, values):
-    labels = f'cluster="c",role="decode",worker="d",rank="{number}"'
+    labels = f'isthmus_cluster="c",role="decode",worker="d",rank="{number}"'
     return {"series": f"{metric}{{{labels}}}", "values": values}
 
 

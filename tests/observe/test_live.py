@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from observe.boards import ALERTS, BOARDS, PANELS, REPOSITORY, filled_in, selectors_in
-from observe.prometheus import SCRAPE_S
+from observe.prometheus import KUBERNETES, SCRAPE_S
 
 pytestmark = [pytest.mark.observe, pytest.mark.timeout(900)]
 
@@ -63,9 +63,14 @@ def test_prometheus_runs_the_alerts(watched):
 
 
 def test_the_variables_have_values(watched):
-    for label, least in (("cluster", 1), ("role", 2), ("worker", 3), ("rank", 2)):
+    for label, least in (("cluster", 1), ("isthmus_cluster", 1), ("role", 2), ("worker", 3), ("rank", 2)):
         found = watched.prometheus.ask(f"label/{label}/values", **{"match[]": "isthmus_rank_up"})
         assert len(found) >= least, (label, found)
+
+
+def test_what_the_installation_calls_its_cluster_is_left_as_it_is(watched):
+    found = watched.prometheus.now('count by (cluster) ({__name__=~"isthmus_.+"})', watched.end_s)
+    assert [series["metric"] for series in found] == [{"cluster": KUBERNETES}]
 
 
 def test_the_load_was_served_and_seen(watched):

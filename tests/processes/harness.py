@@ -360,7 +360,7 @@ async def scrape(port):
 
 
 def _label_values(sample):
-    whose = ("cluster", "role", "worker", "rank")
+    whose = ("isthmus_cluster", "role", "worker", "rank")
     values = [value for name, value in sample.labels.items() if name not in whose]
     return f"{{{','.join(values)}}}" if values else ""
 
