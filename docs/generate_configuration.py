@@ -14,7 +14,7 @@ from typing import Any
 
 from services.cli.__main__ import COMMANDS
 from services.cluster_config import ClusterConfig
-from services.config import FlagDescription, describe
+from services.config import Bounds, FlagDescription, describe
 from services.rank_config import RankConfig
 from services.router.config import RouterConfig
 
@@ -177,10 +177,22 @@ def _flag_schema(flag: FlagDescription) -> dict[str, Any]:
     elif flag.choices:
         one = {"enum": list(flag.choices)}
     else:
-        one = {"type": _TYPES[flag.hint]}
+        one = {"type": _TYPES[flag.hint], **_bounds_schema(flag.bounds)}
     if flag.repeated:
         one = {"type": "array", "items": one}
     return {"description": flag.help, **one}
+
+
+def _bounds_schema(bounds: Bounds) -> dict[str, Any]:
+    """What the services refuse, the schema does."""
+    pattern = None if bounds.pattern is None else f"^({bounds.pattern})$"
+    found = {
+        "minimum": bounds.at_least,
+        "maximum": bounds.at_most,
+        "exclusiveMinimum": bounds.above,
+        "pattern": pattern,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def outputs() -> dict[Path, str]:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from services import rpc
-from services.config import setting
+from services.config import Bounds, check_bounds, setting
 from services.errors import ConfigError
 from services.index.etcd_settings import EtcdSettings, EtcdTls
+from services.index.keys import NAME
 from services.ports import check_port
 
 
@@ -16,7 +17,11 @@ class ClusterConfig:
     """What a router and a rank have in common; each has a config of its own that extends it."""
 
     model_name: str = setting("", "name the model is served under; default: the checkpoint's directory name")
-    cluster: str = setting("default", "name of the cluster in etcd")
+    cluster: str = setting(
+        "default",
+        "name of the cluster in etcd",
+        bounds=Bounds(pattern=NAME, form="1 to 200 letters, digits or ._:@- and start with no sign"),
+    )
     etcd: tuple[str, ...] = setting((), "etcd endpoints, HOST:PORT,...")
     etcd_ca: Path | None = setting(None, "PEM of etcd's authority; turns TLS to etcd on")
     etcd_cert: Path | None = setting(None, "PEM of our certificate for etcd")
@@ -37,17 +42,20 @@ class ClusterConfig:
     health_port: int | None = setting(
         None, "port of /startup, /ready and /live for probes, always plain HTTP; default: none"
     )
-    index_block: int = setting(64, "tokens per block of the cluster's prefix index")
+    index_block: int = setting(
+        64, "tokens per block of the cluster's prefix index", bounds=Bounds(at_least=1)
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least level that is logged")
     otlp_endpoint: str | None = setting(None, "send OpenTelemetry spans to http://HOST:PORT")
-    trace_sample_ratio: float = setting(1.0, "share of the traces that begin here that is recorded")
-    grace_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+    trace_sample_ratio: float = setting(
+        1.0, "share of the traces that begin here that is recorded", bounds=Bounds(at_least=0, at_most=1)
+    )
+    grace_s: float = setting(
+        30.0, "seconds that running requests get to finish after SIGTERM", bounds=Bounds(at_least=0)
+    )
 
     def __post_init__(self) -> None:
-        if self.index_block < 1:
-            raise ConfigError(f"--index-block must be 1 or more, got {self.index_block}")
-        if not 0 <= self.trace_sample_ratio <= 1:
-            raise ConfigError(f"--trace-sample-ratio is between 0 and 1, got {self.trace_sample_ratio:g}")
+        check_bounds(self)
         check_port("--metrics-port", self.metrics_port)
         check_port("--health-port", self.health_port)
 

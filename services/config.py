@@ -15,6 +15,7 @@ without its name: what a command is about.
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,10 +31,60 @@ from services.errors import ConfigError
 T = TypeVar("T")
 
 
-def setting(default: Any = MISSING, help: str = "", split: bool = True, positional: bool = False) -> Any:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which values a setting takes. Of a tuple each item; None, where a setting may be it, is always one."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    pattern: str | None = None  # a regular expression of the whole text, in the syntax that Go's RE2 has too
+    form: str = ""  # what that stands for, in words
+
+    def refusal(self, value: Any) -> str | None:
+        """Completes a sentence that begins with the flag; None: the value is one of them."""
+        wrong = (
+            (self.at_least is not None and not value >= self.at_least)
+            or (self.at_most is not None and not value <= self.at_most)
+            or (self.above is not None and not value > self.above)
+            or (self.pattern is not None and re.fullmatch(self.pattern, str(value)) is None)
+        )
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        return f"{self._wanted()}, got {shown}" if wrong else None
+
+    def _wanted(self) -> str:
+        if self.pattern is not None:
+            return f"must be {self.form}"
+        if self.above is not None:
+            return f"must be above {self.above:g}"
+        if self.at_least is not None and self.at_most is not None:
+            return f"is between {self.at_least:g} and {self.at_most:g}"
+        return f"must be {self.at_least:g} or more"
+
+
+_ANY = Bounds()
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    split: bool = True,
+    positional: bool = False,
+    bounds: Bounds = _ANY,
+) -> Any:
     """A dataclass field with the sentence that `--help` shows; required when it has no default, as one must
-    be that is `positional`."""
-    return field(default=default, metadata={"help": help, "split": split, "positional": positional})
+    be that is `positional`. `check_bounds` holds it to its `bounds`, and so does the chart's schema."""
+    about = {"help": help, "split": split, "positional": positional, "bounds": bounds}
+    return field(default=default, metadata=about)
+
+
+def check_bounds(config: Any) -> None:
+    """For a config's __post_init__. Raises ConfigError naming the flag whose value is out of its bounds."""
+    for member in fields(config):
+        bounds, value = member.metadata.get("bounds", _ANY), getattr(config, member.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is not None and (refusal := bounds.refusal(item)) is not None:
+                raise ConfigError(f"--{member.name.replace('_', '-')} {refusal}")
 
 
 def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
@@ -66,6 +117,7 @@ class FlagDescription:
     help: str
     choices: tuple[str, ...] = ()  # if no others may be given
     positional: bool = False
+    bounds: Bounds = _ANY
 
 
 def describe(cls: type) -> list[FlagDescription]:
@@ -129,6 +181,7 @@ class _Flag:
     help: str
     split: bool  # of a tuple: commas separate
     positional: bool
+    bounds: Bounds
 
     @property
     def text(self) -> str:
@@ -144,6 +197,7 @@ class _Flag:
             self.help,
             self.scalar.choices,
             self.positional,
+            self.bounds,
         )
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
@@ -208,6 +262,7 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
         help=member.metadata.get("help", ""),
         split=member.metadata.get("split", True),
         positional=member.metadata.get("positional", False),
+        bounds=member.metadata.get("bounds", _ANY),
     )
 
 

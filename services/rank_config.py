@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.cluster_config import ClusterConfig
-from services.config import setting
+from services.config import Bounds, setting
 from services.engine.choose import EngineSettings
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
@@ -30,55 +30,83 @@ class RankConfig(ClusterConfig):
 
     model: str = setting("", "directory of the checkpoint")
     worker: str = setting(help="name of this worker, unique in the cluster")
-    dp_size: int = setting(1, "number of DP ranks, one process each")
-    rank_index: int | None = setting(None, "be this one rank instead of the supervisor of all")
+    dp_size: int = setting(1, "number of DP ranks, one process each", bounds=Bounds(at_least=1))
+    rank_index: int | None = setting(
+        None, "be this one rank instead of the supervisor of all", bounds=Bounds(at_least=0)
+    )
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
     advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
     restart_timeout_s: float | None = setting(
-        None, "seconds in which a rank that had started must have started again, or /live fails; default: any"
+        None,
+        "seconds in which a rank that had started must have started again, or /live fails; default: any",
+        bounds=Bounds(above=0),
     )
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
-    engine_arg: tuple[str, ...] = setting((), "engine sglang: a flag of its server, as it is", split=False)
-    device: str = setting("cpu", "cpu, cuda or cuda:N; with cuda, rank N of engine torch takes cuda:N")
-    dtype: str | None = setting(None, "float32, bfloat16 or float16; default: the checkpoint's")
-    num_threads: int | None = setting(None, "CPU threads of a rank; default: cores / dp-size")
-    kv_pages: int = setting(2048, "pages in a rank's KV pool")
-    page_size: int = setting(64, "tokens per page")
+    engine_arg: tuple[str, ...] = setting(
+        (),
+        "engine sglang: a flag of its server, as it is",
+        split=False,
+        bounds=Bounds(pattern=r"--[a-z].*", form="one --flag or --flag=value of SGLang's"),
+    )
+    device: str = setting(
+        "cpu",
+        "cpu, cuda or cuda:N; with cuda, rank N of engine torch takes cuda:N",
+        bounds=Bounds(pattern=r"cpu|cuda(:[0-9]+)?", form="cpu, cuda or cuda:N"),
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
+        None, "of weights and KV; default: the checkpoint's"
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
+    )
+    kv_pages: int = setting(2048, "pages in a rank's KV pool", bounds=Bounds(at_least=1))
+    page_size: int = setting(64, "tokens per page", bounds=Bounds(at_least=1))
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
     prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
-    protected_cache_share: float = setting(0.3, "of the pool, kept for prefixes asked for more than once")
+    protected_cache_share: float = setting(
+        0.3, "of the pool, kept for prefixes asked for more than once", bounds=Bounds(at_least=0, at_most=1)
+    )
     transport: Literal["nixl", "local"] = setting("nixl", "how KV crosses; local: same host only")
-    chunk_size: int = setting(512, "prompt tokens computed per step")
-    max_running_requests: int = setting(64, "sequences in a batch")
+    chunk_size: int = setting(512, "prompt tokens computed per step", bounds=Bounds(at_least=1))
+    max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
     itl_target_ms: float | None = setting(
-        None, "bounds batch and prompt chunks by measured step time (decode)"
+        None, "bounds batch and prompt chunks by measured step time (decode)", bounds=Bounds(above=0)
     )
-    step_limit_s: float = setting(120.0, "seconds after which a step that hangs ends its rank; 0: never")
-    write_lease_s: float = setting(10.0, "seconds that prefill may write without renewal (decode)")
-    fence_margin_s: float = setting(5.0, "seconds on top before pages of a silent writer are reused (decode)")
+    step_limit_s: float = setting(
+        120.0, "seconds after which a step that hangs ends its rank; 0: never", bounds=Bounds(at_least=0)
+    )
+    write_lease_s: float = setting(
+        10.0, "seconds that prefill may write without renewal (decode)", bounds=Bounds(above=0)
+    )
+    fence_margin_s: float = setting(
+        5.0, "seconds on top before pages of a silent writer are reused (decode)", bounds=Bounds(at_least=0)
+    )
     kv_digest_share: float = setting(
-        0.01, "of the transfers, those whose pages are compared with what prefill wrote (decode)"
+        0.01,
+        "of the transfers, those whose pages are compared with what prefill wrote (decode)",
+        bounds=Bounds(at_least=0, at_most=1),
     )
-    lease_ttl_s: int = setting(10, "seconds without etcd after which the rank counts as suspect")
-    index_flush_ms: float = setting(50.0, "least time between two writes of a rank's index to etcd")
+    lease_ttl_s: int = setting(
+        10, "seconds without etcd after which the rank counts as suspect", bounds=Bounds(at_least=1)
+    )
+    index_flush_ms: float = setting(
+        50.0, "least time between two writes of a rank's index to etcd", bounds=Bounds(at_least=0)
+    )
     index_writes_per_s: float = setting(
         2000.0,
         "index writes of all ranks of the cluster together; each flushes less often to keep to its share",
+        bounds=Bounds(above=0),
     )
-    fake_step_s: float = setting(0.0, "engine fake: seconds per step")
-    fake_prompt_token_s: float = setting(0.0, "engine fake: seconds per prompt token")
+    fake_step_s: float = setting(0.0, "engine fake: seconds per step", bounds=Bounds(at_least=0))
+    fake_prompt_token_s: float = setting(
+        0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
+    )
 
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
-        positive = ("dp_size", "kv_pages", "page_size", "chunk_size", "max_running_requests")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
         num_ports = self.dp_size if self.rank_index is None else 1
         check_port("--port", self.port, num_ports)
         check_port("--metrics-port", self.metrics_port, num_ports)
-        if self.restart_timeout_s is not None and self.restart_timeout_s <= 0:
-            raise ConfigError(f"--restart-timeout-s must be above 0, got {self.restart_timeout_s:g}")
         if is_wildcard(self.advertise_host or self.host):
             raise ConfigError(
                 f"--host={self.host} is every address of this machine: --advertise-host must name the one "
@@ -93,22 +121,8 @@ class RankConfig(ClusterConfig):
                 f"--device={self.device} is one GPU, and --dp-size={self.dp_size} ranks need one each: "
                 "--device=cuda gives rank N cuda:N"
             )
-        if self.itl_target_ms is not None and self.itl_target_ms <= 0:
-            raise ConfigError(f"--itl-target-ms must be above 0, got {self.itl_target_ms:g}")
         if self.engine == "sglang":
             self._check_sglang_knows()
-        if not 0 <= self.protected_cache_share <= 1:
-            raise ConfigError(
-                f"--protected-cache-share is between 0 and 1, got {self.protected_cache_share:g}"
-            )
-        if self.write_lease_s <= 0 or self.fence_margin_s < 0:
-            raise ConfigError("--write-lease-s must be above 0 and --fence-margin-s at least 0")
-        if self.step_limit_s < 0:
-            raise ConfigError(f"--step-limit-s must be 0 or more, got {self.step_limit_s:g}")
-        if not 0 <= self.kv_digest_share <= 1:
-            raise ConfigError(f"--kv-digest-share is between 0 and 1, got {self.kv_digest_share:g}")
-        if self.index_flush_ms < 0 or self.index_writes_per_s <= 0:
-            raise ConfigError("--index-flush-ms must be 0 or more and --index-writes-per-s above 0")
 
     def _check_sglang_knows(self) -> None:
         """SGLang has its own way with what it caches and with the pages of a failed transfer."""

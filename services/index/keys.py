@@ -19,7 +19,7 @@ from functools import lru_cache
 from services.errors import ConfigError
 from services.kv.types import RankKey
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
+NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"  # of a cluster, a worker or a router: a part of a key
 _DIGITS = 20  # of the largest unsigned 64-bit number
 
 
@@ -66,7 +66,7 @@ ParsedKey = SchemaKey | RegistrationKey | HeadKey | SnapshotKey | LogKey | PinKe
 
 def check_name(kind: str, name: str) -> str:
     """`name`, if it can stand in a key. Raises ConfigError, saying which `kind` of name is wrong."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(NAME, name):
         raise ConfigError(
             f"the {kind} name {name!r} must be 1 to 200 letters, digits or ._:@- and start with no sign"
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.cluster_config import ClusterConfig
-from services.config import setting
+from services.config import Bounds, setting
 from services.errors import ConfigError
 from services.kv.types import Plan
 from services.ports import check_port
@@ -20,26 +20,40 @@ class RouterConfig(ClusterConfig):
     port: int = setting(0, "gRPC port; 0: a free one")
     http_port: int = setting(0, "port of the OpenAI-compatible API; 0: a free one")
     plans: tuple[Literal["remote", "local"], ...] = setting(("remote", "local"), "plans that may be chosen")
-    chunk_size: int = setting(512, "the prefill ranks' --chunk-size, for the price of the last chunk")
-    itl_weight: float = setting(
-        0.05, "how much slowing running sequences counts against the time to first token"
+    chunk_size: int = setting(
+        512, "the prefill ranks' --chunk-size, for the price of the last chunk", bounds=Bounds(at_least=1)
     )
-    max_attempts: int = setting(3, "ranks that a request is tried on at most before it gets on")
+    itl_weight: float = setting(
+        0.05,
+        "how much slowing running sequences counts against the time to first token",
+        bounds=Bounds(at_least=0),
+    )
+    max_attempts: int = setting(
+        3, "ranks that a request is tried on at most before it gets on", bounds=Bounds(at_least=1)
+    )
 
     max_wait_s: float = setting(
-        600.0, "a request that would wait longer for its turn, or for half of the time it has, is refused"
+        600.0,
+        "a request that would wait longer for its turn, or for half of the time it has, is refused",
+        bounds=Bounds(above=0),
     )
 
     request_timeout_s: float = setting(
-        3600.0, "seconds after which a request ends, where its client has set no deadline"
+        3600.0,
+        "seconds after which a request ends, where its client has set no deadline",
+        bounds=Bounds(above=0),
     )
 
     max_priority: int = setting(
-        0, "highest priority that a client may ask for; above 0 it goes first and is never refused for load"
+        0,
+        "highest priority that a client may ask for; above 0 it goes first and is never refused for load",
+        bounds=Bounds(at_least=0),
     )
 
     http_keep_alive_s: int = setting(
-        120, "seconds that an idle HTTP connection stays open: longer than any proxy before us keeps its own"
+        120,
+        "seconds that an idle HTTP connection stays open: longer than any proxy before us keeps its own",
+        bounds=Bounds(at_least=1),
     )
 
     sampling_defaults: Literal["model", "openai"] = setting(
@@ -48,7 +62,9 @@ class RouterConfig(ClusterConfig):
     )
 
     allowed_origins: tuple[str, ...] = setting(
-        (), "origins whose web pages may call the HTTP API, SCHEME://HOST, or * for all (CORS)"
+        (),
+        "origins whose web pages may call the HTTP API, SCHEME://HOST, or * for all (CORS)",
+        bounds=Bounds(pattern=r"\*|https?://[^/ ]+", form="SCHEME://HOST or *"),
     )
 
     api_key_file: Path | None = setting(
@@ -61,15 +77,6 @@ class RouterConfig(ClusterConfig):
         check_port("--http-port", self.http_port)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
-        for name in ("chunk_size", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
-        if self.max_priority < 0:
-            raise ConfigError(f"--max-priority must be 0 or more, got {self.max_priority}")
-        for name in ("max_wait_s", "request_timeout_s", "http_keep_alive_s"):
-            if not getattr(self, name) > 0:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be greater than 0, got {getattr(self, name)}")
 
     @property
     def served_name(self) -> str:
