@@ -90,13 +90,14 @@ class _Body:
     def __init__(self, fields: Mapping[str, object]) -> None:
         self._fields = fields
 
-    def refuse(self, names: openai_refused.Refused) -> None:
+    def refuse(self, names: openai_refused.Refused, prefix: str = "") -> None:
         """Raises InvalidParameter for a value of one of them that is none of its harmless ones."""
-        for name, harmless in names.items():
-            value = self._fields.get(name)
+        for name, value in self._fields.items():
+            harmless = (None, *names[name]) if name in names else (value,)
             # 1 == True in Python, but not in JSON.
-            if value is not None and not any(type(value) is type(ok) and value == ok for ok in harmless):
-                raise InvalidParameter(name, "is not supported by this server; leave it out")
+            if not any(type(value) is type(ok) and value == ok for ok in harmless):
+                instead = openai_refused.INSTEAD.get(name, "leave it out")
+                raise InvalidParameter(prefix + name, f"is not supported by this server; {instead}")
 
     def get(self, name: str) -> object:
         return self._fields.get(name)
@@ -244,6 +245,7 @@ def _read_message(value: object, name: str) -> ChatMessage:
         raise InvalidParameter(name, "must be an object")
     if value.get("tool_calls") or value.get("function_call"):
         raise InvalidParameter(f"{name}.tool_calls", "is not supported by this server; leave it out")
+    _Body(value).refuse(openai_refused.IN_MESSAGES, f"{name}.")
     token_ids = value.get("token_ids")
     return ChatMessage(
         role=_check_text(value.get("role"), f"{name}.role"),

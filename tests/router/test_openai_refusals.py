@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 from typing import Any
 
@@ -6,7 +7,8 @@ import pytest
 
 from openai_backend import HI, FakeBackend, chat, client, complete, events, finished, response
 from services import errors
-from services.router import openai, openai_request
+from services.router import openai, openai_refused, openai_request
+from services.router.sampling_defaults import OPENAI
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
@@ -71,6 +73,15 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
         ({"lora_path": "x"}, "lora_path"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
         ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"nvext": {"greed_sampling": True}}, "nvext"),
+        ({"grammar": "root ::= 'a'"}, "grammar"),
+        ({"length_penalty": 1.1}, "length_penalty"),
+        ({"sampling_params": {"temperature": 0}}, "sampling_params"),
+        ({"session_id": "s"}, "session_id"),
+        ({"separate_reasoning": True}, "separate_reasoning"),
+        ({"prompt": "Hi"}, "prompt"),
+        ({"messages": [{**HI[0], "prefix": True}]}, "messages[0].prefix"),
+        ({"messages": [*HI, {**HI[0], "partial": True}]}, "messages[1].partial"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
         ({"reasoning_effort": 1}, "reasoning_effort"),
@@ -112,11 +123,58 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
         ({"logprobs": True}, "logprobs"),
         ({"add_special_tokens": 1}, "add_special_tokens"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": HI}, "messages"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )
 async def test_a_bad_completion_parameter_is_named(body: dict[str, Any], param: str) -> None:
     answer = await complete(FakeBackend(), **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "instead"),
+    [
+        ({"max_new_tokens": 5}, "use max_tokens"),
+        ({"max_completion_tokens": 5}, "use max_tokens"),
+        ({"stop_sequences": ["a"]}, "use stop"),
+        ({"sampling_params": {"top_k": 5}}, "send what it holds as parameters of the body itself"),
+        ({"system": "You are a pirate."}, "use a message of role system"),
+        ({"repeat_penalty": 1.1}, "use repetition_penalty"),
+        ({"do_sample": False}, "use temperature 0"),
+        ({"session_id": "s"}, "use conversation_id"),
+        ({"mirostat": 2}, "leave it out"),
+    ],
+)
+async def test_who_is_refused_is_told_what_to_do_instead(body: dict[str, Any], instead: str) -> None:
+    answer = await complete(FakeBackend(), **body)
+    (name,) = body
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{name} is not supported by this server; {instead}"
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "refused"),
+    [
+        (openai_request.read_chat_call, {"messages": HI}, openai_refused.IN_CHATS),
+        (openai_request.read_completion_call, {"prompt": "Hi"}, openai_refused.IN_COMPLETIONS),
+    ],
+)
+def test_what_asks_for_nothing_changes_nothing(
+    read: Any, body: dict[str, Any], refused: openai_refused.Refused
+) -> None:
+    plain = read(body, {}, OPENAI)
+    for name, harmless in refused.items():
+        for value in (None, *harmless):
+            assert read({name: value, **body}, {}, OPENAI) == plain, (name, value)
+
+
+def test_nobody_is_sent_from_one_refusal_to_another() -> None:
+    refused = {**openai_refused.IN_CHATS, **openai_refused.IN_COMPLETIONS}
+    assert openai_refused.INSTEAD.keys() <= refused.keys()
+    for name, instead in openai_refused.INSTEAD.items():
+        used = re.fullmatch(r"use (\w+)", instead)
+        assert used is None or used[1] not in refused, name
 
 
 async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
