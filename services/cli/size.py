@@ -8,6 +8,7 @@ from typing import Any, Literal
 from services.cli.table import format_bytes
 from services.config import load, setting
 from services.errors import ConfigError
+from services.kv.context_length import context_tokens
 from services.kv.sizing import KvShape, Pool, kv_dtype, kv_shape
 
 _GIB = 2**30
@@ -85,8 +86,8 @@ def _remarks(config: SizeConfig, checkpoint: dict[str, Any], shape: KvShape) -> 
     remarks = []
     if shape.windowed_layers:
         remarks.append(f"{shape.windowed_layers} layers look through a window: they are counted in full")
-    longest = checkpoint.get("text_config", checkpoint).get("max_position_embeddings")
-    if longest and config.context_tokens > longest:
+    stated = checkpoint.get("text_config", checkpoint).get("max_position_embeddings")
+    if stated and config.context_tokens > (longest := context_tokens(checkpoint)):
         remarks.append(f"the model's context ends at {longest} tokens")
     return remarks
 

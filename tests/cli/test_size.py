@@ -60,6 +60,15 @@ def test_what_does_not_fit_is_told(llama_8b, capsys):
     assert remark == "the model's context ends at 8192 tokens"
 
 
+def test_a_context_that_is_stretched_is_known(llama_8b, capsys):
+    config = json.loads((llama_8b / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    (llama_8b / "config.json").write_text(json.dumps({**config, "rope_scaling": yarn}))
+    assert not any("context ends" in line for line in lines_of(capsys, llama_8b, "--context-tokens=32768"))
+    *_, remark = lines_of(capsys, llama_8b, "--context-tokens=32769")
+    assert remark == "the model's context ends at 32768 tokens"
+
+
 def test_a_checkpoint_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         run([f"--model={tmp_path}"])

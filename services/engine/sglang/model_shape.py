@@ -14,6 +14,7 @@ from typing import Any
 
 from services.engine.architectures import disagreement
 from services.errors import ConfigError
+from services.kv.context_length import context_tokens
 
 # Lists of what each layer is, and the words for full attention; 1 is MiniMax's.
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "mixer_types", "attn_type_list")
@@ -49,6 +50,7 @@ class ModelShape:
     head_dim: int
     max_context_tokens: int
     vocab_size: int
+    max_position_embeddings: int  # from which rotary angles may be stretched to the context
 
     @classmethod
     def read(cls, model_path: str) -> "ModelShape":
@@ -60,8 +62,9 @@ class ModelShape:
             heads = config["num_attention_heads"]
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
             kv_heads = config.get("num_key_value_heads") or heads
-            context, vocab_size = config["max_position_embeddings"], config["vocab_size"]
-            shape = cls(int(kv_heads), int(head_dim), int(context), int(vocab_size))
+            stated, vocab_size = config["max_position_embeddings"], config["vocab_size"]
+            context = context_tokens(config)
+            shape = cls(int(kv_heads), int(head_dim), context, int(vocab_size), int(stated))
             reasons = list(not_full_attention(config))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"config.json of {model_path} cannot be used: {error!r}") from error

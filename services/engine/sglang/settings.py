@@ -82,6 +82,7 @@ _RETRACTION = "--disaggregation-decode-retraction-backup"
 _CONTEXT = "--context-length"
 _RESERVED = "--num-reserved-decode-tokens"
 _PROCESSES = ("--tp-size", "--tensor-parallel-size")
+_CONFIG = "--json-model-override-args"
 _PRIORITIES = "--enable-priority-scheduling"
 _DP_ATTENTION = "--enable-dp-attention"
 # All that are known here, by which an abbreviation of one is known.
@@ -90,7 +91,17 @@ _KNOWN = (
     *_UNSUPPORTED,
     *_UNSUPPORTED_FAMILIES,
     *_UNSUPPORTED_SIZES,
-    *(_SPECULATION, _ALLOCATION, _RETRACTION, _CONTEXT, _RESERVED, *_PROCESSES, _PRIORITIES, _DP_ATTENTION),
+    *(
+        _SPECULATION,
+        _ALLOCATION,
+        _RETRACTION,
+        _CONTEXT,
+        _RESERVED,
+        *_PROCESSES,
+        _CONFIG,
+        _PRIORITIES,
+        _DP_ATTENTION,
+    ),
 )
 IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
 # For an abort that prefill does not acknowledge; environ.py's default is the least that is safe.
@@ -193,6 +204,13 @@ class SglangSettings:
                 f"for a small pool lower --engine-arg={_RESERVED}"
             )
         return min(context - _CONTEXT_ASIDE, pool_pages * self.page_size)
+
+    def stretching(self, stated: int, context: int) -> tuple[list[str], dict[str, str]]:
+        """Flags and environment for a context other than the `stated` max_position_embeddings: SGLang leaves
+        it at that with yarn (get_context_length). Nothing where the user's flags may say another."""
+        if context == stated or {_CONTEXT, _CONFIG} & _values(self.engine_args).keys():
+            return [], {}
+        return [f"{_CONTEXT}={context}"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def _number(self, flag: str, default: int) -> int:
         text = _values(self.engine_args).get(flag, str(default))

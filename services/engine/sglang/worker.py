@@ -62,7 +62,11 @@ class SglangWorker:
         self.settings = settings
         self.own_ids = own_ids
         self.shape = ModelShape.read(settings.model_path)
-        self.max_context_tokens = settings.max_context_tokens(self.shape.max_context_tokens)
+        self._stretched, self._allows_stretched = settings.stretching(
+            self.shape.max_position_embeddings, self.shape.max_context_tokens
+        )
+        context = self.shape.max_context_tokens if self._stretched else self.shape.max_position_embeddings
+        self.max_context_tokens = settings.max_context_tokens(context)
         self.stopping = False
         self._fingerprint = model_fingerprint(Path(settings.model_path))
         self._active: dict[tuple[int, int, int, int], Active] = {}
@@ -131,10 +135,10 @@ class SglangWorker:
         reports_path = str(self._folder.path / "reports")
         self._reports = await serve_reports(reports_path, self._take, self._take_unreadable, self._broken.set)
         environment = self._folder.environment(settings.environment(os.environ))
-        environment |= self._plugin_settings(reports_path).to_environment()
+        environment |= self._allows_stretched | self._plugin_settings(reports_path).to_environment()
         (port,) = free_ports("127.0.0.1", 1)
         self._http = SglangHttp(port)
-        self._process = SglangProcess(settings.arguments(port), environment)
+        self._process = SglangProcess([*settings.arguments(port), *self._stretched], environment)
         await self._process.start()
         await self._until_healthy()
         await self._until_active()

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.engine.architectures import MODEL_TYPES, disagreement
 from services.engine.torch.attention import IMPLEMENTATION
 from services.errors import ConfigError
+from services.kv.context_length import context_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,6 +35,10 @@ class Checkpoint:
     config: PreTrainedConfig
     dtype: torch.dtype
     fingerprint: int  # see model_fingerprint
+
+    @property
+    def max_context_tokens(self) -> int:
+        return context_tokens(self.config.to_dict())
 
     @property
     def head_dim(self) -> int:

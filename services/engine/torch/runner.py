@@ -56,7 +56,7 @@ class TorchRunner:
         )
         self._in_place = choose_in_place(self._pool.kv, config.num_attention_heads)
         self._vocab_size: int = config.vocab_size
-        self._max_context_tokens: int = config.max_position_embeddings
+        self._max_context_tokens = checkpoint.max_context_tokens
 
     @property
     def layout(self) -> KvLayout:

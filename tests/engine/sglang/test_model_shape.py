@@ -42,7 +42,7 @@ PASSING = {
 
 @pytest.mark.parametrize("changes", PASSING.values(), ids=PASSING)
 def test_layers_that_keep_the_kv_of_every_token_pass(tmp_path, changes):
-    assert read(tmp_path, {**PLAIN, **changes}) == ModelShape(2, 64, 4096, 1000)
+    assert read(tmp_path, {**PLAIN, **changes}) == ModelShape(2, 64, 4096, 1000, 4096)
 
 
 REFUSED = {
@@ -81,6 +81,12 @@ REFUSED = {
 def test_windows_and_states_are_refused_with_what_says_so(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=f"KV of every token, and its config.json says {said}"):
         read(tmp_path, {**PLAIN, **changes})
+
+
+def test_stretched_angles_lengthen_the_context(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    shape = read(tmp_path, {**PLAIN, "rope_scaling": yarn})
+    assert (shape.max_position_embeddings, shape.max_context_tokens) == (4096, 8192)
 
 
 def test_a_model_type_that_disagrees_with_the_architecture_is_refused(tmp_path):

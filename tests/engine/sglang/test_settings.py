@@ -241,3 +241,20 @@ def test_the_plugin_reads_what_the_service_wrote():
 
 def test_sglang_keeps_idle_connections_longer_than_we_do(tmp_path):
     assert int(settings(tmp_path).environment({})["SGLANG_TIMEOUT_KEEP_ALIVE"]) > IDLE_CONNECTION_S
+
+
+STRETCHED = (["--context-length=131072"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"})
+
+
+@pytest.mark.parametrize(
+    "stated,engine_args,expected",
+    [
+        (40960, (), STRETCHED),
+        (262144, (), STRETCHED),
+        (131072, (), ([], {})),
+        (40960, ("--context-length=60000",), ([], {})),
+        (40960, ('--json-model-override-args={"max_position_embeddings": 9}',), ([], {})),
+    ],
+)
+def test_sglang_is_told_of_a_context_that_it_would_not_find(tmp_path, stated, engine_args, expected):
+    assert settings(tmp_path, engine_args=engine_args).stretching(stated, 131072) == expected

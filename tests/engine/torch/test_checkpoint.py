@@ -35,6 +35,14 @@ def test_a_checkpoint_opens_in_its_own_dtype_or_another(checkpoint):
     assert load_model(opened, CPU).dtype == torch.bfloat16
 
 
+def test_stretched_angles_lengthen_the_context(checkpoint):
+    assert open_checkpoint(checkpoint).max_context_tokens == 4096
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
+    for key in ("rope_parameters", "rope_scaling"):
+        edit_config(checkpoint, **{"rope_parameters": None, key: yarn})
+        assert open_checkpoint(checkpoint).max_context_tokens == 8192
+
+
 def test_without_a_named_dtype_the_weights_tell(checkpoint):
     edit_config(checkpoint, dtype=None)
     edit_weights(checkpoint, lambda w: w.update({name: t.half() for name, t in w.items()}))
