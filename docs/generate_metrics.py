@@ -15,6 +15,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
+from services import build_info
 from services.decode.metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.index.etcd import Etcd
@@ -39,8 +40,8 @@ Written by `docs/generate_metrics.py` from the code; `make lint` holds it to tha
 Every router and every rank serves `/metrics` on a port of its own (`--metrics-port`), in Prometheus's text
 format or, asked for it, in OpenMetrics with exemplars: the histograms of requests carry the `trace_id` of a
 request whose trace is recorded. Every sample says whose it is, by the labels `isthmus_cluster`, `role`
-(`router`, `prefill`, `decode`), `worker` (a router's name) and `rank`. Where a router speaks of a rank,
-`role`, `worker` and `rank` are that rank's.
+(`router`, `prefill`, `decode`), `worker` (a router's name), `rank`, and `model`, the name that is served.
+Where a router speaks of a rank, `role`, `worker` and `rank` are that rank's.
 
 Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
 tenant or error text is ever a label.
@@ -99,6 +100,7 @@ async def registries() -> dict[str, CollectorRegistry]:
     for registry in made.values():
         EtcdMetrics(registry)
         ProcessCollector(registry=registry)
+        build_info.register(registry, "")
     return made
 
 
@@ -106,8 +108,10 @@ def rows(registry: CollectorRegistry) -> Iterator[Row]:
     for collector in list(registry._collector_to_names):
         for metric in collector.collect():
             owner = collector if isinstance(collector, MetricWrapperBase) else metric
-            suffix = "_total" if metric.type == "counter" else ""
+            suffix = {"counter": "_total", "info": "_info"}.get(metric.type, "")
             labels = tuple(getattr(owner, "_labelnames", None) or ())
+            if metric.type == "info":  # it has its labels with its value
+                labels = tuple(metric.samples[0].labels)
             yield Row(metric.name + suffix, metric.type, labels, metric.documentation)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services import rpc, supervisor, telemetry
+from services import build_info, rpc, supervisor, telemetry
 from services.config import load, refusing, to_flags
 from services.engine.base import Engine
 from services.errors import root_cause
@@ -206,6 +206,7 @@ async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> Asy
     """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    build_info.register(registry, config.engine)
     labels = _process_labels(config, role, own_id)
     port, stop = telemetry.serve_metrics(config.host, config.metrics_port, registry, labels)
     try:
@@ -271,6 +272,7 @@ def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str,
         "role": role.value,
         "worker": own_id.worker,
         "rank": str(own_id.rank),
+        "model": config.served_name,
     }
 
 

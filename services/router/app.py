@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services import rpc, telemetry
+from services import build_info, rpc, telemetry
 from services.errors import ConfigError, root_cause
 from services.index import garbage
 from services.index.etcd import Etcd
@@ -79,6 +79,7 @@ async def open_router(
     stopping, failed = stopping or asyncio.Event(), asyncio.Event()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    build_info.register(registry, engine="none")
     metrics = RouterMetrics(registry)
     tokenizer = Tokenizer(config.model)
     defaults = _sampling_defaults(config, tokenizer)
@@ -126,7 +127,12 @@ async def open_router(
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys))
-        labels = {telemetry.CLUSTER_LABEL: config.cluster, "role": "router", "worker": name}
+        labels = {
+            telemetry.CLUSTER_LABEL: config.cluster,
+            "role": "router",
+            "worker": name,
+            "model": config.served_name,
+        }
         metrics_port, stop_metrics = telemetry.serve_metrics(
             config.host, config.metrics_port, registry, labels
         )

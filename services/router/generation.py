@@ -135,6 +135,7 @@ class Generator:
         """
         timeout_s = self._timeout_s(timeout_s)
         deadline = self._clock() + timeout_s
+        self._metrics.received()
         with telemetry.span("router.generate", traceparent) as span:
             checked = self._admit(request, timeout_s)
             with self._track(checked, span, deadline) as progress:
@@ -152,6 +153,7 @@ class Generator:
 
     def rejected(self, error: IsthmusError) -> None:
         """Count a request that a front could not read."""
+        self._metrics.received()
         self._metrics.rejected(error)
 
     # -- the door ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services import telemetry
-from services.errors import IsthmusError
+from services.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
 from services.index.mirror import Mirror
 from services.kv.types import Plan, RankId, Role
 from services.request import Admitted
@@ -20,7 +20,11 @@ from services.router.stages import STAGES
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _REQUEST_SECONDS = (*_SECONDS, 1200.0, 3600.0)
 _STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
+# Tokens of a prompt or an answer: a long context has a hundred times as many as a short question.
+_LENGTHS = (1, *(2**power for power in range(3, 21)))
 _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
+# Of clients: which requests they ask wrongly.
+MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning))
 _RANK = ("role", "worker", "rank")
 
 
@@ -53,6 +57,29 @@ class RouterMetrics:
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
+        self._abandoned = Histogram(
+            "isthmus_abandoned_seconds",
+            "Request received until its client gave it up, of those that had no token yet.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._prompt_length = Histogram(
+            "isthmus_request_prompt_tokens",
+            "Prompt tokens of a request, of those that a rank admitted.",
+            buckets=_LENGTHS,
+            registry=registry,
+        )
+        self._output_length = Histogram(
+            "isthmus_request_output_tokens",
+            "Tokens generated for a request, of those that a rank admitted, however they ended.",
+            buckets=_LENGTHS,
+            registry=registry,
+        )
+        self._received = Counter(
+            "isthmus_requests_received",
+            "Requests, counted when they come: one that waits for its first token is among them.",
+            registry=registry,
+        )
         self._requests = Counter(
             "isthmus_requests",
             "Requests by how they ended: finished, cancelled, or the error's name (Internal: a bug).",
@@ -65,6 +92,8 @@ class RouterMetrics:
             ["reason"],
             registry=registry,
         )
+        for mistake in MISTAKES:  # goals do not count them, from the first one on
+            self._rejections.labels(mistake)
         self._unauthenticated = Counter(
             "isthmus_unauthenticated",
             "Requests turned away for want of an API key, by front and by whether one was shown.",
@@ -96,6 +125,10 @@ class RouterMetrics:
             self._moves.labels(kind)
         self._hits = _HitMetrics(registry)
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
+
+    def received(self) -> None:
+        """A request has come; nothing is known of it yet."""
+        self._received.inc()
 
     def rejected(self, error: IsthmusError) -> None:
         """A request was refused at the door."""
@@ -134,6 +167,7 @@ class RouterMetrics:
     def admitted(self, placed: Placed, admitted: Admitted) -> None:
         """Account for the first placement of a request, as its usage does."""
         self._prompt.inc(admitted.prompt_tokens)
+        self._prompt_length.observe(admitted.prompt_tokens)
         self._computed.inc(admitted.computed_tokens)
         local = admitted.plan is Plan.LOCAL
         self._reused.inc(admitted.decode_prefix_len if local else admitted.prefill_prefix_len)
@@ -144,6 +178,11 @@ class RouterMetrics:
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""
         self._requests.labels(outcome).inc()
+        if progress.admitted is not None:
+            self._output_length.observe(len(progress.output_ids))
+        # "finished" without a token: aborted.
+        if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
+            self._abandoned.observe(took_s)
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()
         self._duration.observe(took_s, telemetry.exemplar(progress.span))

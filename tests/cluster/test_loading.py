@@ -35,7 +35,7 @@ async def test_every_rank_of_a_process_can_be_scraped_while_the_first_engine_sta
         async with asyncio.timeout(20):
             await loading.wait()
         for index, port in enumerate(ports):
-            labels = f'isthmus_cluster="c",rank="{index}",role="decode",worker="w"'
+            labels = f'isthmus_cluster="c",model="fake",rank="{index}",role="decode",worker="w"'
             assert f"process_start_time_seconds{{{labels}}}" in await page(port)
     finally:
         running.cancel()

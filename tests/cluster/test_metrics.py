@@ -1,7 +1,9 @@
 """What routers and ranks show Prometheus of requests whose course is known."""
 
+import asyncio
 from collections import defaultdict
 from functools import partial
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import grpc
@@ -16,6 +18,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics
 from services.router.stages import STAGES
+from services.wire.isthmus.v1 import generation_pb2
 
 PROMPT = [(11 * i) % 500 for i in range(40)]
 
@@ -41,6 +44,18 @@ async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_di
         assert value(router, "isthmus_ttft_stage_seconds_count", stage=stage) == 2
     of_stages = value(router, "isthmus_ttft_stage_seconds_sum")
     assert of_stages == pytest.approx(value(router, "isthmus_ttft_seconds_sum"), rel=0.05)
+    assert value(router, "isthmus_requests_received_total") == 2
+    assert value(router, "isthmus_abandoned_seconds_count") == 0
+    for kind, tokens_of in (("prompt", "prompt_tokens"), ("output", "completion_tokens")):
+        lengths = [getattr(usage, tokens_of) for usage in usages]
+        assert value(router, f"isthmus_request_{kind}_tokens_count") == 2
+        assert value(router, f"isthmus_request_{kind}_tokens_sum") == sum(lengths)
+        short = [length for length in lengths if length <= 32]
+        assert value(router, f"isthmus_request_{kind}_tokens_bucket", le="32.0") == len(short)
+    for page in (router, decode, prefill):
+        assert {dict(labels)["model"] for _, *labels in page} == {cluster.base.served_name}
+    assert value(router, "isthmus_build_info", engine="none", version=version("isthmus")) == 1
+    assert value(decode, "isthmus_build_info", engine="fake", nixl=version("nixl")) == 1
     assert value(router, "isthmus_itl_seconds_count") == total("completion_tokens") - 2
     for name in ("prompt", "completion", "computed", "reused", "drift"):
         assert value(router, f"isthmus_{name}_tokens_total") == total(f"{name}_tokens")
@@ -92,9 +107,11 @@ def test_histograms_reach_as_far_as_a_request_may_wait():
             if edge != "+Inf":
                 edges[sample.name] = max(edges[sample.name], float(edge))
     assert edges.pop("isthmus_itl_seconds_bucket") == 5.0  # of one step
+    for name in ("prompt", "output"):
+        assert edges.pop(f"isthmus_request_{name}_tokens_bucket") == 2**20
     config = RouterConfig(model="m")
     assert edges["isthmus_request_seconds_bucket"] >= config.request_timeout_s
-    assert len(edges) == 7 and min(edges.values()) >= config.max_wait_s
+    assert len(edges) == 8 and min(edges.values()) >= config.max_wait_s
 
 
 async def test_a_refusal_at_the_door_is_counted_and_not_timed(etcd_endpoint, model_dir, cluster_name):
@@ -108,6 +125,37 @@ async def test_a_refusal_at_the_door_is_counted_and_not_timed(etcd_endpoint, mod
     assert value(router, "isthmus_rejections_total", reason="NotFound") == 1
     assert value(router, "isthmus_rejections_total", reason="InvalidRequest") == 2
     assert value(router, "isthmus_ttft_seconds_count") == 0
+    assert value(router, "isthmus_requests_received_total") == 3
+
+
+async def test_a_request_that_waits_is_counted_and_one_that_is_given_up_is_timed(
+    etcd_endpoint, model_dir, cluster_name
+):
+    """So that goals for the first token can count those that never get one."""
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_prompt_token_s=0.01)
+    async with cluster:
+        call = cluster.stubs[0].Generate(ids_request([3] * 1000))  # ten seconds of prefill
+        router = await until(cluster, "isthmus_requests_received_total")
+        assert value(router, "isthmus_abandoned_seconds_count") == 0
+        assert value(router, "isthmus_ttft_seconds_count") == 0
+        call.cancel()
+        await until(cluster, "isthmus_abandoned_seconds_count")
+        stopped = asyncio.create_task(cluster.generate([4] * 1000, request_id="mine"))
+        await until(cluster, "isthmus_router_running_requests")
+        await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
+        await stopped
+        router = await until(cluster, "isthmus_abandoned_seconds_count", 2)
+    assert value(router, "isthmus_requests_received_total") == 2
+    for mistake in ("InvalidRequest", "NotFound", "AlreadyRunning"):  # series from the start: rates are right
+        assert value(router, "isthmus_rejections_total", reason=mistake) == 0
+
+
+async def until(cluster, name, least=1):
+    """The router's samples, once that one has come so far."""
+    async with asyncio.timeout(10):
+        while value(router := await samples(cluster.routers[0], cluster), name) < least:
+            await asyncio.sleep(0.01)
+    return router
 
 
 async def test_a_lost_rank_shows_as_a_move_and_as_down(etcd_endpoint, model_dir, cluster_name):

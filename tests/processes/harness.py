@@ -360,7 +360,7 @@ async def scrape(port):
 
 
 def _label_values(sample):
-    whose = ("isthmus_cluster", "role", "worker", "rank")
+    whose = ("isthmus_cluster", "role", "worker", "rank", "model")
     values = [value for name, value in sample.labels.items() if name not in whose]
     return f"{{{','.join(values)}}}" if values else ""
 

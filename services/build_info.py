@@ -1,0 +1,35 @@
+"""What a process is made of: isthmus_build_info, which Prometheus joins to all else that the process says."""
+
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+
+from prometheus_client import CollectorRegistry, Info
+
+# Label -> distributions, the first that is installed: NIXL's comes by the version of CUDA.
+_DISTRIBUTIONS = {
+    "version": ("isthmus",),
+    "torch": ("torch",),
+    "sglang": ("sglang",),
+    "nixl": ("nixl", "nixl-cu13", "nixl-cu12"),
+}
+
+
+def register(registry: CollectorRegistry, engine: str) -> None:
+    """`engine` computes in this process: torch, sglang, fake; none in a router."""
+    info = Info(
+        "isthmus_build", "1; the labels say which versions are installed, or none.", registry=registry
+    )
+    info.info({"engine": engine, "python": platform.python_version(), **versions()})
+
+
+def versions() -> dict[str, str]:
+    """Read from what is installed beside us; nothing is imported, for torch takes seconds."""
+    return {label: next(_installed(names), "none") for label, names in _DISTRIBUTIONS.items()}
+
+
+def _installed(names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            yield metadata.version(name)
