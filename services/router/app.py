@@ -29,6 +29,7 @@ from services.router.api_keys import ApiKeys, GrpcDoor
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
+from services.router.end_of_sequence import EndOfSequence
 from services.router.generation import Generator
 from services.router.key_refusals import KeyRefusals
 from services.router.metrics import RankCollector, RouterMetrics
@@ -82,6 +83,7 @@ async def open_router(
     build_info.register(registry, engine="none")
     metrics = RouterMetrics(registry)
     tokenizer = Tokenizer(config.model)
+    _tell_ends(tokenizer.end_of_sequence)
     defaults = _sampling_defaults(config, tokenizer)
     api_keys = None
     if config.api_key_file is not None:
@@ -141,6 +143,11 @@ async def open_router(
         await _wait_for_index(mirror, failed, stopping)
         await server.set_serving(not stopping.is_set())
         yield OpenRouter(name, server, http, metrics_port, generator, cluster, mirror, failed)
+
+
+def _tell_ends(end: EndOfSequence) -> None:
+    stated = ",".join(map(str, end.stated))
+    telemetry.event(log, "end_of_sequence", source=end.source, stated=stated, tokenizer=end.tokenizer)
 
 
 def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDefaults:

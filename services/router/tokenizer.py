@@ -10,6 +10,7 @@ from typing import Any
 
 from services.errors import ConfigError, InvalidRequest
 from services.router.byte_tokens import bytes_of_piece
+from services.router.end_of_sequence import EndOfSequence, find_end_of_sequence
 
 # What transformers hands on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
@@ -28,18 +29,23 @@ class Tokenizer:
     def __init__(self, model_path: str) -> None:
         directory = Path(model_path)
         self._backend = _load_backend(directory)
-        configs = [_read_json(directory / name) for name in ("generation_config.json", "config.json")]
-        self._generation_config = configs[0]
-        self._eos_token_ids = _find_eos_token_ids(configs, self._backend.eos_token_id)
-        self._vocab_size = _stated_vocab_size(configs[1]) or len(self._backend)
+        configs = {name: _read_json(directory / name) for name in ("generation_config.json", "config.json")}
+        self._generation_config = configs["generation_config.json"]
+        self._end_of_sequence = find_end_of_sequence(configs, self._backend.eos_token_id)
+        self._vocab_size = _stated_vocab_size(configs["config.json"]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
         self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a generation, by generation_config.json, config.json or the tokenizer."""
-        return self._eos_token_ids
+        """Every id that ends a generation."""
+        return self._end_of_sequence.token_ids
+
+    @property
+    def end_of_sequence(self) -> EndOfSequence:
+        """The same, and who says so."""
+        return self._end_of_sequence
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
@@ -161,16 +167,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} does not hold a JSON object")
     return config
-
-
-def _find_eos_token_ids(configs: Sequence[dict[str, Any]], tokenizer_eos: int | None) -> tuple[int, ...]:
-    stated = [config.get("eos_token_id") for config in configs] + [tokenizer_eos]
-    ids: dict[int, None] = {}  # keeps the order
-    for value in stated:
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is not None:
-                ids[int(token_id)] = None
-    return tuple(ids)
 
 
 def _stated_vocab_size(config: dict[str, Any]) -> int | None:

@@ -1,10 +1,12 @@
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 
-from services.router.app import _sampling_defaults
+from services.router.app import _sampling_defaults, _tell_ends
 from services.router.config import RouterConfig
+from services.router.end_of_sequence import EndOfSequence
 from services.router.sampling_defaults import OPENAI, SamplingDefaults
 from services.router.tokenizer import Tokenizer
 
@@ -21,3 +23,9 @@ def test_how_a_model_is_sampled_by_default(character_model: Path, tmp_path: Path
     (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7}')
     config = RouterConfig(model=str(model), **flag)
     assert _sampling_defaults(config, Tokenizer(str(model))) == expected
+
+
+def test_the_log_tells_which_ends_a_sequence_has_and_who_says_so(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    _tell_ends(EndOfSequence("generation_config.json", (7, 8), 9))
+    assert caplog.messages == ["end_of_sequence source=generation_config.json stated=7,8 tokenizer=9"]

@@ -64,15 +64,15 @@ def test_token_text_shows_special_tokens_and_inner_spaces(
     assert sentencepiece_tokenizer.token_text(word) == " a"
 
 
-def test_eos_ids_are_gathered_from_every_source(character_model: Path, tmp_path: Path) -> None:
+def test_eos_ids_are_those_of_generation_and_the_tokenizer(character_model: Path, tmp_path: Path) -> None:
     for file in character_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     [end] = Tokenizer(str(tmp_path)).encode("<|end|>")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, end]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 6]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 8, "vocab_size": 500}))
     tokenizer = Tokenizer(str(tmp_path))
-    assert tokenizer.eos_token_ids == (7, end, 8)
-    assert tokenizer.generation_config == {"eos_token_id": [7, end]}
+    assert tokenizer.eos_token_ids == (7, 6, end)
+    assert tokenizer.generation_config == {"eos_token_id": [7, 6]}
     assert tokenizer.vocab_size == 500
 
 
