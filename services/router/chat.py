@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 from services.errors import InvalidRequest
+from services.router.template_content import Content
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,7 +29,9 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
 
-    def render_template(self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any]) -> str: ...
+    def render_template(
+        self, messages: Sequence[dict[str, Content]], variables: Mapping[str, Any]
+    ) -> str: ...
 
 
 def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], variables: str = "") -> list[int]:
@@ -48,7 +51,7 @@ def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], varia
     contents = {index: f"{stem}x{index}y" for index in indices}
     rendered = tokenizer.render_template(
         [
-            {"role": message.role, "content": contents.get(index, message.content)}
+            {"role": message.role, "content": contents.get(index, list(message.parts) or message.content)}
             for index, message in enumerate(messages)
         ],
         _read_variables(variables),
@@ -86,6 +89,8 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
         name = f"chat.messages[{index}]"
         if message.role not in ROLES:
             raise InvalidRequest(f"{name}.role must be one of {', '.join(ROLES)}; got {message.role!r}")
+        if message.parts and message.content:
+            raise InvalidRequest(f"{name}.parts and its content must not both be set")
         if message.token_ids and message.role != "assistant":
             raise InvalidRequest(f"{name}.token_ids may only be set for an assistant's turn")
 

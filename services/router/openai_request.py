@@ -247,18 +247,21 @@ def _read_message(value: object, name: str) -> ChatMessage:
         raise InvalidParameter(f"{name}.tool_calls", "is not supported by this server; leave it out")
     _Body(value).refuse(openai_refused.IN_MESSAGES, f"{name}.")
     token_ids = value.get("token_ids")
+    content = _read_content(value.get("content"), f"{name}.content")
     return ChatMessage(
         role=_check_text(value.get("role"), f"{name}.role"),
-        content=_read_content(value.get("content"), f"{name}.content"),
+        content=content if isinstance(content, str) else "",
+        parts=content if isinstance(content, list) else [],
         token_ids=[] if token_ids is None else _check_ids(token_ids, f"{name}.token_ids"),
     )
 
 
-def _read_content(value: object, name: str) -> str:
+def _read_content(value: object, name: str) -> str | list[str]:
+    """Its text, or the texts of its parts."""
     if value is None:
         return ""
     if isinstance(value, list):
-        return "".join(_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(value))
+        return [_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(value)]
     if isinstance(value, str):
         return _check_text(value, name)
     raise InvalidParameter(name, "must be a string or a list of text parts")

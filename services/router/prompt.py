@@ -74,7 +74,8 @@ class PromptEncoder:
         # A message is at least one token; a request's worth of empty ones would keep the template busy.
         if len(chat.messages) > self._max_context_tokens:
             self._refuse_len(f"{len(chat.messages)} messages")
-        self._check_bytes((message.content for message in chat.messages), "chat.messages")
+        texts = (text for message in chat.messages for text in (message.content, *message.parts))
+        self._check_bytes(texts, "chat.messages")
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
         return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 from services.errors import ConfigError, InvalidRequest
 from services.router.byte_tokens import bytes_of_piece
 from services.router.end_of_sequence import EndOfSequence, find_end_of_sequence
+from services.router.template_content import Content, TemplateContent
 
 # What transformers hands on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
@@ -35,6 +36,7 @@ class Tokenizer:
         self._vocab_size = _stated_vocab_size(configs["config.json"]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
+        self._content = TemplateContent(self._apply_template)
         self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
     @property
@@ -93,9 +95,11 @@ class Tokenizer:
         return None if piece is None else bytes_of_piece(piece)
 
     def render_template(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = MappingProxyType({})
+        self, messages: Sequence[Mapping[str, Content]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> str:
         """The chat as text, up to where the assistant's next turn begins. The template may read `variables`.
+
+        A message has `role` and `content`: a string, or the texts of its parts.
 
         A developer, as OpenAI has come to name the system, is one to templates that know no developer.
 
@@ -109,16 +113,16 @@ class Tokenizer:
             )
         self._check_variables(variables)
         try:
-            text: str = self._backend.apply_chat_template(
-                [self._known(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
-            )
+            return self._apply_template([self._known(message) for message in messages], **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
             raise InvalidRequest(
                 f"chat.messages are refused by the model's chat template: {error}"
             ) from error
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        text: str = self._backend.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
         return text
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -126,9 +130,11 @@ class Tokenizer:
             if name in self._reserved:
                 raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
 
-    def _known(self, message: Mapping[str, str]) -> dict[str, str]:
-        is_developer = message["role"] == "developer" and not self._knows_developers
-        return {**message, "role": "system"} if is_developer else dict(message)
+    def _known(self, message: Mapping[str, Content]) -> dict[str, Any]:
+        role = str(message["role"])
+        if role == "developer" and not self._knows_developers:
+            role = "system"
+        return {"role": role, "content": self._content.of(role, message["content"])}
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
         if self._backend.is_fast:  # what the call below comes to, in a quarter of the time

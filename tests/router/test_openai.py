@@ -210,7 +210,7 @@ async def test_every_parameter_reaches_the_backend() -> None:
             repetition_penalty=1.5,
         ),
     )
-    expected.chat.messages.add(role="system", content="Be brief")
+    expected.chat.messages.add(role="system", parts=["Be ", "brief"])
     expected.chat.messages.add(role="assistant", token_ids=[5, 6])
     assert backend.requests == [expected]
     assert backend.traceparents == ["00-of-the-caller"]

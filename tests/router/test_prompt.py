@@ -32,6 +32,17 @@ async def test_each_kind_of_prompt_gives_its_ids(
         assert tuple((await encoder.encode(request)).ids) == expected
 
 
+async def test_parts_of_a_message_stand_on_lines_of_their_own(
+    encoder: PromptEncoder, character_tokenizer: Tokenizer
+) -> None:
+    expected = character_tokenizer.encode("<|user|>Hi\nyou<|end|>\n<|assistant|>")
+    assert list((await encoder.encode(chat(ChatMessage(role="user", parts=["Hi", "you"])))).ids) == expected
+    alone = chat(ChatMessage(role="user", parts=["Hi"]))
+    assert list((await encoder.encode(alone)).ids) == character_tokenizer.encode(
+        "<|user|>Hi<|end|>\n<|assistant|>"
+    )
+
+
 @pytest.mark.parametrize(
     ("request_", "problem"),
     [
@@ -39,6 +50,10 @@ async def test_each_kind_of_prompt_gives_its_ids(
         (GenerateRequest(text=""), r"^text must not be empty"),
         (GenerateRequest(chat=Chat()), r"^chat\.messages must hold"),
         (GenerateRequest(token_ids=TokenIds()), r"^token_ids\.ids must hold"),
+        (
+            chat(ChatMessage(role="user", content="a", parts=["b"])),
+            r"^chat\.messages\[0\]\.parts and its content",
+        ),
         (GenerateRequest(text="a" * 150), r"^prompt .* 150 tokens.* 100 tokens"),
         (GenerateRequest(token_ids=TokenIds(ids=[1] * 100)), r"^prompt .* 100 tokens"),
         (chat(*[ChatMessage(role="user")] * 101), r"^prompt .* 101 messages"),
@@ -114,6 +129,7 @@ def test_too_much_text_is_refused_before_it_is_tokenized(text: str) -> None:
     for request, name in (
         (GenerateRequest(text=text), "text"),
         (chat(ChatMessage(role="user", content=text[:2]), ChatMessage(content=text)), "chat.messages"),
+        (chat(ChatMessage(role="user", parts=[text[:2], text])), "chat.messages"),
     ):
         with pytest.raises(InvalidRequest, match=f"^{name} must be at most 10 bytes"):
             encoder.encode_now(request)
