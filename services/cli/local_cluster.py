@@ -140,6 +140,11 @@ class LocalCluster:
     def router_endpoint(self, index: int = 0) -> str:
         return host_port(self.shape.host, self.router_ports[index])
 
+    async def is_whole(self, index: int = 0) -> bool:
+        """That router sees every rank, and could choose each."""
+        async with rpc.open_channel(self.router_endpoint(index)) as channel:
+            return await self._serves(generation_pb2_grpc.GenerationStub(channel))
+
     async def wait_for_exit(self) -> Child:
         """Returns a child that ended although nobody asked it to."""
         waits = {asyncio.create_task(c.process.wait()): c for c in self.children.values()}
@@ -234,10 +239,8 @@ class LocalCluster:
             await self._router_ready(index)
 
     async def _router_ready(self, index: int) -> None:
-        async with rpc.open_channel(self.router_endpoint(index)) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)
-            while not await self._serves(stub):
-                await asyncio.sleep(0.1)
+        while not await self.is_whole(index):
+            await asyncio.sleep(0.1)
 
     async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:
         prompt = generation_pb2.TokenIds(ids=[0])

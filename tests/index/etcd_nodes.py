@@ -1,46 +1,13 @@
 """Three etcd members on this machine, any of which a test may kill and start again."""
 
-import asyncio
 from pathlib import Path
 
+from bench import etcd_nodes
 from index.real_etcd import FAST
-from services.index.etcd_server import EmbeddedEtcd
-from services.ports import free_ports
-
-_NUM_NODES = 3
 
 
-class EtcdNodes:
-    """`async with EtcdNodes(folder) as nodes`: all three run, and have a leader."""
+class EtcdNodes(etcd_nodes.EtcdNodes):
+    """With short elections."""
 
     def __init__(self, folder: Path) -> None:
-        ports = free_ports("127.0.0.1", 2 * _NUM_NODES)
-        peers = ports[_NUM_NODES:]
-        cluster = ",".join(f"n{number}=http://127.0.0.1:{port}" for number, port in enumerate(peers))
-        self.nodes = [
-            EmbeddedEtcd(
-                folder / f"n{number}",
-                client_port=ports[number],
-                peer_port=peers[number],
-                extra_arguments=(*FAST, f"--name=n{number}", f"--initial-cluster={cluster}"),
-            )
-            for number in range(_NUM_NODES)
-        ]
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        return tuple(node.endpoint for node in self.nodes)
-
-    async def __aenter__(self) -> "EtcdNodes":
-        await self.start_all()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.kill_all()  # stopping gently, the last two would wait for a leader
-
-    async def start_all(self) -> None:
-        # Together: none has a leader before the second one is there.
-        await asyncio.gather(*(node.start() for node in self.nodes))
-
-    async def kill_all(self) -> None:
-        await asyncio.gather(*(node.kill() for node in self.nodes))
+        super().__init__(folder, FAST)

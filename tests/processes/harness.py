@@ -14,11 +14,11 @@ import signal
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.chaos.left_behind import marked_processes, signal_all
 from cluster.harness import BLOCK, ids_request
 from fault_proxy import FaultProxy
 from services import rpc
@@ -87,16 +87,6 @@ def parse_line(child, line):
     return LogLine(child, service, event, fields, line)
 
 
-def marked_processes(mark):
-    """Command lines, by pid, of all living processes that were started with MARK=mark."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdigit() and f"{MARK}={mark}\0".encode() in (process / "environ").read_bytes():
-                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
 @dataclass(frozen=True)
 class RankProcess:
     """The newest life of a rank."""
@@ -153,10 +143,8 @@ class ProcessCluster:
     async def __aexit__(self, *exc):
         await self._stack.aclose()
         os.environ.pop(MARK, None)
-        left = marked_processes(self._mark)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        left = marked_processes(MARK, self._mark)
+        signal_all(left, signal.SIGKILL)
         assert not left, f"these outlived their cluster: {left}"
 
     def _note(self, name, line):

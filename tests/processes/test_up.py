@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from bench.chaos.left_behind import marked_processes
 from cluster.harness import ids_request
-from processes.harness import COMMON_FLAGS, LONG_S, MARK, RANK_FLAGS, marked_processes, until
+from processes.harness import COMMON_FLAGS, LONG_S, MARK, RANK_FLAGS, until
 from services import rpc
 from services.engine.fake import continuation
 from services.wire.isthmus.v1 import generation_pb2_grpc
@@ -38,15 +39,15 @@ async def test_nothing_outlives_it(tmp_path, model_dir, number):
             call = generation_pb2_grpc.GenerationStub(channel).Generate(ids_request([1, 2, 3]))
             assert [token async for r in call for token in r.token_ids] == continuation([1, 2, 3], 8)
         # up, etcd, a router, and a supervisor and a rank for each role
-        assert len(marked_processes(mark)) == 7, marked_processes(mark)
+        assert len(marked_processes(MARK, mark)) == 7, marked_processes(MARK, mark)
         process.send_signal(number)
         async with asyncio.timeout(LONG_S):
             assert await process.wait() == (0 if number == signal.SIGINT else -signal.SIGKILL)
         if number == signal.SIGINT:
-            assert not marked_processes(mark)
+            assert not marked_processes(MARK, mark)
         else:  # the kernel ends them, from parent to child
-            await until(lambda: not marked_processes(mark), "every process is gone")
+            await until(lambda: not marked_processes(MARK, mark), "every process is gone")
     finally:
-        for pid in marked_processes(mark):
+        for pid in marked_processes(MARK, mark):
             os.kill(pid, signal.SIGKILL)
     assert b"Traceback" not in (tmp_path / "stderr").read_bytes()
