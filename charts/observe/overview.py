@@ -43,7 +43,7 @@ def overview() -> Dashboard:
                     tile(
                         "Wait for the first token (95 %)",
                         "s",
-                        "95 of 100 requests got their first token within this time. The goal is 2.5 s. Runbook: "
+                        "95 of 100 requests got their first token within this time. The chart's goal is 2.5 s, unless it was given another. Runbook: "
                         "IsthmusTtftBudgetBurnsFast.",
                         _quantile(0.95, "isthmus_ttft_seconds"),
                         Limits(yellow=1.5, red=2.5),

@@ -3,9 +3,11 @@
 import json
 import re
 
+import helm_python
 import pytest
 import yaml
 
+import alert_rules
 from charts.rendering import CHART, LEAST, merged, render, rendered
 
 ON = merged(LEAST, {"monitoring": {"serviceMonitors": True, "prometheusRules": True}})
@@ -63,8 +65,11 @@ def test_every_file_that_is_there_is_rendered():
     }
     assert found == dashboards
     rules = list(of_release(objects, "PrometheusRule", "alerts-").values())
-    files = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "alerts").glob("*.yaml"))]
-    assert [rule["spec"] for rule in rules] == files
+    paths = sorted((CHART / "alerts").glob("*.yaml"))
+    # As the alerts' own tests render them: with the default goals, and nowhere to read on.
+    assert [rule["spec"] for rule in rules] == [
+        yaml.safe_load(alert_rules.rendered(path, runbooks="")) for path in paths
+    ]
     for config_map in of_release(objects, "ConfigMap", "dashboard-").values():
         assert len(json.dumps(config_map)) < 1_000_000  # Kubernetes takes a mebibyte
 
@@ -101,6 +106,36 @@ def test_every_metrics_port_is_scraped_through_a_service_that_has_it():
         assert all(endpoint["honorLabels"] for endpoint in monitor["spec"]["endpoints"])
         ports = {port["name"] for port in objects.container(name)["ports"]}
         assert set(scraped) == {port for port in ports if port.startswith("metrics")}
+
+
+def test_goals_and_the_runbooks_address_are_values():
+    goals = {"ttftSeconds": 10, "ttftShare": 0.99, "successShare": 0.9995, "ranksDownShare": 0}
+    values = merged(ON, {"monitoring": {"goals": goals, "runbooksUrl": alert_rules.RUNBOOKS}})
+    (rule,) = of_release(render(values), "PrometheusRule", "alerts-").values()
+    assert rule["spec"] == yaml.safe_load(alert_rules.rendered(CHART / "alerts/isthmus.yaml", goals))
+    assert "@" not in str(rule["spec"]) and 'le="10.0"' in str(rule["spec"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ttftSeconds", 2), ("ttftShare", 1), ("ttftShare", 95), ("successShare", 0.5), ("ranksDownShare", 20)],
+)
+def test_a_goal_that_nothing_could_be_held_to_is_refused(name, value):
+    with pytest.raises(helm_python.HelmError, match=name):
+        render(merged(ON, {"monitoring": {"goals": {name: value}}}))
+
+
+def test_a_link_to_a_runbook_is_one_that_can_be_followed():
+    with pytest.raises(helm_python.HelmError, match="runbooksUrl"):
+        render(merged(ON, {"monitoring": {"runbooksUrl": "docs/runbooks.md"}}))
+    alerts = [
+        rule
+        for item in rendered("production").of("PrometheusRule").values()
+        for group in item["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert alerts and all(a["annotations"]["runbook_url"].startswith("https://") for a in alerts)
 
 
 def test_labels_that_the_operator_selects_by():

@@ -5,18 +5,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+import alert_rules
 
 REPOSITORY = Path(__file__).parents[2]
 BOARDS = {
     p.stem: json.loads(p.read_text()) for p in sorted(REPOSITORY.glob("charts/isthmus/dashboards/*.json"))
 }
-ALERTS = [
-    rule
-    for path in sorted(REPOSITORY.glob("charts/isthmus/alerts/*.yaml"))
-    for group in yaml.safe_load(path.read_text())["groups"]
-    for rule in group["rules"]
-]
+RULES = alert_rules.rules()
+ALERTS = [rule for rule in RULES if "alert" in rule]
 _NAME = r"(?!isthmus_cluster\b)(?:isthmus|process)_[a-z_]+"  # that one is a label
 _METRIC = re.compile(rf"\b{_NAME}\b")
 _SELECTOR = re.compile(rf"\b(?:{_NAME}|up)\b(?:\{{[^}}]*\}})?")

@@ -5,20 +5,19 @@ import os
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
+import alert_rules
 from checkpoints import tiny_checkpoint
 from observe.load import kill, run_load
-from observe.prometheus import SCRAPE_S, Prometheus, rules_of
+from observe.prometheus import SCRAPE_S, Prometheus
 from otlp_collector import running_collector
 from processes.harness import parse_line
 from services import rpc
 from services.cli.local_cluster import LocalCluster, Shape
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
-REPOSITORY = Path(__file__).parents[2]
 LOAD_S = float(os.environ.get("OBSERVE_LOAD_S", "120"))
 
 
@@ -66,7 +65,7 @@ async def _watch(folder, stack, collector):
 
     async with LocalCluster(shape, note) as cluster, AsyncExitStack() as channels:
         found = [line for line in lines if line is not None]
-        prometheus = Prometheus(folder, _targets(found), rules_of(REPOSITORY / "charts/isthmus/alerts"))
+        prometheus = Prometheus(folder, _targets(found), alert_rules.write(_made(folder / "rules")))
         stack.enter_context(prometheus)
         stubs = []
         for index in range(shape.routers):
@@ -79,6 +78,11 @@ async def _watch(folder, stack, collector):
         end_s = time.time() - SCRAPE_S
     traces = frozenset(span.trace_id.hex() for _, span, _ in collector.spans())
     return Watched(prometheus, start_s, end_s, traces, turns)
+
+
+def _made(folder):
+    folder.mkdir()
+    return folder
 
 
 def _targets(lines):

@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import yaml
 
@@ -81,7 +80,3 @@ class Prometheus:
 
     def over(self, expr, start_s, end_s, step_s):
         return self.ask("query_range", query=expr, start=start_s, end=end_s, step=step_s)["result"]
-
-
-def rules_of(folder: Path):
-    return sorted(folder.glob("*.yaml"))

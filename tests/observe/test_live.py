@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from observe.boards import ALERTS, BOARDS, PANELS, REPOSITORY, filled_in, selectors_in
+from observe.boards import BOARDS, PANELS, REPOSITORY, RULES, filled_in, selectors_in
 from observe.prometheus import KUBERNETES, SCRAPE_S
 
 pytestmark = [pytest.mark.observe, pytest.mark.timeout(900)]
@@ -45,7 +45,7 @@ def test_a_panel_shows_something(watched, panel):
     assert len(set(names)) == len(names), names
 
 
-@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
 def test_an_alert_is_fed(watched, rule):
     """It is an expression that Prometheus takes, and everything it looks at is there."""
     watched.prometheus.now(rule["expr"], watched.end_s)
@@ -58,7 +58,7 @@ def test_an_alert_is_fed(watched, rule):
 def test_prometheus_runs_the_alerts(watched):
     groups = watched.prometheus.ask("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
-    assert {rule["name"] for rule in rules} == {rule["alert"] for rule in ALERTS}
+    assert {rule["name"] for rule in rules} == {rule.get("alert") or rule["record"] for rule in RULES}
     assert [rule.get("lastError", "") for rule in rules] == [""] * len(rules)
 
 
