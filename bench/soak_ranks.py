@@ -108,6 +108,7 @@ class Ranks:
 def _more_than_pages(metrics: dict[str, float]) -> str:
     pages = {name: value for name, value in metrics.items() if name.startswith("isthmus_kv_pages ")}
     requests = {name: metrics[f"isthmus_{name}_requests"] for name in ("running", "waiting")}
+    requests["rooms"] = metrics["isthmus_open_rooms"]
     at_rest = pages["isthmus_kv_pages free"] + pages["isthmus_kv_pages cached"] == NUM_PAGES
     return "" if at_rest and not any(requests.values()) else f"{pages} {requests}"
 

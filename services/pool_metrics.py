@@ -83,6 +83,9 @@ class PoolCollector(Collector):
         yield CounterMetricFamily(
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
         )
+        yield GaugeMetricFamily(
+            "isthmus_open_rooms", "Transfers of a prefill rank that are not over.", load.open_rooms
+        )
         yield GaugeMetricFamily("isthmus_free_page_runs", "Runs of neighbouring free pages.", load.free_runs)
         yield CounterMetricFamily(
             "isthmus_lent_pages", "Pages lent to prompts, several at a time.", load.lent_pages

@@ -195,6 +195,7 @@ class RankLoad:
     free_runs: int = 0  # of neighbouring free pages
     lent_pages: int = 0  # since the start, several at a time, and
     lent_runs: int = 0  # in how many runs of neighbours they were lent
+    open_rooms: int = 0  # transfers of a prefill rank that are not over
     unreadable_events: int = 0  # since the start, of what another's engine told of its cache
 
     @property

@@ -102,6 +102,10 @@ class KvSender:
         return self._table.descriptors_total
 
     @property
+    def open_rooms(self) -> int:
+        return self._table.open_rooms
+
+    @property
     def writes_in_flight(self) -> int:
         return self._table.writes_in_flight
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
@@ -11,7 +12,7 @@ from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, Failed, RoomEnded
 from services.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
-from services.kv.types import RankId, Rendezvous
+from services.kv.types import RankId, RankLoad, Rendezvous
 from services.request import GenerationRequest, PrefillResult
 from services.transfer.base import Transport
 from services.transfer.handshake_server import HandshakeService
@@ -43,6 +44,9 @@ class PagedPrefillEngine(PagedEngine):
 
     def handshake(self) -> HandshakeService:
         return HandshakeService(self.sender)
+
+    def load(self) -> RankLoad:
+        return replace(super().load(), open_rooms=self._sender.open_rooms if self._sender is not None else 0)
 
     async def start(self) -> None:
         await super().start()
