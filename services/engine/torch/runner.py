@@ -1,5 +1,6 @@
 """The torch model runner: one packed forward pass per engine step over the paged KV pool."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from services.engine.torch.sampling import sample
 from services.engine.torch.step_view import InPlace, view_step
 from services.errors import ConfigError, ProtocolError
 from services.kv.types import KvLayout, PageId, PoolMemory
+
+# While transformers makes a model, its dtype is torch's default for the whole process. Two that are made at
+# once restore each other's, and half precision stays the default.
+_LOADING = threading.Lock()
 
 
 class TorchRunner:
@@ -43,7 +48,8 @@ class TorchRunner:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
         config = checkpoint.config
-        self._model = load_model(checkpoint, self._device)
+        with _LOADING:
+            self._model = load_model(checkpoint, self._device)
         pack_linears(self._model, torch.get_num_threads())
         self._pool = KvPool(
             full_attention_group(
