@@ -1,4 +1,9 @@
-"""What transformers itself generates, greedily, and how to compare with it."""
+"""What transformers itself generates, greedily, and how to compare with it.
+
+Two computations of one model differ by rounding, and where its two best logits are that close either token
+is right. What follows is then another text, so it is judged by *teacher forcing*: one forward pass of
+transformers over the prompt and our answer tells what it would have chosen after each token of ours.
+"""
 
 import random
 from collections.abc import Sequence
@@ -9,19 +14,28 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-# Below this gap between the two best logits, in standard deviations of all, rounding may choose.
+# Below this gap between the best logit and another, in standard deviations of all, rounding may choose:
+# float32's stays below 3e-5 on our checkpoints (services/cli/make_model.py).
 NEAR_TIE = 1e-4
+BACKENDS = ("eager", "sdpa")  # attention of transformers' own
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
+    directory: Path
+    prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     gaps: tuple[float, ...]  # per token: best logit minus second best, over the standard deviation
 
 
 @cache
-def reference_model(directory: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, attn_implementation="sdpa")
+def reference_model(
+    directory: Path, dtype: torch.dtype | None = None, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """`dtype` None: the checkpoint's."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, attn_implementation=attention, dtype=dtype or "auto"
+    )
     model.generation_config.eos_token_id = None  # generate on, as with ignore_eos
     model.generation_config.pad_token_id = 0
     return model.eval()
@@ -50,21 +64,79 @@ def reference_generations(
     best = logits.topk(2).values
     gaps = (best[..., 0] - best[..., 1]) / logits.std(-1)
     rows = generated.sequences[:, prompt_ids.shape[1] :]
-    return [Reference(tuple(r), tuple(g)) for r, g in zip(rows.tolist(), gaps.tolist(), strict=True)]
+    return [
+        Reference(directory, tuple(prompt), tuple(row), tuple(of_row))
+        for prompt, row, of_row in zip(prompts, rows.tolist(), gaps.tolist(), strict=True)
+    ]
+
+
+def forced_logits(
+    directory: Path,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    dtype: torch.dtype | None = None,
+    attention: str = "sdpa",
+) -> torch.Tensor:
+    """[tokens, vocab_size] in float64: from which each of `token_ids` is chosen after those before it."""
+    ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]])
+    with torch.inference_mode():
+        logits = reference_model(directory, dtype, attention)(ids).logits[0, len(prompt_ids) - 1 :]
+    return logits.double()
+
+
+def forced_gaps(logits: torch.Tensor, token_ids: Sequence[int]) -> list[float]:
+    """How far below the best logit each token's is, in standard deviations of its row."""
+    chosen = logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    gaps: list[float] = ((logits.max(-1).values - chosen) / logits.std(-1)).tolist()
+    return gaps
 
 
 def count_near_ties(reference: Reference, token_ids: Sequence[int]) -> int:
-    """0 when the tokens are the reference's, 1 when they part at a near tie (the rest is then free).
+    """0 when the tokens are the reference's; else how many are another choice than that of transformers after
+    the tokens before them, each within a near tie.
 
-    Raises AssertionError when they part anywhere else.
+    Raises AssertionError when one is further off.
     """
     assert len(token_ids) == len(reference.token_ids)
-    for i, (expected, got) in enumerate(zip(reference.token_ids, token_ids, strict=True)):
-        if expected != got:
-            gap = reference.gaps[i]
-            assert gap < NEAR_TIE, f"token {i} is {got}, not {expected}, with a gap of {gap:.1e} std"
-            return 1
-    return 0
+    if tuple(token_ids) == reference.token_ids:
+        return 0
+    logits = forced_logits(reference.directory, reference.prompt_ids, token_ids)
+    gaps = forced_gaps(logits, token_ids)
+    for i, (got, gap) in enumerate(zip(token_ids, gaps, strict=True)):
+        assert gap < NEAR_TIE, f"token {i} is {got}, not {logits[i].argmax()}, with a gap of {gap:.1e} std"
+    return sum(gap > 0 for gap in gaps)
+
+
+def half_precision_bound(
+    directory: Path, prompt_ids: Sequence[int], token_ids: Sequence[int], dtype: torch.dtype
+) -> float:
+    """How far below the best logit of float32 a token may be that is best in `dtype`, in standard deviations.
+
+    The logits of transformers' own backends in `dtype` are off those of float32 by up to some distance on
+    this very text. Two logits that far off, one up and one down, change places across twice of it.
+    """
+    exact = forced_logits(directory, prompt_ids, token_ids, torch.float32)
+    off = [
+        (forced_logits(directory, prompt_ids, token_ids, dtype, attention) - exact).abs()
+        for attention in BACKENDS
+    ]
+    return 2 * max((each / exact.std(-1, keepdim=True)).max().item() for each in off)
+
+
+def check_half_precision(
+    directory: Path, prompt_ids: Sequence[int], token_ids: Sequence[int], dtype: torch.dtype
+) -> float:
+    """The furthest that a token is below the best of float32, as a share of what it may be.
+
+    Raises AssertionError when that is more than all of it.
+    """
+    gaps = forced_gaps(forced_logits(directory, prompt_ids, token_ids, torch.float32), token_ids)
+    bound = half_precision_bound(directory, prompt_ids, token_ids, dtype)
+    for i, gap in enumerate(gaps):
+        assert gap <= bound, (
+            f"token {i} is {gap:.2g} std below the best in float32; rounding to {dtype} explains {bound:.2g}"
+        )
+    return max(gaps) / bound
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = 512) -> tuple[int, ...]:
