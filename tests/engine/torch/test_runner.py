@@ -1,12 +1,13 @@
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from checkpoints import tiny_checkpoint
-from engine.torch.sequences import PageTables, Sequence, generate, step
-from reference import count_near_ties, random_prompt, reference_generation
+from reference import check_half_precision, count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import runner as torch_runner
@@ -22,6 +23,62 @@ NUM_PAGE_TOKENS = 2048
 def make_runner(architecture="llama", page_size=16, **settings):
     num_pages = NUM_PAGE_TOKENS // page_size
     return TorchRunner(tiny_checkpoint(architecture), num_pages=num_pages, page_size=page_size, **settings)
+
+
+class Sequence:
+    """A prompt that is prefilled in chunks, then decoded, as an engine would."""
+
+    def __init__(self, prompt_ids, pages, chunk_size, *, start=0, sampling=GREEDY):
+        self.ids = list(prompt_ids)
+        self.prompt_len = len(prompt_ids)
+        self.pages = pages
+        self.chunk_size = chunk_size
+        self.start = start  # KV before it is there
+        self.sampling = sampling
+
+    @property
+    def output_ids(self):
+        return self.ids[self.prompt_len :]
+
+    def next_chunk(self):
+        token_ids = self.ids[self.start : self.start + self.chunk_size]
+        sample = self.start + len(token_ids) == len(self.ids)
+        num_output_ids = len(self.output_ids)
+        return Chunk(token_ids, self.start, self.pages, sample, self.sampling, self.ids[:], num_output_ids)
+
+    def take(self, chunk, sampled):
+        assert (sampled is not None) == chunk.sample
+        self.start = chunk.end
+        if sampled is not None:
+            self.ids.append(sampled.token_id)
+
+
+def step(runner, sequences):
+    chunks = [sequence.next_chunk() for sequence in sequences]
+    for sequence, chunk, sampled in zip(sequences, chunks, runner.run(chunks), strict=True):
+        sequence.take(chunk, sampled)
+
+
+def generate(runner, sequences, max_tokens):
+    """Sequences join one step after another, so that prefill chunks and single tokens mix."""
+    joined = 0
+    while any(len(sequence.output_ids) < max_tokens for sequence in sequences):
+        joined += 1
+        step(runner, [s for s in sequences[:joined] if len(s.output_ids) < max_tokens])
+
+
+class PageTables:
+    """Hands out pages in shuffled order."""
+
+    def __init__(self, runner, seed=0):
+        self.page_size = runner.layout.page_size
+        self.free = list(range(runner.memory.num_pages))
+        random.Random(seed).shuffle(self.free)
+
+    def take(self, num_tokens):
+        num_pages = -(-num_tokens // self.page_size)
+        taken, self.free = self.free[:num_pages], self.free[num_pages:]
+        return taken
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -163,14 +220,55 @@ def test_what_is_sampled_does_not_depend_on_the_batch():
     assert len(set(sequence.output_ids)) > 5
 
 
+def test_two_ranks_of_a_process_load_their_models_one_after_the_other(monkeypatch):
+    """Else torch's default dtype could be the wrong one for good."""
+    load_model, both, alone = torch_runner.load_model, threading.Barrier(2), []
+
+    def load(*args):
+        try:
+            both.wait(timeout=0.2)
+        except threading.BrokenBarrierError:
+            alone.append(True)
+        return load_model(*args)
+
+    monkeypatch.setattr(torch_runner, "load_model", load)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda dtype: make_runner(dtype=dtype), ["bfloat16", "float16"]))
+    assert alone == [True, True]
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_and_its_layout_says_so(dtype):
+def test_the_layout_says_so_where_precision_is_half(dtype):
     runner = make_runner(dtype=dtype)
-    sequence = Sequence(random_prompt(40, seed=1), PageTables(runner).take(60), 16)
-    generate(runner, [sequence], 8)
-    assert len(sequence.output_ids) == 8
     assert runner.layout.groups[0].dtype == dtype
     assert runner.layout.page_bytes == make_runner().layout.page_bytes // 2
+
+
+def half_precise_output(dtype, prompt, architecture="llama", damage=lambda kv, pages: None):
+    runner = make_runner(architecture, dtype=dtype)
+    sequence = Sequence(prompt, PageTables(runner).take(len(prompt) + 40), 64)
+    generate(runner, [sequence], 1)
+    damage(runner._pool.kv, sequence.pages)
+    generate(runner, [sequence], 33)
+    return sequence.output_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_half_precision_is_as_near_to_float32_as_that_of_transformers(architecture, dtype):
+    directory, prompt = tiny_checkpoint(architecture), random_prompt(150, seed=5)
+    output = half_precise_output(dtype, prompt, architecture)
+    check_half_precision(directory, prompt, output, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_page_that_is_lost_is_no_rounding(dtype):
+    """The bound above can be passed."""
+    prompt = random_prompt(150, seed=5)
+    output = half_precise_output(dtype, prompt, damage=lambda kv, pages: kv[pages[3]].zero_())
+    with pytest.raises(AssertionError, match="below the best in float32"):
+        check_half_precision(tiny_checkpoint(), prompt, output, getattr(torch, dtype))
 
 
 def test_only_the_chunks_that_ask_are_sampled():
