@@ -7,6 +7,9 @@ from services.errors import InvalidRequest
 from services.kv.types import Plan, RankAddress
 
 MAX_ID_CHARS = 128
+# A year. gRPC reckons in 64 bits of nanoseconds since 1970 and takes a deadline past them, 292 years, for one
+# that has passed; a clock's seconds lose their fractions in a float long before.
+MAX_TIMEOUT_S = 365 * 86_400.0
 MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 1024

@@ -43,6 +43,7 @@ from services.errors import (
     Unavailable,
     root_cause,
 )
+from services.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_a_living_call)
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
-    """Seconds left of the call's deadline, always positive; None when the caller set none.
+    """Seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None when the caller set none.
 
     Raises:
         DeadlineExceeded: nothing is left.
@@ -254,7 +255,7 @@ def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
     left: float | None = context.time_remaining()
     if left is not None and left <= 0:
         raise DeadlineExceeded("the deadline has passed")
-    return left
+    return None if left is None else min(left, MAX_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,15 @@ async def test_remaining_time_is_what_the_caller_gave():
         assert service.left_s is None
 
 
+@pytest.mark.parametrize(("left_s", "told_s"), [(9e9, 365 * 86_400.0), (1e300, 365 * 86_400.0), (5.0, 5.0)])
+async def test_a_deadline_that_is_far_away_is_a_year(left_s, told_s):
+    class Context:
+        def time_remaining(self):
+            return left_s
+
+    assert rpc.remaining_s(Context()) == told_s
+
+
 async def test_a_passed_deadline_is_an_error():
     class Context:
         def time_remaining(self):

@@ -10,6 +10,7 @@ import grpc
 from services import rpc
 from services.config import setting
 from services.errors import ConfigError, InvalidRequest
+from services.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -66,7 +67,8 @@ async def responses(
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
     """The answer as it comes. Raises the router's error as one of ours."""
     stub = generation_pb2_grpc.GenerationStub(channel)
-    call = stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata))
+    bounded_s = None if timeout_s is None else min(timeout_s, MAX_TIMEOUT_S)
+    call = stub.Generate(request, timeout=bounded_s, metadata=tuple(metadata))
     try:
         async for response in call:
             yield response

@@ -25,7 +25,7 @@ from services.errors import (
     IsthmusError,
     NotFound,
 )
-from services.request import MAX_ID_CHARS, Admitted, FinishReason, Output, is_id
+from services.request import MAX_ID_CHARS, MAX_TIMEOUT_S, Admitted, FinishReason, Output, is_id
 from services.router.admission import allowed_wait_s
 from services.router.chat import ConversationMemory, drift_tokens
 from services.router.cluster import Cluster, Explained
@@ -113,7 +113,7 @@ class Generator:
         return self._timeout_s(timeout_s) + _LAST_WORDS_S
 
     def _timeout_s(self, timeout_s: float | None) -> float:
-        return self._request_timeout_s if timeout_s is None else timeout_s
+        return min(MAX_TIMEOUT_S, self._request_timeout_s if timeout_s is None else timeout_s)
 
     async def generate(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 from services.errors import InvalidRequest, ProtocolError
 from services.kv.types import Generation, Plan, Rendezvous
 from services.request import (
+    MAX_TIMEOUT_S,
     Admitted,
     FinishReason,
     GenerationRequest,
@@ -138,7 +139,7 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
     return StartCommand(
         request=request,
         prefill=convert.address_from_proto(pb.prefill) if pb.HasField("prefill") else None,
-        timeout_s=pb.timeout_s or None,
+        timeout_s=min(pb.timeout_s, MAX_TIMEOUT_S) or None,
         traceparent=pb.traceparent,
     )
 

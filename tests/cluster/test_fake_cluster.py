@@ -199,6 +199,20 @@ async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, c
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("timeout_s", [8e9, 9e9, 1e300, None])
+async def test_far_deadlines_are_not_taken_for_past_ones(etcd_endpoint, model_dir, cluster_name, timeout_s):
+    """As they come over HTTP; None: the router's own limit, as far away."""
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
+    cluster.router_config = replace(cluster.router_config, request_timeout_s=9e9)
+    async with cluster:
+        tokens = []
+        async for response in cluster.routers[0].generator.generate(ids_request(prompt_of(1)), timeout_s):
+            tokens.extend(response.token_ids)
+        assert tokens == continuation(prompt_of(1), 8)
+        assert cluster.routers[0].generator.time_limit_s(timeout_s) < 4e7
+        await cluster.assert_nothing_held()
+
+
 async def test_deadlines_reach_the_ranks(etcd_endpoint, model_dir, cluster_name):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as failure:

@@ -27,6 +27,7 @@ from services.kv.types import (
     Room,
 )
 from services.request import (
+    MAX_TIMEOUT_S,
     Admitted,
     FinishReason,
     GenerationRequest,
@@ -375,6 +376,15 @@ def test_an_empty_run_is_refused():
 def test_what_can_never_be_right_is_refused(from_proto, pb):
     with pytest.raises(ProtocolError):
         from_proto(pb)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "bounded_s"), [(60.0, 60.0), (9e9, MAX_TIMEOUT_S), (1e300, MAX_TIMEOUT_S)]
+)
+def test_no_router_gives_a_rank_more_time_than_grpc_can_tell(timeout_s, bounded_s):
+    request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
+    pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
+    assert convert_request.start_from_proto(pb).timeout_s == bounded_s
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -3.0])
