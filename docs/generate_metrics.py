@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
 from services import build_info
+from services.certificates import CertificateCollector
 from services.decode.metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.index.etcd import Etcd
@@ -99,6 +100,7 @@ async def registries() -> dict[str, CollectorRegistry]:
             made[role.value].register(MembershipCollector(membership))
     for registry in made.values():
         EtcdMetrics(registry)
+        registry.register(CertificateCollector({}))
         ProcessCollector(registry=registry)
         build_info.register(registry, "")
     return made

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 from services import rpc
+from services.certificates import Certificates, certificate_health
 from services.config import Bounds, check_bounds, setting
 from services.errors import ConfigError
-from services.index.etcd_settings import EtcdSettings, EtcdTls
+from services.health import Health
+from services.index.etcd_settings import EtcdSettings
 from services.index.keys import NAME
 from services.ports import check_port
 
@@ -63,7 +65,10 @@ class ClusterConfig:
         """Raises ConfigError when the etcd flags cannot work."""
         if self.etcd_ca is None and (self.etcd_cert or self.etcd_key):
             raise ConfigError("--etcd-cert and --etcd-key need --etcd-ca, which turns TLS to etcd on")
-        tls = EtcdTls(self.etcd_ca, self.etcd_cert, self.etcd_key) if self.etcd_ca else None
+        tls = None
+        if self.etcd_ca is not None:
+            mutual = self.etcd_cert is not None
+            tls = rpc.TlsConfig(self.etcd_ca, self.etcd_cert, self.etcd_key, mutual)
         if self.etcd_password_file is not None and not self.etcd_user:
             raise ConfigError("--etcd-password-file needs --etcd-user, whose password it is")
         password = ""
@@ -79,3 +84,13 @@ class ClusterConfig:
         if not (self.tls_ca or self.tls_cert or self.tls_key or self.tls_mutual or self.tls_server_name):
             return None
         return rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual, self.tls_server_name)
+
+    def certificates(self) -> dict[str, Certificates]:
+        """What is used, and for what. Raises ConfigError when files cannot be used."""
+        uses = {"services": self.tls(), "etcd": self.etcd_settings().tls}
+        return {use: tls.certificates for use, tls in uses.items() if tls is not None}
+
+    def tls_health(self) -> Health:
+        """Raises ConfigError when files cannot be used, and could not yet."""
+        tls = self.tls()
+        return Health() if tls is None else certificate_health(tls.certificates)

@@ -23,6 +23,7 @@ import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import build_info, rpc, supervisor, telemetry
+from services.certificates import CertificateCollector
 from services.config import load, refusing, to_flags
 from services.engine.base import Engine
 from services.errors import root_cause
@@ -110,6 +111,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
 def supervise(config: RankConfig, module: str) -> int:
     """Run every rank of a worker as a process of its own; returns the exit code."""
     telemetry.setup_logging(config.worker, config.log_level)
+    config.certificates()  # its ranks would refuse them one by one
     num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {
         "port": supervisor.choose_ports(config.host, config.port, num_processes),
@@ -121,7 +123,7 @@ def supervise(config: RankConfig, module: str) -> int:
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
     grace_s = config.grace_s + _AFTER_GRACE_S
-    return supervisor.run(commands, grace_s, config.host, config.health_port, timeout_s)
+    return supervisor.run(commands, grace_s, config.host, config.health_port, timeout_s, config.tls_health)
 
 
 def own_rank_id(config: RankConfig) -> RankId:
@@ -207,6 +209,7 @@ async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> Asy
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build_info.register(registry, config.engine)
+    registry.register(CertificateCollector(config.certificates()))
     labels = _process_labels(config, role, own_id)
     port, stop = telemetry.serve_metrics(config.host, config.metrics_port, registry, labels)
     try:

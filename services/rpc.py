@@ -25,6 +25,7 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.certificates import Certificates, Pem, certificates_of
 from services.errors import (
     Aborted,
     AlreadyRunning,
@@ -43,6 +44,7 @@ from services.errors import (
     Unavailable,
     root_cause,
 )
+from services.reloading_channel import ReloadingChannel
 from services.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import decode_pb2
 
@@ -278,27 +280,49 @@ class TlsConfig:
         if self.mutual and (self.ca is None or self.cert is None):
             raise ConfigError("mutual TLS needs a CA, a certificate and its key")
 
+    @property
+    def certificates(self) -> Certificates:
+        """What the files hold, now and later. Raises ConfigError when they cannot be used now."""
+        return certificates_of(self.ca, self.cert, self.key)
+
     def for_server(self) -> grpc.ServerCredentials:
-        """Raises ConfigError when a file is missing or cannot be read."""
-        key, cert = _read_pem(self.key), _read_pem(self.cert)
-        if key is None or cert is None:
+        """Each new connection is under the files as they are then. Raises ConfigError."""
+        if self.cert is None:
             raise ConfigError("a TLS server needs a certificate and its key")
-        ca = _read_pem(self.ca) if self.mutual else None
-        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=self.mutual)
+        certificates = self.certificates
+        shown = certificates.look()
 
-    def for_channel(self) -> grpc.ChannelCredentials:
-        """Without a CA the system's own are trusted. Raises ConfigError as for_server."""
-        key, cert = (_read_pem(self.key), _read_pem(self.cert)) if self.mutual else (None, None)
-        return grpc.ssl_channel_credentials(_read_pem(self.ca), key, cert)
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """Called by a thread of gRPC's at each handshake; None: it goes on with what it has."""
+            nonlocal shown
+            if (pem := certificates.look()) is shown:
+                return None
+            shown = pem
+            return self._server_configuration(pem)
 
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(shown), changed, require_client_authentication=self.mutual
+        )
 
-def _read_pem(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    def _server_configuration(self, pem: Pem) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(pem.key, pem.cert)], pem.ca if self.mutual else None
+        )
+
+    def for_channel(self, pem: Pem) -> grpc.ChannelCredentials:
+        """Without a CA the system's own are trusted."""
+        key, cert = (pem.key, pem.cert) if self.mutual else (None, None)
+        return grpc.ssl_channel_credentials(pem.ca, key, cert)
+
+    def open_channel(self, endpoint: str, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
+        """One that connects under the files as they are whenever it does. Raises ConfigError."""
+        if self.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
+
+        def connect(pem: Pem) -> grpc.aio.Channel:
+            return grpc.aio.secure_channel(endpoint, self.for_channel(pem), options=options)
+
+        return ReloadingChannel(self.certificates, connect)
 
 
 _MESSAGE_OPTIONS = [
@@ -347,10 +371,7 @@ def open_channel(endpoint: str, tls: TlsConfig | None = None) -> grpc.aio.Channe
     """A channel to HOST:PORT; connects at the first call. Raises ConfigError when TLS files are bad."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-    options: list[tuple[str, int | str]] = [*_CHANNEL_OPTIONS]
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    return grpc.aio.secure_channel(endpoint, tls.for_channel(), options=options)
+    return tls.open_channel(endpoint, _CHANNEL_OPTIONS)
 
 
 class RpcServer:
@@ -415,7 +436,7 @@ def _bind(server: grpc.aio.Server, listen: str, tls: TlsConfig | None) -> int:
             return int(server.add_insecure_port(listen))
         return int(server.add_secure_port(listen, credentials))
     except RuntimeError as error:
-        # gRPC has one sentence for an address in use and for a key that is not the certificate's.
+        # gRPC has one sentence for an address in use and for a pair that it, unlike OpenSSL, cannot use.
         unless = "" if credentials is None else ", or cannot use the TLS certificate and key"
         raise ConfigError(f"cannot listen on {listen}{unless}: {error}") from error
 

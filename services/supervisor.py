@@ -21,11 +21,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.health import SILENT_S, Lifecycle, Phase, Silence, answering, joint_health
+from services.health import SILENT_S, Health, Lifecycle, Phase, Silence, answering, joint_health
 from services.notify import listening
 from services.parent_death import die_with
 from services.ports import free_ports
@@ -103,17 +103,22 @@ def run(
     host: str = "127.0.0.1",
     health_port: int | None = None,
     restart_timeout_s: float = math.inf,
+    own_health: Callable[[], Health] = Health,
 ) -> int:
     """Supervise until told to stop; returns the exit code. Linux only; called in the main thread.
 
     Probes are answered on host:health_port; None: nowhere. /live fails once a rank that stood has
-    been away for `restart_timeout_s`.
+    been away for `restart_timeout_s`. `own_health` is of what they all share.
     """
     ranks = [
         Lifecycle(f"rank process {index}", restart_timeout_s=restart_timeout_s)
         for index in range(len(commands))
     ]
-    return asyncio.run(_run(commands, grace_s, host, health_port, ranks))
+
+    def check() -> Health:
+        return joint_health([own_health(), *(rank.health() for rank in ranks)])
+
+    return asyncio.run(_run(commands, grace_s, host, health_port, ranks, check))
 
 
 async def _run(
@@ -122,12 +127,13 @@ async def _run(
     host: str,
     health_port: int | None,
     ranks: Sequence[Lifecycle],
+    check: Callable[[], Health],
 ) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with answering(host, health_port, lambda: joint_health([rank.health() for rank in ranks])):
+    async with answering(host, health_port, check):
         return await supervise(commands, grace_s, stopping, ranks)
 
 

@@ -400,13 +400,13 @@ def test_half_a_tls_config_is_refused(fields):
 
 def test_a_missing_pem_file_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"none\.pem"):
-        rpc.TlsConfig(ca=tmp_path / "none.pem").for_channel()
+        rpc.open_channel("localhost:1", rpc.TlsConfig(ca=tmp_path / "none.pem"))
 
 
 async def test_an_unreadable_certificate_is_refused(tmp_path):
     broken = tmp_path / "broken.pem"
     broken.write_text("nothing")
-    with pytest.raises(errors.ConfigError):
+    with pytest.raises(errors.ConfigError, match=r"broken\.pem"):
         await rpc.open_server("localhost:0", lambda _: None, NAMES, rpc.TlsConfig(cert=broken, key=broken))
 
 

@@ -185,8 +185,7 @@ class EtcdConnection:
         self._rng = rng
         self._clock = clock
         self._observe = observe
-        credentials = settings.tls.credentials() if settings.tls else None
-        self._channels = [_open_channel(endpoint, credentials) for endpoint in settings.endpoints]
+        self._channels = [_open_channel(endpoint, settings.tls) for endpoint in settings.endpoints]
         # Clients spread over the members; each stays where it is while that works.
         self._current = rng.randrange(len(self._channels))
         self._token: str | None = None  # None: log in first
@@ -331,7 +330,7 @@ class EtcdConnection:
         return rename(error)
 
 
-def _open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    if credentials is None:
+def _open_channel(endpoint: str, tls: rpc.TlsConfig | None) -> grpc.aio.Channel:
+    if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
+    return tls.open_channel(endpoint, _CHANNEL_OPTIONS)

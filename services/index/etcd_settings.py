@@ -1,33 +1,9 @@
 """Where etcd is and who we are to it."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import grpc
 
 from services.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdTls:
-    """Files in PEM: the authority that signed etcd's certificate, and our own pair for mTLS."""
-
-    ca: Path
-    cert: Path | None = None
-    key: Path | None = None
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError when a file cannot be read."""
-        if (self.cert is None) != (self.key is None):
-            raise ConfigError("etcd's client certificate and its key must be given together")
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
-
-
-def _read(path: Path | None) -> bytes | None:
-    try:
-        return None if path is None else path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the TLS file for etcd: {error}") from error
+from services.rpc import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +14,7 @@ class EtcdSettings:
     """
 
     endpoints: tuple[str, ...]
-    tls: EtcdTls | None = None
+    tls: TlsConfig | None = None
     user: str = ""
     password: str = field(default="", repr=False)
     timeout_s: float = 5.0  # one call with all its attempts

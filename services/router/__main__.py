@@ -8,7 +8,7 @@ import sys
 
 from services import health, rpc, telemetry
 from services.config import load, refusing
-from services.health import Lifecycle, Phase
+from services.health import Health, Lifecycle, Phase, joint_health
 from services.ports import host_port
 from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
@@ -38,11 +38,14 @@ async def _run(config: RouterConfig, name: str) -> None:
     """Until SIGTERM, or until it cannot go on."""
     stopping, lifecycle = rpc.stop_on_signals(), Lifecycle("the router")
 
+    def check() -> Health:
+        return joint_health([lifecycle.health(), config.tls_health()])
+
     def waits() -> None:
         lifecycle.enter(Phase.WAITING)
 
     async with (
-        health.answering(config.host, config.health_port, lifecycle.health),
+        health.answering(config.host, config.health_port, check),
         open_router(config, name, stopping, waits) as router,
     ):
         if not stopping.is_set():

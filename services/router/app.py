@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -15,6 +14,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services import build_info, rpc, telemetry
+from services.certificates import CertificateCollector
 from services.errors import ConfigError, root_cause
 from services.index import garbage
 from services.index.etcd import Etcd
@@ -31,6 +31,7 @@ from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.end_of_sequence import EndOfSequence
 from services.router.generation import Generator
+from services.router.http_tls import HttpTls
 from services.router.key_refusals import KeyRefusals
 from services.router.metrics import RankCollector, RouterMetrics
 from services.router.openai import openai_app
@@ -129,6 +130,7 @@ async def open_router(
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys))
+        registry.register(CertificateCollector(config.certificates()))
         labels = {
             telemetry.CLUSTER_LABEL: config.cluster,
             "role": "router",
@@ -250,11 +252,10 @@ async def _serve_http(
         # sees a reset.
         timeout_keep_alive=config.http_keep_alive_s,
         timeout_graceful_shutdown=int(config.grace_s),
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
-        ssl_ca_certs=config.tls_ca if config.tls_mutual else None,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_mutual else ssl.CERT_NONE,
     )
+    if (tls := config.tls()) is not None:
+        settings.load()
+        settings.ssl = HttpTls(tls)
     server = _HttpServer(settings)
     front = HttpFront(listener.getsockname()[1], server, asyncio.create_task(server.serve([listener])))
     try:

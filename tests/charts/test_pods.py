@@ -329,6 +329,8 @@ def test_tls_comes_from_secrets_and_reaches_every_service():
         assert config.etcd_settings().tls is not None
         secrets = {v["secret"]["secretName"] for v in objects.pods()[component]["volumes"] if "secret" in v}
         assert secrets == {"ours", "e"}
+        # A kubelet swaps the files of a Secret that is mounted whole; of one mounted by subPath never.
+        assert not any("subPath" in mount for mount in objects.container(component)["volumeMounts"])
     assert objects.of("Service")["router"]["spec"]["ports"][1]["appProtocol"] == "https"
     assert "--client-cert-auth=true" in objects.container("etcd")["args"]
     assert "--peer-client-cert-auth=true" in objects.container("etcd")["args"]

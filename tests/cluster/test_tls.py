@@ -2,12 +2,13 @@
 
 import asyncio
 import ssl
+from dataclasses import replace
 
 import grpc
 import httpx
 import pytest
 
-from certificates import make_certificates
+from certificates import Mounted, make_another, make_certificates
 from cluster.harness import FakeCluster
 from services import errors, rpc
 from services.cli import explain, generate
@@ -145,3 +146,47 @@ async def test_certificates_with_one_name_for_all(etcd_endpoint, model_dir, clus
     tls = settings_of(by_name, tls_mutual=True, tls_server_name=NAME)
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, tls=tls) as cluster:
         await check_two_turns(cluster)
+
+
+@pytest.fixture
+def renewed(tmp_path):
+    """Of another authority."""
+    return make_certificates(tmp_path / "renewed", "IP:127.0.0.1")
+
+
+async def refused_over_https(cluster, folder):
+    async with https(cluster, folder, with_certificate=True) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/v1/models")
+
+
+async def test_certificates_end_and_are_renewed_while_a_stream_runs(
+    etcd_endpoint, model_dir, cluster_name, by_address, renewed, tmp_path
+):
+    """Nobody is restarted, no token is lost, and what connects anew does so under the new authority."""
+    ended = make_another(by_address, tmp_path / "ended", "IP:127.0.0.1", days=-1)
+    mounted = Mounted(tmp_path / "mounted", by_address)
+    tls = settings_of(mounted.folder, tls_mutual=True)
+    options = dict(tls=tls, prefill=(1, 1), fake_step_s=0.02)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **options) as cluster:
+        running = asyncio.create_task(cluster.generate(PROMPT, max_tokens=150, conversation_id="c"))
+        mounted.swap(ended)
+        await refused_over_https(cluster, by_address)
+        assert "ended at" in cluster.router_config.tls_health().ready
+        mounted.swap(renewed)
+        assert cluster.router_config.tls_health().ready == ""
+        await check_completion(https(cluster, renewed, with_certificate=True))
+        await refused_over_https(cluster, by_address)
+        assert not running.done()
+        tokens, finish = await running
+        assert tokens == continuation(PROMPT, 150) and finish.usage.completion_tokens == 150
+        # A rank's other life: router, decode and prefill ranks connect to it anew.
+        for role, worker, index in (("decode", "decode-0", 1), ("prefill", "prefill-1", 0)):
+            gone = await cluster.stop_rank(f"{worker}/{index}")
+            await cluster.start_rank(role, worker, index, int(gone.address.endpoint.rpartition(":")[2]))
+        await cluster.until_placeable()
+        for number in range(6):
+            prompt = [number, *PROMPT]
+            assert (await cluster.generate(prompt))[0] == continuation(prompt, 8)
+        await check_refused(cluster, replace(cluster.base.tls(), ca=by_address / "ca.pem"))
+        await cluster.assert_nothing_held()

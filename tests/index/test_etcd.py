@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 
+import certificates as shared
 from index.etcd_users import require_users
 from index.real_etcd import FAST, client
 from services.errors import ConfigError, ProtocolError, Unavailable
 from services.index.etcd import _RANGE, Etcd, delete_range_op, prefix_end, put_op, unchanged
 from services.index.etcd_errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound
 from services.index.etcd_server import EmbeddedEtcd
-from services.index.etcd_settings import EtcdSettings, EtcdTls
+from services.index.etcd_settings import EtcdSettings
 from services.index.keys import ClusterKeys
 from services.index.watch import PrefixWatch
+from services.rpc import TlsConfig
 from services.wire.etcd import etcd_pb2
 
 
@@ -32,7 +34,7 @@ def test_prefix_end_is_the_first_key_past_the_prefix() -> None:
 )
 def test_endpoints_that_cannot_work(endpoint: str, tls: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EtcdSettings((endpoint,), tls=EtcdTls(Path("ca.pem")) if tls else None)
+        EtcdSettings((endpoint,), tls=TlsConfig(Path("ca.pem")) if tls else None)
 
 
 def test_settings_hide_the_password_and_strip_the_scheme() -> None:
@@ -203,12 +205,34 @@ async def test_mutual_tls(tmp_path: Path, unused_tcp_port_factory) -> None:
     )
     ca, pair = tmp_path / "ca.pem", (tmp_path / "client.pem", tmp_path / "client.key")
     async with EmbeddedEtcd(tmp_path / "data", client_port=plain, extra_arguments=arguments):
-        async with client(f"https://127.0.0.1:{secure}", tls=EtcdTls(ca, *pair)) as etcd:
+        async with client(f"https://127.0.0.1:{secure}", tls=TlsConfig(ca, *pair, mutual=True)) as etcd:
             assert await etcd.create(b"a", b"1")
-        async with client(f"127.0.0.1:{secure}", tls=EtcdTls(ca), timeout_s=0.5) as stranger:
+        async with client(f"127.0.0.1:{secure}", tls=TlsConfig(ca), timeout_s=0.5) as stranger:
             with pytest.raises(Unavailable):
                 await stranger.get(b"a")
     with pytest.raises(ConfigError, match="cannot read the TLS file"):
-        client("a:1", tls=EtcdTls(tmp_path / "none.pem"))
-    with pytest.raises(ConfigError, match="together"):
-        client("a:1", tls=EtcdTls(ca, cert=ca))
+        client("a:1", tls=TlsConfig(tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match="both"):
+        client("a:1", tls=TlsConfig(ca, cert=ca))
+
+
+async def test_an_etcd_that_comes_back_under_another_authority(
+    tmp_path: Path, unused_tcp_port_factory
+) -> None:
+    """The client's files have changed with it: it needs no other client."""
+    pems = [shared.make_certificates(tmp_path / name, "IP:127.0.0.1") for name in ("old", "new")]
+    mounted = shared.Mounted(tmp_path / "mounted", pems[0])
+    ca, cert, key = (mounted.folder / name for name in mounted.FILES)
+    plain, secure = unused_tcp_port_factory(), unused_tcp_port_factory()
+    arguments = (
+        *FAST,
+        f"--listen-client-urls=http://127.0.0.1:{plain},https://127.0.0.1:{secure}",
+        *(f"--cert-file={cert}", f"--key-file={key}", f"--trusted-ca-file={ca}", "--client-cert-auth"),
+    )
+    server = EmbeddedEtcd(tmp_path / "data", client_port=plain, extra_arguments=arguments)
+    async with server, client(f"127.0.0.1:{secure}", tls=TlsConfig(ca, cert, key, mutual=True)) as etcd:
+        assert await etcd.create(b"a", b"1")
+        await server.kill()
+        mounted.swap(pems[1])
+        await server.start()
+        assert await etcd.get(b"a") is not None

@@ -5,6 +5,7 @@ import signal
 
 import httpx
 
+from certificates import make_certificates
 from processes.harness import LONG_S, ProcessCluster, until
 from services.ports import free_ports
 
@@ -45,12 +46,17 @@ async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
         # Without etcd no rank can register, and a router knows none: they have started all the same, for a
         # kubelet ends what does not within its time; they live, and heed a signal.
         waiting_port, ignorant_port = free_ports("127.0.0.1", 2)
-        flags = ("--worker=waiting", "--etcd=127.0.0.1:1", f"--health-port={waiting_port}")
+        # Their certificate has ended as well.
+        ended = make_certificates(tmp_path / "ended", "IP:127.0.0.1", days=-1)
+        tls = [f"--tls-cert={ended}/cert.pem", f"--tls-key={ended}/key.pem"]
+        flags = ("--worker=waiting", "--etcd=127.0.0.1:1", f"--health-port={waiting_port}", *tls)
         waiting = await start_like(cluster, "decode", *flags)
-        flags = ("--port=0", "--http-port=0", "--name=ignorant", "--etcd=127.0.0.1:1")
+        flags = ("--port=0", "--http-port=0", "--name=ignorant", "--etcd=127.0.0.1:1", *tls)
         ignorant = await start_like(cluster, "router", *flags, f"--health-port={ignorant_port}")
-        await until_probes(waiting_port, WAITING)
-        await until_probes(ignorant_port, WAITING)
+        for port in (waiting_port, ignorant_port):
+            await until_probes(port, WAITING)
+            answer = httpx.get(f"http://127.0.0.1:{port}/ready").text
+            assert "waiting for etcd" in answer and f"the certificate {ended}/cert.pem ended at" in answer
         await until(lambda: cluster.events("membership.retry", "waiting/0"), "it has only to register")
         assert await waiting.stop() == await ignorant.stop() == 0
         (exited,) = cluster.events("rank_exited", "waiting")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from certificates import make_certificates
 from services import rpc
 from services.errors import NoCapacity, Unavailable
 from services.index.block_mirror import RankProgress
@@ -399,7 +400,7 @@ async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_pa
     await opened.start()
     assert len(opened.ranks(Role.DECODE)) == 1
     assert not opened._connections.clients and not opened._connections.watches
-    (tmp_path / "ca.pem").write_bytes(b"there again")
+    make_certificates(tmp_path, "DNS:localhost")
     async with asyncio.timeout(10):
         while not (opened._connections.clients and opened._connections.watches):
             await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+from certificates import make_certificates
 from index.cluster import registration
 from index.real_etcd import client, running, until
 from services import rpc
@@ -74,5 +75,5 @@ async def test_a_certificate_that_cannot_be_read_ends_nobody(tmp_path: Path) -> 
         checks = SuspectChecks(mirror, tls, failed.append, interval_s=0.01, timeout_s=5.0)
         async with running(checks.run()):
             await until(lambda: gone.registration.id in failed)
-            (tmp_path / "ca.pem").write_bytes(b"there again")
+            make_certificates(tmp_path, "DNS:localhost")
             await until(lambda: checks._channels)
