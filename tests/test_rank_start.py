@@ -144,5 +144,5 @@ def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(flag, told, monkey
     monkeypatch.setattr(rank.telemetry, "setup_logging", lambda *_: None)
     monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
     rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode")
-    ((_, _, _, _, timeout_s),) = calls
+    ((_, _, _, _, timeout_s, _),) = calls
     assert timeout_s == told
