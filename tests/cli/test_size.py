@@ -5,6 +5,7 @@ import json
 import pytest
 
 from checkpoints import tiny_checkpoint
+from model_configs import DEEPSEEK_V3
 from services.cli.make_model import ARCHITECTURES
 from services.cli.size import SizeConfig, report, run
 from services.engine.torch.runner import TorchRunner
@@ -88,3 +89,23 @@ def test_gpus_that_share_a_rank_are_named(llama_8b):
     config = SizeConfig(model=llama_8b, tp_size=4)
     checkpoint = json.loads((llama_8b / "config.json").read_text())
     assert report(config, checkpoint)[0].startswith("KV per token       32.0 KiB on each of 4 GPUs")
+
+
+def test_whether_all_fits_is_told_and_is_the_exit_code(tmp_path, capsys):
+    """The example of operations.md."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    flags = [f"--model={tmp_path}", "--dp-attention-size=8", "--kv-pages=5120", "--reserve-gib=24"]
+    assert run([*flags, "--gpu-gib=140.4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "weights            90.7 GiB",
+        "pool               5120 pages, 21.4 GiB",
+        "set aside          24.0 GiB",
+        "of 140.4 GiB       4.3 GiB left",
+    ]
+    assert run([*flags, "--gpu-gib=120"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "of 120.0 GiB       16.1 GiB missing: --kv-pages=1275 would fit"
+    )
+    assert run([*flags, "--gpu-gib=80"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("missing: the weights alone are too much")
+    assert run([*flags, "--gpu-gib=80", "--weights-gib=20"]) == 0
