@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and the flags in the chart's values.schema.json from the code's settings.
+"""Write docs/configuration.md, the flags in the chart's values.schema.json and its sglang-flags.json from the code.
 
 `--check` writes nothing and exits with 1 when what is committed differs from what would be written.
 """
@@ -15,12 +15,14 @@ from typing import Any
 from services.cli.__main__ import COMMANDS
 from services.cluster_config import ClusterConfig
 from services.config import Bounds, FlagDescription, describe
+from services.engine.sglang.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank_config import RankConfig
 from services.router.config import RouterConfig
 
 REPOSITORY = Path(__file__).parent.parent
 REFERENCE = REPOSITORY / "docs" / "configuration.md"
 SCHEMA = REPOSITORY / "charts" / "isthmus" / "values.schema.json"
+SGLANG_FLAGS = REPOSITORY / "charts" / "isthmus" / "sglang-flags.json"
 
 # Settings that the chart makes from values of its own: flag -> where it comes from there.
 CHART_VALUES = {
@@ -197,7 +199,16 @@ def _bounds_schema(bounds: Bounds) -> dict[str, Any]:
 
 def outputs() -> dict[Path, str]:
     committed = json.loads(SCHEMA.read_text())
-    return {REFERENCE: reference(), SCHEMA: json.dumps(schema(committed), indent=2) + "\n"}
+    return {REFERENCE: reference(), SCHEMA: _json(schema(committed)), SGLANG_FLAGS: _json(sglang_flags())}
+
+
+def sglang_flags() -> dict[str, dict[str, str]]:
+    """Those of SGLang's that the service refuses, each with why."""
+    return {"flags": REFUSED_FLAGS, "families": REFUSED_FAMILIES, "onlyAtOne": REFUSED_SIZES}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """What the pods promise a cluster: probes, an orderly end, no privileges, room, and who may talk to whom."""
 
+import kubernetes_validate
 import pytest
 
-from charts.rendering import COMPONENT, LEAST, RELEASE, SAMPLES, merged, render, rendered, sample
+from charts.rendering import COMPONENT, LEAST, RELEASE, SAMPLES, merged, render, rendered
 
 NAMES = ("least", *SAMPLES)
 OURS = ("router", "prefill", "decode")
@@ -79,8 +80,7 @@ def test_nothing_runs_as_root_or_writes_to_its_image(name):
             assert own["readOnlyRootFilesystem"] is True
             assert own["allowPrivilegeEscalation"] is False
             assert own["capabilities"]["drop"] == ["ALL"]
-            rdma = (sample(name) if name != "least" else {}).get(component, {}).get("rdma")
-            assert own["capabilities"].get("add", []) == (["IPC_LOCK"] if rdma else [])
+            assert "add" not in own["capabilities"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,6 +122,115 @@ def test_gpus_and_rdma_are_asked_for_where_they_are_used():
     assert rendered("least").config("decode").device == "cpu"
     (shm,) = [v for v in objects.pods()["decode"]["volumes"] if v["name"] == "shared-memory"]
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+
+
+def test_memory_is_locked_only_where_that_is_asked_for():
+    device = {"rdma": {"resource": "rdma/hca", "count": 2}}
+    asking = {"rdma": {"ipcLock": True}}
+    objects = render(merged(LEAST, {"prefill": device, "decode": asking}))
+    prefill, decode = objects.container("prefill"), objects.container("decode")
+    assert prefill["resources"]["limits"]["rdma/hca"] == 2
+    assert prefill["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert decode["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_what_a_gpu_pod_may_need_of_its_node():
+    needs = {
+        "podSecurityContext": {"runAsUser": 0, "runAsNonRoot": False, "supplementalGroups": [44]},
+        "securityContext": {"privileged": True, "readOnlyRootFilesystem": False},
+        "runtimeClassName": "nvidia",
+        "hostNetwork": True,
+        "hostIPC": True,
+        "initContainers": [{"name": "wait", "image": "busybox:1.37", "command": ["true"]}],
+    }
+    values = {"model": {"source": "generated"}, "decode": needs, "networkPolicy": {"enabled": False}}
+    objects = render(merged(LEAST, values))
+    pod = objects.pods()["decode"]
+    assert pod["securityContext"] == {
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "supplementalGroups": [44],
+    }
+    assert pod["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": False,
+        "privileged": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert (pod["runtimeClassName"], pod["hostNetwork"], pod["hostIPC"]) == ("nvidia", True, True)
+    assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"  # or the ranks would not find etcd
+    assert [c["name"] for c in pod["initContainers"]] == ["make-model", "wait"]
+    for key in ("runtimeClassName", "hostNetwork", "hostIPC", "dnsPolicy", "resourceClaims"):
+        assert key not in objects.pods()["prefill"], key
+
+
+def test_gpus_come_by_resource_claims_too():
+    claims = [
+        {"name": "gpus", "resourceClaimTemplateName": "one-h200"},
+        {"name": "nic", "resourceClaimName": "hca"},
+    ]
+    decode = {"gpus": 1, "gpuResource": "", "resourceClaims": claims}
+    objects = render(merged(LEAST, {"decode": decode}))
+    pod, container = objects.pods()["decode"], objects.container("decode")
+    assert pod["resourceClaims"] == claims
+    assert container["resources"]["claims"] == [{"name": "gpus"}, {"name": "nic"}]
+    assert container["resources"]["limits"] == {"memory": "8Gi"}
+    assert objects.config("decode").device == "cuda"
+    assert objects.container("decode")["image"].endswith("-cuda")
+    for item in objects.all:
+        if item["kind"] == "StatefulSet":  # 1.33 has no claims without its feature gate, but their fields
+            kubernetes_validate.validate(item, "1.37", strict=True)
+
+
+def test_images_are_taken_by_digest_where_one_is_given():
+    cuda, own = f"sha256:{'a' * 64}", f"sha256:{'b' * 64}"
+    values = {
+        "image": {"repository": "r/i", "digests": {"cuda": cuda}},
+        "prefill": {"gpus": 1},
+        "decode": {"gpus": 1, "image": {"digest": own}},
+        "etcd": {"image": {"digest": own}},
+    }
+    objects = render(merged(LEAST, values))
+    assert objects.container("prefill")["image"] == f"r/i:0.1.0-cuda@{cuda}"
+    assert objects.container("decode")["image"] == f"r/i:0.1.0-cuda@{own}"
+    assert objects.container("router")["image"] == "r/i:0.1.0-cpu"
+    assert objects.container("etcd")["image"].endswith(f":v3.6.6@{own}")
+
+
+def test_how_pods_are_replaced_is_the_user_s_to_say():
+    least = rendered("least").workloads()
+    assert least["router"]["spec"]["strategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+    }
+    assert least["decode"]["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    values = {
+        "router": {"updateStrategy": {"rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1}}},
+        "prefill": {"updateStrategy": {"type": "OnDelete"}},
+        "decode": {
+            "updateStrategy": {"rollingUpdate": {"maxUnavailable": 2, "partition": 3}},
+            "podDisruptionBudget": {"maxUnavailable": 2},
+        },
+    }
+    objects = render(merged(LEAST, values))
+    workloads = objects.workloads()
+    assert workloads["router"]["spec"]["strategy"]["rollingUpdate"] == {
+        "maxSurge": "50%",
+        "maxUnavailable": 1,
+    }
+    assert workloads["prefill"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    assert workloads["decode"]["spec"]["updateStrategy"]["rollingUpdate"] == {
+        "maxUnavailable": 2,
+        "partition": 3,
+    }
+    assert objects.of("PodDisruptionBudget")["decode"]["spec"]["maxUnavailable"] == 2
+    for item in objects.all:
+        if item["kind"] in ("StatefulSet", "Deployment"):
+            kubernetes_validate.validate(item, "1.37", strict=True)
 
 
 def test_each_pod_has_the_image_it_needs():

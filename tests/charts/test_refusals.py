@@ -93,7 +93,6 @@ BY_TEMPLATE = {
         "flags.index-block is 64, which prefill.flags.page-size 128 does not divide",
     ),
     "blocks that pages do not fill": ({"flags": {"index-block": 96}}, "page-size 64 does not divide"),
-    "no page": ({"prefill": {"flags": {"page-size": 0}}}, "prefill.flags.page-size is 0"),
     **{
         f"SGLang with {flag}": (
             {"prefill": GPU, "decode": GPU | {"flags": {flag: 0.25}}},

@@ -109,6 +109,16 @@ def test_notes_tell_how_to_send_the_first_request():
     assert "--cacert ca.crt --cert tls.crt --key tls.key" in mutual
 
 
+def test_notes_show_the_key_where_one_is_asked_for():
+    notes = render(merged(LEAST, {"router": {"apiKeysSecret": "llm-keys"}})).notes
+    secret = f"kubectl -n {NAMESPACE} get secret llm-keys -o jsonpath='{{.data.keys}}'"
+    fetch = f"KEY=$({secret} | base64 -d | head -n 1)"
+    assert notes.index(fetch) < notes.index("curl ")
+    (curl,) = [line for line in notes.splitlines() if "curl " in line]
+    assert '-H "authorization: Bearer $KEY"' in curl
+    assert "authorization" not in rendered("least").notes and "KEY=" not in rendered("least").notes
+
+
 def test_notes_tell_whom_etcd_s_certificate_names():
     """A member takes another's certificate if the caller's address belongs to one of its names: it looks up
     those without a wildcard, and the address itself."""
@@ -151,7 +161,7 @@ def test_pins_agree_with_those_of_the_services():
 @pytest.mark.parametrize("page", ["README.md", "docs/deployment.md"])
 def test_an_install_that_is_shown_starts_from_a_sample(page):
     """The defaults alone have no room for a model of any size."""
-    text = (CHART.parents[1] / page).read_text().replace("\\\n", "")
+    text = (CHART.parents[1] / page).read_text().replace("\\\n", "").replace("REGISTRY", "registry.example")
     commands = re.findall(r"^helm install .*charts/isthmus .*$", text, re.MULTILINE)
     assert commands
     for command in commands:
@@ -162,3 +172,24 @@ def test_an_install_that_is_shown_starts_from_a_sample(page):
             parent, key = name.split(".")
             values = merged(values, {parent: {key: value}})
         render(values)
+
+
+def test_blue_and_green_are_one_cluster_and_reach_each_other():
+    """What deployment.md shows, with the policies of both."""
+    page = (CHART.parents[1] / "docs" / "deployment.md").read_text()
+    shown = dict(re.findall(r"^```\n# (blue|green)\.yaml:[^\n]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    blue = render(merged(LEAST, yaml.safe_load(shown["blue"])))
+    green = render(merged(LEAST, yaml.safe_load(shown["green"])), release="isthmus-green")
+    ours, theirs = blue.config("decode"), green.config("decode")
+    assert (theirs.cluster, theirs.etcd) == (ours.cluster, ours.etcd)
+    assert theirs.worker != ours.worker
+    assert "etcd" not in green.of("StatefulSet") and not green.of("ConfigMap")
+    for this, other in ((blue, green), (green, blue)):
+        labels = other.of("StatefulSet")["decode"]["spec"]["template"]["metadata"]["labels"]
+        for component, side in (("decode", "ingress"), ("decode", "egress"), ("router", "egress")):
+            rules = this.of("NetworkPolicy")[component]["spec"][side]
+            peers = [peer for rule in rules for peer in rule.get("from", rule.get("to", []))]
+            wanted = [peer["podSelector"]["matchLabels"] for peer in peers]
+            assert any("component" not in str(w) and w.items() <= labels.items() for w in wanted), component
+    gone = render(merged(LEAST, {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}))
+    assert gone.of("StatefulSet")["decode"]["spec"]["replicas"] == 0

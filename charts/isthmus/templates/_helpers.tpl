@@ -34,7 +34,8 @@ labels:
 {{- $own := .values.image | default dict -}}
 {{- $for := ternary "sglang" (ternary "cuda" "cpu" (gt (int (.values.gpus | default 0)) 0)) (eq (.values.engine | default "") "sglang") -}}
 {{- $tag := $own.tag | default .root.Values.image.tag | default (printf "%s-%s" .root.Chart.AppVersion $for) -}}
-{{ printf "%s:%s" ($own.repository | default .root.Values.image.repository) $tag }}
+{{- $digest := $own.digest | default (index .root.Values.image.digests $for) -}}
+{{ printf "%s:%s" ($own.repository | default .root.Values.image.repository) $tag }}{{ with $digest }}@{{ . }}{{ end }}
 {{- end -}}
 
 {{/* Is something of `monitoring` on? {root, value} */}}

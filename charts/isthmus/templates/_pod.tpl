@@ -13,6 +13,20 @@ annotations:
 serviceAccountName: {{ include "isthmus.serviceAccount" .root }}
 automountServiceAccountToken: false
 {{- include "isthmus.placement" . }}
+{{- if .values.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet # else the node's resolver, which knows no Service
+{{- end }}
+{{- if .values.hostIPC }}
+hostIPC: true
+{{- end }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- with .values.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
@@ -21,12 +35,7 @@ imagePullSecrets:
 
 {{- define "isthmus.placement" }}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
+  {{- include "isthmus.podSecurity" . | nindent 2 }}
 {{- with .values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
@@ -51,14 +60,19 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* What a release says of its own counts, key by key: {values}. */}}
+{{- define "isthmus.podSecurity" -}}
+{{- $ours := dict "runAsNonRoot" true "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001 -}}
+{{- $_ := set $ours "fsGroupChangePolicy" "OnRootMismatch" -}}
+{{- $_ := set $ours "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- mergeOverwrite $ours (.values.podSecurityContext | default dict) | toYaml -}}
+{{- end -}}
+
 {{- define "isthmus.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-  {{- if (.values.rdma | default dict).resource }}
-  add: [IPC_LOCK]
-  {{- end }}
+{{- $capabilities := dict "drop" (list "ALL") -}}
+{{- if (.values.rdma | default dict).ipcLock }}{{ $_ := set $capabilities "add" (list "IPC_LOCK") }}{{ end -}}
+{{- $ours := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" $capabilities -}}
+{{- mergeOverwrite $ours (.values.securityContext | default dict) | toYaml -}}
 {{- end -}}
 
 {{/* Start-up until the model is loaded, then readiness while requests are taken, liveness while a restart is no help. */}}
@@ -154,16 +168,18 @@ livenessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* A small random model, the same in every pod: it is drawn from a fixed seed. */}}
+{{/* The model's first, where it is made here: small and random, the same in every pod, for it is drawn from a fixed seed. */}}
 {{- define "isthmus.initContainers" -}}
-{{- if eq .root.Values.model.source "generated" }}
+{{- $generated := eq .root.Values.model.source "generated" -}}
+{{- if or $generated .values.initContainers }}
 initContainers:
+{{- if $generated }}
   - name: make-model
     image: {{ include "isthmus.image" . }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
     command: [isthmus, make-model, {{ .root.Values.model.path | quote }}]
     securityContext:
-      {{- include "isthmus.containerSecurity" (dict "values" dict) | nindent 6 }}
+      {{- include "isthmus.containerSecurity" (dict "values" (pick .values "securityContext")) | nindent 6 }}
     resources:
       {{- toYaml (dict "requests" (dict "cpu" "100m" "memory" "512Mi") "limits" (dict "memory" "1Gi")) | nindent 6 }}
     env:
@@ -171,5 +187,9 @@ initContainers:
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
       - {name: model, mountPath: {{ .root.Values.model.path | quote }}}
+{{- end }}
+{{- with .values.initContainers }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 {{- end -}}

@@ -29,10 +29,20 @@
 {{- if and (eq $worker.engine "torch") (gt $gpus 0) (ne (list $gpus $dpSize | toJson) "[1,1]") -}}
 {{- fail (printf "%s: on GPUs a pod of engine torch has one rank and one GPU; set gpus and dpSize to 1 and raise replicas" $role) -}}
 {{- end -}}
+{{- if and (gt $gpus 0) (not $worker.gpuResource) (not $worker.resourceClaims) -}}
+{{- fail (printf "%s.gpus is %d, and neither gpuResource nor resourceClaims says by what they are asked for" $role $gpus) -}}
+{{- end -}}
+{{- if and $worker.hostNetwork $.Values.networkPolicy.enabled -}}
+{{- fail (printf "%s.hostNetwork and networkPolicy.enabled exclude each other: a policy does not know pods of the node's network, and would keep them from etcd and from each other" $role) -}}
+{{- end -}}
 {{- if and (eq $worker.engine "torch") (hasKey $worker.flags "engine-arg") -}}
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
 {{- end -}}
 {{- if eq $worker.engine "sglang" -}}
+{{- if has "local" (index $.Values.router.flags "plans" | default list) -}}
+{{- fail "router.flags.plans has local, and engine sglang's decode computes no prompts: [remote]" -}}
+{{- end -}}
+{{- include "isthmus.sglangRefusals" (dict "root" $ "role" $role "arguments" (index $worker.flags "engine-arg" | default list)) -}}
 {{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" -}}
 {{- if hasKey $worker.flags . -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
@@ -71,7 +81,44 @@
 {{- end -}}
 {{- $scaling := .Values.router.autoscaling -}}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
-{{- fail "router.autoscaling.minReplicas is above maxReplicas" -}}
+{{- fail (printf "router.autoscaling.minReplicas is above maxReplicas: %d and %d" (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- end -}}
+{{- if $scaling.enabled }}{{ include "isthmus.scalingRefusals" .Values.router }}{{ end -}}
+{{- end -}}
+
+{{/* What the services refuse too; the file is written from their code. {root, role, arguments} */}}
+{{- define "isthmus.sglangRefusals" -}}
+{{- $refused := .root.Files.Get "sglang-flags.json" | fromJson -}}
+{{- $role := .role -}}
+{{- range $argument := .arguments -}}
+{{- $flag := regexReplaceAll "=.*" $argument "" -}}
+{{- with index $refused.flags $flag -}}
+{{- fail (printf "%s.flags.engine-arg %s: %s" $role $argument .) -}}
+{{- end -}}
+{{- range $prefix, $reason := $refused.families -}}
+{{- if hasPrefix $prefix $flag }}{{ fail (printf "%s.flags.engine-arg %s: %s" $role $argument $reason) }}{{ end -}}
+{{- end -}}
+{{- with index $refused.onlyAtOne $flag -}}
+{{- if ne $argument (printf "%s=1" $flag) }}{{ fail (printf "%s.flags.engine-arg %s: %s" $role $argument .) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+An autoscaler adds pods once they use a tenth more than it aims at (Kubernetes' tolerance), and a router's Python runs
+on one core. {the router's values}
+*/}}
+{{- define "isthmus.scalingRefusals" -}}
+{{- $cpu := index (.resources.requests | default dict) "cpu" | default "" | toString -}}
+{{- if not $cpu -}}
+{{- fail "router.autoscaling.enabled needs router.resources.requests.cpu: what it aims at is a share of that" -}}
+{{- end -}}
+{{- $cores := trimSuffix "m" $cpu | float64 -}}
+{{- if hasSuffix "m" $cpu }}{{ $cores = divf $cores 1000 }}{{ end -}}
+{{- $target := int .autoscaling.targetCPUUtilizationPercentage -}}
+{{- $needed := divf (mulf $cores $target 1.1) 100 -}}
+{{- if ge $needed 1.0 -}}
+{{- fail (printf "router.resources.requests.cpu is %s and router.autoscaling.targetCPUUtilizationPercentage %d: each router would have to use %.2f cores before another is added, and it computes on one. Lower either" $cpu $target $needed) -}}
 {{- end -}}
 {{- end -}}
 
@@ -84,9 +131,6 @@
 {{- $flags := (index $.Values $role).flags -}}
 {{- $size := 64 -}}
 {{- if not (kindIs "invalid" (index $flags "page-size")) }}{{ $size = index $flags "page-size" | int }}{{ end -}}
-{{- if lt $size 1 -}}
-{{- fail (printf "%s.flags.page-size is %d: it must be 1 or more" $role $size) -}}
-{{- end -}}
 {{- if ne (mod $block $size) 0 -}}
 {{- fail (printf "flags.index-block is %d, which %s.flags.page-size %d does not divide" $block $role $size) -}}
 {{- end -}}

@@ -103,6 +103,11 @@ _KNOWN = (
         _DP_ATTENTION,
     ),
 )
+_SET = "the service sets it itself"
+# What a chart can refuse before there is a service: flag, or what it begins with -> why.
+REFUSED_FLAGS = {**dict.fromkeys(_OURS, _SET), **_UNSUPPORTED}
+REFUSED_FAMILIES = _UNSUPPORTED_FAMILIES
+REFUSED_SIZES = _UNSUPPORTED_SIZES  # at more than 1
 IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
 # For an abort that prefill does not acknowledge; environ.py's default is the least that is safe.
 _RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
@@ -285,11 +290,9 @@ def _check_argument(text: str) -> None:
     if not text.startswith("--"):
         raise ConfigError(f"--engine-arg must be one --flag or --flag=value of SGLang's, got {text!r}")
     flag = text.split("=", 1)[0]
-    if flag in _OURS:
-        raise ConfigError(f"--engine-arg={flag}: the service sets it itself")
-    reasons = [reason for prefix, reason in _UNSUPPORTED_FAMILIES.items() if flag.startswith(prefix)]
-    if flag in _UNSUPPORTED:
-        reasons.append(_UNSUPPORTED[flag])
+    reasons = [reason for prefix, reason in REFUSED_FAMILIES.items() if flag.startswith(prefix)]
+    if flag in REFUSED_FLAGS:
+        reasons.append(REFUSED_FLAGS[flag])
     if reasons:
         raise ConfigError(f"--engine-arg={flag}: {reasons[0]}")
     _check_whole(flag)
@@ -326,7 +329,7 @@ def _check_values(values: Mapping[str, str]) -> None:
         raise ConfigError(f"{_ALLOCATION}: SGLang's NIXL backend knows only early")
     if values.get(_RETRACTION) == "host_pool":
         raise ConfigError(f"--engine-arg={_RETRACTION}=host_pool: {_ONE_TIER}")
-    for flag, reason in _UNSUPPORTED_SIZES.items():
+    for flag, reason in REFUSED_SIZES.items():
         if values.get(flag, "1") != "1":
             raise ConfigError(f"--engine-arg={flag}={values[flag]}: {reason}")
 
