@@ -128,7 +128,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(("values", "named"), flags())
+@pytest.mark.parametrize(("values", "named"), list(flags()))
 def test_a_flag_that_no_service_takes_is_refused(values, named):
     with pytest.raises(helm_python.HelmValuesError, match=re.escape(named)):
         render(merged(LEAST, values))
