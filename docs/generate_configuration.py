@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, the flags in the chart's values.schema.json and its sglang-flags.json from the code.
+"""Write docs/configuration.md and, in the chart, the schema's flags and sglang-flags.json, from the code.
 
 `--check` writes nothing and exits with 1 when what is committed differs from what would be written.
 """
