@@ -26,7 +26,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from services.errors import ConfigError
+from services.errors import ConfigError, Unavailable
 
 T = TypeVar("T")
 
@@ -136,16 +136,18 @@ def to_flags(config: Any) -> list[str]:
 
 
 @contextmanager
-def refusing(prog: str) -> Iterator[None]:
-    """Turn ConfigError into one sentence on stderr and exit code EX_CONFIG (78).
+def refusing(prog: str, tell: Callable[[str], None] = lambda why: None) -> Iterator[None]:
+    """Turn ConfigError and Unavailable into one sentence, on stderr and to `tell`, and an exit code.
 
-    A supervisor reads that code as "starting it again will not help".
+    EX_CONFIG (78) a supervisor reads as "starting it again will not help"; EX_TEMPFAIL (75) is a failure like
+    any other: another start may do.
     """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, Unavailable) as error:
         print(f"{prog}: {error}", file=sys.stderr)
-        sys.exit(os.EX_CONFIG)
+        tell(str(error))
+        sys.exit(os.EX_CONFIG if isinstance(error, ConfigError) else os.EX_TEMPFAIL)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -61,6 +61,9 @@ class Lifecycle:
     restart_timeout_s: float = math.inf  # it may neither wait nor serve for so long once it did
     phase: Phase = Phase.STARTING
     has_started: bool = False  # in this life or in an earlier one
+    has_served: bool = False  # likewise
+    last_words: str = ""  # why this life ends, or the last one ended, in its own words
+    last_end: str = ""  # how its last life ended, until it stands again
     last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
     _stood: float = 0.0  # if it has started and does not stand: when it last did, in whatever life
 
@@ -69,6 +72,9 @@ class Lifecycle:
             self._stood = self.clock()
         self.phase = phase
         self.has_started = self.has_started or self.beats
+        self.has_served = self.has_served or phase is Phase.SERVING
+        if self.beats:
+            self.last_end = ""
 
     def begin(self) -> None:
         """Another life."""
@@ -81,9 +87,12 @@ class Lifecycle:
         return self.phase in (Phase.WAITING, Phase.SERVING)
 
     def health(self) -> Health:
+        state = f"{self.name} is {self.phase.value}"
+        if self.last_end:
+            state += f"; its last life ended with {self.last_end}"
         return Health(
-            startup="" if self.has_started else f"{self.name} is {self.phase.value}",
-            ready="" if self.phase is Phase.SERVING else f"{self.name} is {self.phase.value}",
+            startup="" if self.has_started else state,
+            ready="" if self.phase is Phase.SERVING else state,
             live=self._beyond_help(),
         )
 
@@ -92,7 +101,10 @@ class Lifecycle:
             silent_s = 0.0 if self.last_beat is None else self.clock() - self.last_beat
             return "" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s"
         away_s = self.clock() - self._stood if self.has_started else 0.0
-        return "" if away_s < self.restart_timeout_s else f"{self.name} has been away for {away_s:.0f} s"
+        if away_s < self.restart_timeout_s:
+            return ""
+        why = f": its last life ended with {self.last_end}" if self.last_end else ""
+        return f"{self.name} has been away for {away_s:.0f} s{why}"
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """A child process tells its parent how it is: sd_notify(3), which systemd understands too.
 
     X_WAITING=1 --> READY=1 --> STOPPING=1        and WATCHDOG=1 every few seconds
+    STATUS=why it cannot start
 
 X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it.
 Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread, which a parent that forks must not
@@ -23,6 +24,8 @@ NOTIFY_SOCKET = "NOTIFY_SOCKET"
 _BEAT_S = 5.0
 _MAX_MESSAGE_BYTES = 4096
 _WAITING, _READY, _STOPPING = "X_WAITING=1", "READY=1", "STOPPING=1"
+_STATUS = "STATUS="
+_MAX_STATUS_CHARS = 1000
 _PHASES = {_WAITING: Phase.WAITING, _READY: Phase.SERVING, _STOPPING: Phase.STOPPING}
 
 
@@ -34,6 +37,7 @@ def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
     """
     loop = asyncio.get_running_loop()
     child.begin()
+    child.last_words = ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as receiver:
         receiver.bind("")  # the kernel chooses an abstract name: unix(7), autobind
         loop.add_reader(receiver, _hear, receiver, child)
@@ -41,15 +45,24 @@ def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
             yield {NOTIFY_SOCKET: "@" + receiver.getsockname()[1:].decode()}
         finally:
             loop.remove_reader(receiver)
+            while _hear(receiver, child):  # what it said last, before its end was seen
+                pass
             child.begin()
 
 
-def _hear(receiver: socket.socket, child: Lifecycle) -> None:
-    with contextlib.suppress(BlockingIOError):
-        for line in receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace").splitlines():
-            if (phase := _PHASES.get(line)) is not None:
-                child.enter(phase)
-            child.last_beat = child.clock()
+def _hear(receiver: socket.socket, child: Lifecycle) -> bool:
+    """False: it has said nothing more."""
+    try:
+        message = receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace")
+    except BlockingIOError:
+        return False
+    for line in message.splitlines():
+        if (phase := _PHASES.get(line)) is not None:
+            child.enter(phase)
+        if line.startswith(_STATUS):
+            child.last_words = line.removeprefix(_STATUS)
+        child.last_beat = child.clock()
+    return True
 
 
 @dataclass(slots=True)
@@ -73,6 +86,10 @@ class Notifier:
 
     def serves(self) -> None:
         self.send(_READY)
+
+    def cannot_start(self, why: str) -> None:
+        """Whoever probes our parent is told."""
+        self.send(_STATUS + " ".join(why.split())[:_MAX_STATUS_CHARS])
 
     async def beat_until(self, stopping: asyncio.Event) -> None:
         """WATCHDOG=1 as long as this loop runs, STOPPING=1 once `stopping` is set."""

@@ -99,13 +99,14 @@ def main(module: str, make_roles: MakeRoles) -> None:
     """The command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
-    with refusing(prog):
+    notifier = Notifier()
+    with refusing(prog, notifier.cannot_start):
         if config.rank_index is None:
             sys.exit(supervise(config, module))
         telemetry.setup_logging(f"{config.worker}/{config.rank_index}", config.log_level)
         configs = rank_configs(config)
         own_ids = [own_rank_id(rank) for rank in configs]
-        asyncio.run(run_ranks(configs, own_ids, make_roles(config, own_ids)))
+        asyncio.run(run_ranks(configs, own_ids, make_roles(config, own_ids), notifier))
 
 
 def supervise(config: RankConfig, module: str) -> int:
@@ -144,10 +145,13 @@ def rank_configs(config: RankConfig) -> list[RankConfig]:
 
 
 async def run_ranks(
-    configs: Sequence[RankConfig], own_ids: Sequence[RankId], roles: Sequence[RankRole]
+    configs: Sequence[RankConfig],
+    own_ids: Sequence[RankId],
+    roles: Sequence[RankRole],
+    notifier: Notifier | None = None,
 ) -> None:
-    """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError as open_rank."""
-    notifier, stopping = Notifier(), rpc.stop_on_signals()
+    """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError, Unavailable as open_rank."""
+    notifier, stopping = notifier or Notifier(), rpc.stop_on_signals()
     async with AsyncExitStack() as stack:
         beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
         stack.callback(beating.cancel)
@@ -227,7 +231,9 @@ async def open_rank(
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
-    """A rank from its engine's start to its engine's stop. Raises ConfigError, StoppedEarly.
+    """A rank from its engine's start to its engine's stop.
+
+    Raises ConfigError, Unavailable where another start may do, and StoppedEarly.
 
     It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd
     is missing.

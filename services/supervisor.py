@@ -2,10 +2,14 @@
 
     start --> running --exits--> reaped --after a delay--> start        (same flags, same ports)
                  |                 |
-                 |                 +--exit code says ConfigError--> stop all ranks, exit 78
+                 |                 +--refuses to start and has never served--> stop all ranks, exit 78
                  +--not heard of for a minute, or it stops
                  |  and does not end: it hangs--> SIGKILL, reaped
                  +--SIGTERM or SIGINT to us--> SIGTERM to all, grace, SIGKILL, reaped --> exit 0
+
+A rank that refuses its settings (ConfigError) and has never served would refuse them again. Once it has
+served, a refusal is a fault like any other, of which its siblings hear nothing: somebody else had its port
+for a moment, or a file was being replaced.
 
 A rank is a process group of its own: engines start processes too. A rank counts as gone only when
 every process of its group has been killed and reaped, so a restart is proof that nothing of the old
@@ -24,6 +28,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from services.health import SILENT_S, Health, Lifecycle, Phase, Silence, answering, joint_health
 from services.notify import listening
@@ -68,9 +73,14 @@ class Backoff:
     healthy_s: float = 60.0  # a rank that lived this long starts counting its failures anew
 
 
-def on_exit(exit_code: int, lived_s: float, failures: int, backoff: Backoff = Backoff()) -> Restart | StopAll:
-    """What follows when a rank ends unasked; `failures` exits in a row came before this one."""
-    if exit_code in _REFUSALS:
+def on_exit(
+    exit_code: int, lived_s: float, failures: int, has_served: bool, backoff: Backoff = Backoff()
+) -> Restart | StopAll:
+    """What follows when a rank ends unasked.
+
+    `failures` exits in a row came before this one; `has_served` in any of its lives.
+    """
+    if exit_code in _REFUSALS and not has_served:
         return StopAll(os.EX_CONFIG)
     failures = 1 if lived_s >= backoff.healthy_s else failures + 1
     # The exponent is bounded: after a day of failures the power would overflow.
@@ -146,8 +156,8 @@ async def supervise(
 ) -> int:
     """Keep one process per command running until `stopping` is set; returns the exit code.
 
-    `ranks` are kept up to date, one for each command. A rank that refuses its settings sets `stopping`
-    itself. When this returns, every process that it started has been reaped.
+    `ranks` are kept up to date, one for each command. A rank that refuses its settings and has never served
+    sets `stopping` itself. When this returns, every process that it started has been reaped.
     """
     _become_subreaper()
     async with asyncio.TaskGroup() as group:
@@ -176,10 +186,13 @@ class _Rank:
             with listening(self.lifecycle) as environment:
                 exit_code = await self._live_once(environment)
             lived_s = loop.time() - started
-            event(logger, "rank_exited", rank=self.index, code=exit_code, lived_s=lived_s)
+            why = self.lifecycle.last_words
+            told: dict[str, Any] = {"why": why} if why else {}
+            event(logger, "rank_exited", rank=self.index, code=exit_code, lived_s=lived_s, **told)
             if self.stopping.is_set():
                 break
-            match on_exit(exit_code, lived_s, failures, self.backoff):
+            self.lifecycle.last_end = f"exit code {exit_code}" + (f", {why}" if why else "")
+            match on_exit(exit_code, lived_s, failures, self.lifecycle.has_served, self.backoff):
                 case StopAll(supervisor_code):
                     self.stopping.set()
                     return supervisor_code

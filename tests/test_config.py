@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config import describe, load, refusing, setting, to_flags
-from services.errors import ConfigError
+from services.errors import ConfigError, Unavailable
 
 
 class Mood(Enum):
@@ -195,8 +195,11 @@ def test_what_flags_cannot_say_is_refused(peers):
         to_flags(Settings(model=Path("m"), peers=peers))
 
 
-def test_refusing_says_why_and_exits_with_ex_config(capsys):
-    with pytest.raises(SystemExit) as stop, refusing("isthmus-decode"):
-        raise ConfigError("the checkpoint has no config.json")
-    assert stop.value.code == 78
+@pytest.mark.parametrize(("error", "code"), [(ConfigError, 78), (Unavailable, 75)])
+def test_refusing_says_why_and_whether_another_start_may_do(error, code, capsys):
+    told = []
+    with pytest.raises(SystemExit) as stop, refusing("isthmus-decode", told.append):
+        raise error("the checkpoint has no config.json")
+    assert stop.value.code == code
     assert capsys.readouterr().err == "isthmus-decode: the checkpoint has no config.json\n"
+    assert told == ["the checkpoint has no config.json"]

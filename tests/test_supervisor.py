@@ -19,12 +19,10 @@ from services.supervisor import Backoff, Restart, StopAll, on_exit
 LONG_S = 20.0  # a deadline for conditions, never waited out
 
 
-@given(
-    st.integers(-64, 255).filter(lambda code: code not in (2, 78)), st.floats(0, 59), st.integers(0, 10**6)
-)
+@given(st.integers(-64, 255), st.floats(0, 59), st.integers(0, 10**6))
 def test_delays_grow_and_are_bounded(code, lived_s, failures):
-    decision = on_exit(code, lived_s, failures)
-    later = on_exit(code, lived_s, decision.failures)
+    decision = on_exit(code, lived_s, failures, has_served=True)
+    later = on_exit(code, lived_s, decision.failures, has_served=True)
     assert 0.5 <= decision.delay_s <= later.delay_s <= 10
     assert decision.failures == failures + 1
 
@@ -32,19 +30,26 @@ def test_delays_grow_and_are_bounded(code, lived_s, failures):
 def test_the_first_delays():
     delays, failures = [], 0
     for _ in range(7):
-        decision = on_exit(1, 0.1, failures)
+        decision = on_exit(1, 0.1, failures, has_served=False)
         failures = decision.failures
         delays.append(decision.delay_s)
     assert delays == [0.5, 1, 2, 4, 8, 10, 10]
 
 
 def test_a_healthy_life_forgives():
-    assert on_exit(-9, 60.0, 5) == Restart(0.5, 1)
+    assert on_exit(-9, 60.0, 5, has_served=True) == Restart(0.5, 1)
 
 
 @pytest.mark.parametrize("code", [78, 2])
-def test_a_refusal_to_start_stops_all(code):
-    assert on_exit(code, 100.0, 0) == StopAll(78)
+def test_a_refusal_stops_all_unless_the_rank_has_served(code):
+    assert on_exit(code, 1.0, 0, has_served=False) == StopAll(78)
+    assert on_exit(code, 1.0, 0, has_served=True) == Restart(0.5, 1)
+
+
+@given(st.integers(-64, 255).filter(lambda code: code not in (2, 78)))
+def test_any_other_failure_stops_nobody_else(code):
+    """Of a first start too: 75 says that another one may do."""
+    assert on_exit(code, 1.0, 0, has_served=False) == Restart(0.5, 1)
 
 
 def test_ports_count_up_from_the_base():
@@ -128,6 +133,57 @@ async def test_a_rank_that_refuses_its_settings_stops_all(tmp_path):
     assert not alive(int(lines(marks)[0].split()[1]))
 
 
+@pytest.mark.parametrize("what", ["serves", "waits"])
+async def test_a_rank_that_refuses_once_it_has_served_stops_nobody_else(what, tmp_path, caplog):
+    """Its first life serves, or only waits for etcd and is then refused; its next ones refuse to start."""
+    caplog.set_level("INFO")
+    marks, gate = tmp_path / "marks", tmp_path / "gate"
+    living = f"echo living $$ >>{marks}; exec sleep 1000"
+    async with supervising([refusing_after(marks, gate, what), shell(living)]) as task:
+        rank = task.ranks[0]
+        if what == "waits":
+            assert await asyncio.wait_for(task, LONG_S) == 78
+            return
+        await until(lambda: sum("a life" in line for line in lines(marks)) >= 4)
+        assert not task.done()
+        await until(lambda: rank.health().ready.endswith("exit code 78, the port is taken by somebody"))
+        gate.touch()  # what stood in its way has passed
+        await until(lambda: rank.health() == Health())
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert sum("living" in line for line in lines(marks)) == 1
+    assert (
+        "rank_exited rank=0 code=78" in caplog.text and 'why="the port is taken by somebody"' in caplog.text
+    )
+
+
+def refusing_after(marks: Path, gate: Path, what: str) -> list[str]:
+    """A rank that refuses to start until there is a gate; in its first life it says first that it `what`."""
+    code = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from services import rpc\n"
+        "from services.config import refusing\n"
+        "from services.errors import ConfigError\n"
+        "from services.notify import Notifier\n"
+        "notifier, (marks, gate) = Notifier(), map(Path, sys.argv[1:3])\n"
+        "async def serve():\n"
+        "    stopping = rpc.stop_on_signals()\n"
+        "    notifier.serves()\n"
+        "    await notifier.beat_until(stopping)\n"
+        "first = not marks.exists() or 'a life' not in marks.read_text()\n"
+        "print('a life', file=marks.open('a'))\n"
+        "if gate.exists():\n"
+        "    asyncio.run(serve())\n"
+        "    sys.exit()\n"
+        "if first:\n"
+        "    getattr(notifier, sys.argv[3])()\n"
+        "with refusing('rank', notifier.cannot_start):\n"
+        "    raise ConfigError('the port is taken by somebody')\n"
+    )
+    return [sys.executable, "-c", code, str(marks), str(gate), what]
+
+
 async def test_stopping_asks_first(tmp_path):
     marks = tmp_path / "marks"
     polite = f"trap 'echo asked >>{marks}; exit 0' TERM; echo up >>{marks}; while :; do sleep 0.01; done"
@@ -202,7 +258,8 @@ async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
         gate.unlink()
         await asyncio.to_thread(kill_rank, gate)
         await until(lambda: len(lines(marks)) == 2)
-        assert rank.health() == Health(ready="rank 0 is starting")
+        why = "rank 0 is starting; its last life ended with exit code -9"
+        assert rank.health() == Health(ready=why)
         rank.restart_timeout_s = 0.01  # its second start hangs
         await until(lambda: rank.health().live.startswith("rank 0 has been away for"))
         gate.touch()
