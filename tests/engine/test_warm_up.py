@@ -10,7 +10,7 @@ from services.engine.choose import decode_engine
 from services.engine.fake import FakeRunner
 from services.engine.paged.warm_up import warm_up
 from services.engine.torch.runner import TorchRunner
-from services.errors import ConfigError
+from services.errors import ConfigError, Unavailable
 from services.kv.prefix_cache import PrefixCache
 from services.kv.types import CacheEvents, PageBooks, RankId
 
@@ -85,7 +85,7 @@ def test_on_a_gpu_the_last_chunk_of_the_longest_prompt_is_tried_too(num_pages, c
     assert cache.take_events() == CacheEvents()
 
 
-def test_a_context_that_does_not_fit_beside_the_pool_is_refused_with_advice():
+def test_a_context_that_does_not_fit_beside_the_pool_fails_the_start_with_advice():
     runner, _ = on_a_gpu(64, 4)
     run = runner.run
 
@@ -96,16 +96,25 @@ def test_a_context_that_does_not_fit_beside_the_pool_is_refused_with_advice():
 
     runner.run = out_of_memory
     cache = PrefixCache(64, 4, 4, "m")
-    with pytest.raises(ConfigError, match=r"8 tokens after 247 others .* out of memory .* --kv-pages"):
+    with pytest.raises(Unavailable, match=r"8 tokens after 247 others .* out of memory .* --kv-pages"):
         warm_up(runner, cache, chunk_size=8)
     assert cache.check().free == 64
 
 
-async def test_what_cannot_compute_does_not_start(monkeypatch):
-    def out_of_memory(self, chunks):
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", Unavailable),
+        ("CUDA error: uncorrectable ECC error encountered", Unavailable),
+        ("CUDA error: no kernel image is available for execution on the device", ConfigError),
+        ("mat1 and mat2 shapes cannot be multiplied", ConfigError),
+    ],
+)
+async def test_what_cannot_compute_does_not_start(reason, error, monkeypatch):
+    def fail(self, chunks):
+        raise RuntimeError(reason)
 
-    monkeypatch.setattr(FakeRunner, "run", out_of_memory)
+    monkeypatch.setattr(FakeRunner, "run", fail)
     engine = decode_engine(replace(FAKE, num_pages=4), RankId("d", 0, 1))
-    with pytest.raises(ConfigError, match="cannot compute 8 tokens in a step: out of memory"):
+    with pytest.raises(error, match=f"cannot compute 8 tokens in a step: {reason}"):
         await engine.start()

@@ -13,7 +13,7 @@ are lent like any others and given back; nothing is published.
 """
 
 from services.engine.paged.runner import Chunk, ModelRunner
-from services.errors import ConfigError
+from services.engine.start_fault import start_fault
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.request import SamplingParams
 
@@ -25,6 +25,7 @@ def warm_up(runner: ModelRunner, cache: PrefixCache, chunk_size: int) -> None:
 
     Raises:
         ConfigError: the runner cannot.
+        Unavailable: it cannot now: memory is short, or the device is lost.
     """
     longest = min(runner.max_context_tokens, cache.num_pages * runner.layout.page_size) - 1
     chunk_len = min(chunk_size, longest)
@@ -51,7 +52,8 @@ def _compute(runner: ModelRunner, cache: PrefixCache, borrowed: SequencePages, s
         runner.run([chunk])
     except RuntimeError as error:
         after = f" after {start} others" if start else ""
-        raise ConfigError(
+        raise start_fault(
             f"the engine cannot compute {end - start} tokens{after} in a step: {error} "
-            "(where memory is short: a smaller --chunk-size, fewer --kv-pages)"
+            "(where memory is short: a smaller --chunk-size, fewer --kv-pages)",
+            error,
         ) from error

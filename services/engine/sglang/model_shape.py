@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.architectures import disagreement
+from services.engine.start_fault import start_fault
 from services.errors import ConfigError
 from services.kv.context_length import context_tokens
 
@@ -55,7 +56,7 @@ class ModelShape:
     @classmethod
     def read(cls, model_path: str) -> "ModelShape":
         """Raises ConfigError when config.json is missing, says too little, or tells of layers that keep
-        something else than the KV of every token."""
+        something else than the KV of every token; Unavailable when it cannot be read now."""
         try:
             whole = json.loads((Path(model_path) / "config.json").read_text())
             contradiction, config = disagreement(whole), whole.get("text_config", whole)
@@ -67,7 +68,7 @@ class ModelShape:
             shape = cls(int(kv_heads), int(head_dim), context, int(vocab_size), int(stated))
             reasons = list(not_full_attention(config))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"config.json of {model_path} cannot be used: {error!r}") from error
+            raise start_fault(f"config.json of {model_path} cannot be used: {error!r}", error) from error
         if contradiction:
             raise ConfigError(f"{model_path}/config.json contradicts itself: {contradiction}")
         if reasons:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk
+from services.engine.start_fault import start_fault
 from services.engine.torch.attention import paged_attention
 from services.engine.torch.parts import OnDevice
 from services.engine.torch.step_view import view_step
@@ -62,12 +63,13 @@ def require_causal(kv: Tensor, num_heads: int) -> None:
 
     Raises:
         ConfigError: it differs, or cannot compute.
+        Unavailable: it cannot now: memory is short, or the device is lost.
     """
     try:
         example = _example(kv, num_heads, _prompts(kv.shape[4]))
         got = _attend(example, None).cpu()
     except RuntimeError as error:
-        raise ConfigError(f"this torch cannot attend on {kv.device}: {error}") from error
+        raise start_fault(f"this torch cannot attend on {kv.device}: {error}", error) from error
     excess = _excess(got, _attend_plainly(example))
     if not excess <= _CAUSAL_TOLERANCE:  # nor for NaN
         raise ConfigError(

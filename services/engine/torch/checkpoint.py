@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from services.engine.architectures import MODEL_TYPES, disagreement
+from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention import IMPLEMENTATION
 from services.errors import ConfigError
 from services.kv.context_length import context_tokens
@@ -53,13 +54,19 @@ def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
 
     Raises:
         ConfigError: something is missing, damaged, or not supported; the message says what.
+        Unavailable: it cannot be read now.
     """
+    with reading(f"the checkpoint {directory}"):
+        return _open(directory, dtype)
+
+
+def _open(directory: Path, dtype: str | None) -> Checkpoint:
     raw = _read_config(directory)
     _require_supported(directory, raw)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers' checks of a config share no class but this
-        raise ConfigError(f"{directory}/config.json cannot be read as a model: {error}") from error
+        raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
     _require_full_attention(directory, config)
     name = dtype or _own_dtype(directory, raw)
     if name not in DTYPES:
@@ -71,7 +78,8 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     """The model with our attention, in evaluation mode on `device`.
 
     Raises:
-        ConfigError: a weight is missing, has the wrong shape, or does not fit in memory.
+        ConfigError: a weight is missing or has the wrong shape.
+        Unavailable: memory is short, the device is lost, or a file cannot be read now.
     """
     disable_progress_bar()  # a rank's standard error is a log
     try:
@@ -92,7 +100,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     except ConfigError:
         raise
     except Exception as error:  # of files, safetensors and memory: as above
-        raise ConfigError(f"weights of {checkpoint.directory} cannot be loaded: {error}") from error
+        raise start_fault(f"weights of {checkpoint.directory} cannot be loaded: {error}", error) from error
     return loaded
 
 
@@ -105,7 +113,13 @@ def model_fingerprint(directory: Path) -> int:
 
     Raises:
         ConfigError: a file is missing or damaged.
+        Unavailable: one cannot be read now.
     """
+    with reading(f"the checkpoint {directory}"):
+        return _fingerprint(directory)
+
+
+def _fingerprint(directory: Path) -> int:
     config = {key: value for key, value in _read_config(directory).items() if key not in _IRRELEVANT_KEYS}
     digest = xxhash.xxh3_64(json.dumps(config, sort_keys=True).encode())
     for path in _weight_files(directory):
@@ -125,7 +139,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"the checkpoint lacks a readable {path}: {error}") from error
+        raise start_fault(f"the checkpoint lacks a readable {path}: {error}", error) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

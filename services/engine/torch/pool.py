@@ -1,9 +1,11 @@
 """The KV pool: one allocation, page-major, so that a page is one run of bytes over all layers."""
 
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from services.engine.start_fault import start_fault
 from services.engine.torch.page_reader import page_reader
 from services.errors import ConfigError, ProtocolError
 from services.kv.page_digest import ReadPages
@@ -17,7 +19,12 @@ class KvPool:
     def __init__(
         self, group: KvGroup, *, num_pages: int, page_size: int, model_fingerprint: int, device: torch.device
     ) -> None:
-        """Allocate and zero the pool. Raises ConfigError when it is empty or does not fit in memory."""
+        """Allocate and zero the pool.
+
+        Raises:
+            ConfigError: it is empty, or larger than all the memory that the device has.
+            Unavailable: there is not so much memory now.
+        """
         if num_pages < 1 or page_size < 1:
             raise ConfigError(f"a KV pool needs pages: num_pages={num_pages}, page_size={page_size}")
         page_shape = (len(group.layer_ids), 2, group.num_kv_heads, page_size, group.head_dim)
@@ -56,4 +63,14 @@ def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
             return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8).zero_()
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        raise ConfigError(f"a KV pool of {size_bytes} bytes does not fit on {device}: {error}") from error
+        message = f"a KV pool of {size_bytes} bytes does not fit on {device}: {error}"
+        if size_bytes > _total_bytes(device):
+            raise ConfigError(message) from error
+        raise start_fault(message, error) from error
+
+
+def _total_bytes(device: torch.device) -> int:
+    """Whoever holds them."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)

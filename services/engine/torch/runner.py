@@ -42,6 +42,7 @@ class TorchRunner:
 
         Raises:
             ConfigError: the device, the checkpoint or the pool cannot work; the message says why.
+            Unavailable: memory, the device or a file is not to be had now; another start may do.
         """
         self._device = open_device(device)
         if num_threads is not None:

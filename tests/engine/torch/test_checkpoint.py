@@ -1,13 +1,17 @@
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from checkpoints import tiny_checkpoint
 from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
-from services.errors import ConfigError
+from services.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 
@@ -200,3 +204,35 @@ def test_one_tensor_among_many_changes_the_fingerprint(checkpoint):
     before = model_fingerprint(checkpoint)
     edit_weights(checkpoint, lambda w: w["model.layers.1.self_attn.k_proj.weight"].add_(1e-3))
     assert model_fingerprint(checkpoint) != before
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), Unavailable),
+        (OSError(errno.EIO, "Input/output error"), Unavailable),
+        (OSError(errno.EACCES, "Permission denied"), ConfigError),
+        (ValueError("no such rope"), ConfigError),
+    ],
+)
+def test_weights_that_do_not_load_now_may_load_another_time(checkpoint, error, raised, monkeypatch):
+    opened = open_checkpoint(checkpoint)
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(raised, match="cannot be loaded"):
+        load_model(opened, CPU)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.ESTALE, Unavailable), (errno.EACCES, ConfigError)])
+@pytest.mark.parametrize("read", [open_checkpoint, model_fingerprint])
+def test_files_that_cannot_be_read_now_may_be_another_time(checkpoint, read, number, raised, monkeypatch):
+    def fail(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    for verb in ("open", "read_text", "stat"):
+        with monkeypatch.context() as patch, pytest.raises(raised):
+            patch.setattr(Path, verb, fail)
+            read(checkpoint)

@@ -1,10 +1,12 @@
 import ctypes
+import errno
 
 import pytest
 import torch
 
+from services.engine.torch import pool as pool_module
 from services.engine.torch.pool import KvPool, full_attention_group
-from services.errors import ConfigError, ProtocolError
+from services.errors import ConfigError, ProtocolError, Unavailable
 
 
 def make_pool(num_pages=5, page_size=8, dtype=torch.bfloat16):
@@ -61,3 +63,15 @@ def test_a_closed_pool_holds_no_memory_and_is_not_read():
 def test_an_impossible_pool_is_refused(num_pages, page_size):
     with pytest.raises(ConfigError, match="KV pool"):
         make_pool(num_pages, page_size)
+
+
+@pytest.mark.parametrize(("num_pages", "error"), [(5, Unavailable), (2**40, ConfigError)])
+def test_memory_that_others_hold_may_be_free_another_time(num_pages, error, monkeypatch):
+    """More than there is in all never will be."""
+
+    def fail(size_bytes):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(pool_module, "map_memory", fail)
+    with pytest.raises(error, match=r"does not fit on cpu: .*Cannot allocate memory"):
+        make_pool(num_pages)
