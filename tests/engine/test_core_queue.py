@@ -1,11 +1,13 @@
 """Who comes in when, and what a target for the time between tokens lets in."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.core_rank import CountingRunner, Prefill, Rank
 from services.engine.fake import continuation
 from services.engine.paged.admission import Patience
-from services.engine.paged.runner import Sampled
+from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 
 
@@ -221,3 +223,95 @@ def test_who_waits_for_pages_is_matched_again_only_when_there_are_more(monkeypat
     assert len(looks) == 1
     rank.run([running, waiting])
     assert rank.tokens[waiting] == continuation(range(100, 134), 2)
+
+
+def land(rank, seq):
+    """As a prefill rank and its transfer do."""
+    reserved = rank.reserved[seq]
+    first = Prefill(rank.runner).run(seq.ids, reserved.delta_pages, reserved.prefix_len)
+    rank.core.landed(seq, Sampled(first))
+    rank.take()
+
+
+def test_who_receives_takes_nobodys_place_and_waits_for_one_when_it_has_landed():
+    rank = Rank(num_pages=64, max_running=2)
+    receiving = [rank.submit([i, 1, 2], 3, receives=True) for i in range(2)]
+    rank.step()
+    local = [rank.submit([10 + i, 1, 2], 6) for i in range(4)]
+    rank.step()
+    assert [seq.phase for seq in local] == [Phase.DECODING] * 2 + [Phase.WAITING] * 2
+    for seq in receiving:
+        land(rank, seq)
+    assert [seq.phase for seq in receiving] == [Phase.LANDED] * 2 and not rank.tokens.get(receiving[0])
+    for seq in local[:2]:
+        rank.core.cancel(seq)
+    rank.step()
+    # Before those that are new; what they say is what they would have said at once.
+    assert [seq.phase for seq in receiving] == [Phase.DECODING] * 2
+    assert [seq.phase for seq in local[2:]] == [Phase.WAITING] * 2
+    rank.run([*receiving, *local[2:]])
+    for seq in receiving:
+        assert rank.tokens[seq] == continuation(seq.request.prompt_ids, 3)
+    assert rank.core.check().free + rank.core.check().cached == 64
+
+
+def test_no_more_come_in_to_receive_than_could_run_unless_they_are_overdue():
+    rank = Rank(num_pages=64, max_running=2, patience=Patience(overtakes=3, wait_s=10.0))
+    first = [rank.submit([i, 1, 2], 3, receives=True) for i in range(4)]
+    rank.step()
+    assert [seq.phase for seq in first] == [Phase.RECEIVING] * 2 + [Phase.WAITING] * 2
+    local = [rank.submit([10 + i, 1, 2], 2) for i in range(6)]
+    for _ in range(10):
+        rank.step()
+    # Those that wait to receive were overtaken so often, and then by nobody any more ...
+    assert sum(seq in rank.finished for seq in local) == 3
+    rank.now += 10.0
+    rank.submit([50], 1)  # something happens there
+    rank.step()
+    # ... until those that received before them were given up hope of.
+    assert [seq.phase for seq in first] == [Phase.RECEIVING] * 4
+    rank.run(local)
+
+
+def test_one_that_has_landed_gives_its_pages_to_who_runs_and_still_says_all():
+    """It came last; the one place is taken, and whoever has it needs its pages."""
+    rank = Rank(num_pages=7, page_size=4, max_running=1, expected_output=0.0)
+    running, late = rank.submit(range(7), 16), rank.submit(range(100, 111), 6, receives=True)
+    rank.core._limits = replace(rank.core._limits, max_running_requests=2)
+    rank.step()
+    rank.core._limits = replace(rank.core._limits, max_running_requests=1)
+    land(rank, late)
+    assert late.phase is Phase.LANDED
+    rank.run([running, late])
+    assert late.retractions == 1
+    assert rank.tokens[running] == continuation(range(7), 16)
+    assert rank.tokens[late] == continuation(range(100, 111), 6)
+
+
+def test_one_that_has_landed_with_its_only_token_ends_where_its_pages_are_needed():
+    rank = Rank(num_pages=7, page_size=4, max_running=1, expected_output=0.0)
+    running, late = rank.submit(range(7), 16), rank.submit(range(100, 111), 1, receives=True)
+    rank.core._limits = replace(rank.core._limits, max_running_requests=2)
+    rank.step()
+    rank.core._limits = replace(rank.core._limits, max_running_requests=1)
+    land(rank, late)
+    rank.run([late])
+    assert running not in rank.finished and late.retractions == 0
+    assert rank.tokens[late] == continuation(range(100, 111), 1)
+    rank.run([running])
+
+
+def test_a_failed_step_takes_nothing_from_one_that_has_landed():
+    rank = Rank(num_pages=64, max_running=1)
+    receiving = rank.submit([1, 2, 3], 3, receives=True)
+    rank.step()
+    local = rank.submit([4, 5, 6], 5)
+    rank.step()
+    land(rank, receiving)
+    rank.runner_fails = True
+    with pytest.raises(RunnerFailed):
+        rank.step()
+    rank.runner_fails = False
+    assert rank.core.fail_active() == [local]
+    rank.run([receiving])
+    assert rank.tokens[receiving] == continuation([1, 2, 3], 3)

@@ -48,7 +48,7 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def start(self, page_size, pool_tokens, overtakes, wait_s, window, **settings):
         self.page_size = page_size
-        self.overtakes, self.wait_s = overtakes, wait_s
+        self.overtakes, self.wait_s, self.max_running = overtakes, wait_s, settings["max_running"]
         self.rank = Rank(
             num_pages=pool_tokens // page_size,
             page_size=page_size,
@@ -184,6 +184,12 @@ class CoreMachine(RuleBasedStateMachine):
         for seq in getattr(self, "sent", ()):
             assert seq.overtaken <= self.overtakes
             assert seq.room is None or seq.retractions == 0
+
+    @invariant()
+    def no_more_run_than_may(self):
+        if hasattr(self, "core"):
+            running = [s for s in self.core._active if s.phase in (Phase.COMPUTING, Phase.DECODING)]
+            assert len(running) <= self.max_running
 
     @invariant()
     def what_was_said_is_right(self):

@@ -1,10 +1,11 @@
 """Who comes in next. Pure: values in, a decision out.
 
 Those that wait stand in the queue's order (priority, then arrival). Normally the first that fits comes in;
-two things may put another one before it, both within bounds:
+three things may put another one before it, all within bounds:
 
     it does not fit now and a smaller one behind it does    so that pages do not lie idle
     another one's prefix is held by those that run          so that the batch shares what it reads
+    it is to receive, and those that do will fill the batch so that the batch is not left empty for them
 
 Rule: who has been overtaken `overtakes` times, or first was `wait_s` ago, is overtaken by nobody any more. It
 comes in as soon as enough of those that run have ended, so nobody starves.

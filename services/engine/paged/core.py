@@ -38,6 +38,8 @@ class Limits:
     step_limit_s: float = 120.0  # a step that takes longer counts as hung; 0: none does
 
 
+_RUNNING = (Phase.COMPUTING, Phase.DECODING)  # in the batch
+
 Clock = Callable[[], float]
 
 
@@ -50,7 +52,7 @@ class EngineCore:
         self._limits = limits
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
-        self._active: list[Sequence] = []  # RECEIVING, COMPUTING, DECODING, in order of admission
+        self._active: list[Sequence] = []  # RECEIVING, LANDED, COMPUTING, DECODING, in order of admission
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
         self._quarantined: set[Sequence] = set()
         self._events: list[tuple[Sequence, Event]] = []
@@ -95,7 +97,8 @@ class EngineCore:
             return  # cancelled meanwhile
         seq.computed = len(seq.ids)
         self._publish(seq)
-        self._append(seq, first_token)
+        seq.phase, seq.first_token = Phase.LANDED, first_token
+        self._let_in_landed()
 
     def renegotiate(self, seq: Sequence, start: int) -> None:
         """Nobody writes a RECEIVING sequence's pages; its delta is to start at `start`, earlier than now.
@@ -147,7 +150,7 @@ class EngineCore:
             RunnerFailed: the batch was not computed; `fail_active` is due.
         """
         retractions = self.retractions
-        admitted = self._admit()
+        admitted = self._let_in_landed() | self._admit()
         batch = list(self._decode_chunks())
         num_decoding = len(batch)
         batch += self._prompt_chunks(num_decoding)
@@ -172,7 +175,7 @@ class EngineCore:
 
     def fail_active(self) -> list[Sequence]:
         """End every computing sequence: the runner failed and their KV cannot be trusted."""
-        failed = [s for s in self._active if s.phase is not Phase.RECEIVING]
+        failed = [s for s in self._active if s.phase in _RUNNING]
         for seq in failed:
             self.cancel(seq)
         return failed
@@ -185,7 +188,7 @@ class EngineCore:
         pending += sum(s.remaining_tokens for s in self._active)
         decoding = sum(s.phase is Phase.DECODING for s in self._active)
         return RankLoad(
-            running=len(self._active),
+            running=len(self._active) + len(self._kept),
             waiting=len(self._gate),
             admitted_per_s=self._gate.admitted_per_s,
             pending_tokens=pending,
@@ -220,23 +223,56 @@ class EngineCore:
         seq.phase = Phase.WAITING
         self._gate.add(seq)
 
+    def _let_in_landed(self) -> bool:
+        """True when one that has landed got its place in the batch."""
+        landed = [seq for seq in self._active if seq.phase is Phase.LANDED]
+        let_in = 0
+        for seq in sorted(landed, key=place_in_line):
+            if not self._batch_may_grow():
+                break
+            self._say_first_token(seq)
+            let_in += 1
+        return let_in > 0
+
+    def _say_first_token(self, seq: Sequence) -> None:
+        first_token, seq.first_token = seq.first_token, None
+        assert first_token is not None
+        self._append(seq, first_token)
+
     def _admit(self) -> bool:
         """True when a sequence came in."""
         admitted = False
-        while self._batch_may_grow() and (seq := self._gate.next(self._active)) is not None:
+        while self._batch_may_grow():
+            seq = self._gate.next(self._active, self._may_receive())
+            if seq is None:
+                break
             if self._gate.reserve(seq):
                 self._enter(seq)
                 admitted = True
         return admitted
 
     def _batch_may_grow(self) -> bool:
-        batch, target_s = len(self._active) + 1, self._limits.itl_target_s
+        """Whether one more may run, whoever receives."""
+        return self._allows(sum(seq.phase in _RUNNING for seq in self._active) + 1, receiving=0)
+
+    def _may_receive(self) -> bool:
+        """Whether there is a place for one more when all have landed, but for those that are overdue."""
+        now_s = self._clock()
+        overdue = sum(self._is_overdue(seq, now_s) for seq in self._active)
+        receiving = sum(seq.phase not in _RUNNING for seq in self._active) - overdue
+        return self._allows(len(self._active) - overdue + 1, receiving)
+
+    def _is_overdue(self, seq: Sequence, now_s: float) -> bool:
+        """Who has received for longer than those behind it would wait lands late, if ever."""
+        since_s = seq.admitted_s
+        waited = since_s is not None and now_s - since_s >= self._limits.patience.wait_s
+        return waited and seq.phase is Phase.RECEIVING
+
+    def _allows(self, batch: int, receiving: int) -> bool:
+        target_s = self._limits.itl_target_s
         if batch > self._limits.max_running_requests:
             return False
-        if target_s is None:
-            return True
-        receiving = sum(s.phase is Phase.RECEIVING for s in self._active)
-        return self._step_times.allows(batch, target_s, receiving)
+        return target_s is None or self._step_times.allows(batch, target_s, receiving)
 
     def _enter(self, seq: Sequence) -> None:
         assert seq.pages is not None
@@ -318,13 +354,15 @@ class EngineCore:
 
         So the first in line is never retracted and ends some time; then the next is the first.
         """
-        candidates = [
-            s for s in self._active if s.room is None and s.phase in (Phase.DECODING, Phase.COMPUTING)
-        ]
+        candidates = [s for s in self._active if s.room is None and s.phase in (*_RUNNING, Phase.LANDED)]
         return max(candidates, key=place_in_line) if len(candidates) > 1 else None
 
     def _retract(self, seq: Sequence) -> None:
         """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted."""
+        if seq.phase is Phase.LANDED:
+            self._say_first_token(seq)
+        if seq.phase is Phase.ENDED:  # that was its only one, and its pages are given back
+            return
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)

@@ -31,7 +31,7 @@ class Gate:
         self._rate = QueueRate()
         self._output_estimate = OutputEstimate(expected_output)
         self._news = 0
-        self._blocked_at = -1  # the news by which nobody could be let in
+        self._blocked_at = (-1, True)  # the news by which nobody could be let in, and whether to receive
         self.reserved_pages = 0  # for the growth of those that run, when last looked at
         self.overtakes = 0
 
@@ -73,15 +73,18 @@ class Gate:
 
     # -- who comes in -----------------------------------------------------------------------------
 
-    def next(self, active: Collection[Sequence]) -> Sequence | None:
-        """Who would come in beside `active`; None: nobody has room."""
-        if not self._queue or self._blocked_at == self._news:
+    def next(self, active: Collection[Sequence], may_receive: bool = True) -> Sequence | None:
+        """Who would come in beside `active`; None: nobody has room, or only one that would receive."""
+        blocked = (self._news, True), (self._news, may_receive)
+        if not self._queue or self._blocked_at in blocked:
             return None
         growth = Growth([self._growing(seq) for seq in active], self._cache.page_size)
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
         def fits(seq: Sequence, waiting: Waiting) -> bool:
+            if seq.receives and not may_receive:
+                return False
             if not active or waiting.num_pages > available:
                 return waiting.num_pages <= available
             return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
@@ -91,7 +94,7 @@ class Gate:
 
         seq = self._queue.next(self._weigh, fits, looks_small, self._clock())
         if seq is None:
-            self._blocked_at = self._news
+            self._blocked_at = (self._news, may_receive)
         return seq
 
     def reserve(self, seq: Sequence) -> bool:

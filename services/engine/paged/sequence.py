@@ -4,9 +4,13 @@
     WAITING --admitted, plan local or prefill role--> COMPUTING --last chunk--> DECODING --> ENDED
        |                                                  ^                        |
        |--admitted, plan remote--> RECEIVING --landed-----|--------> DECODING      |
-       ^                            |                     |                        |
-       +<--renegotiated (the delta must start earlier)    |                        |
-       +------------------------retracted (pages were short)-----------------------+
+       ^                            |      |              |           ^            |
+       |                            |      +--the batch is full--> LANDED          |
+       +<--renegotiated (the delta must start earlier)    |           |            |
+       +------------------------retracted (pages were short)----------+------------+
+
+Who only receives takes no place in the batch: it may take for ever. One that has landed and finds no place is
+the next to get one, before all that are new.
 
 Retraction keeps the full pages in the tree, unlocked: whoever is retracted matches its own prefix when it
 comes in again, and computes what was evicted meanwhile. In the prefill role nobody is retracted: a room
@@ -19,6 +23,7 @@ token; its pages stay until the room has let go of them (`room_open`).
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from services.engine.paged.runner import Sampled
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
 from services.kv.types import Room
@@ -29,6 +34,7 @@ class Phase(Enum):
     NEW = auto()  # not submitted, or refused
     WAITING = auto()  # queued, holds nothing
     RECEIVING = auto()  # pages reserved; prefill writes them
+    LANDED = auto()  # written, its first token is known and not said; there is no place in the batch yet
     COMPUTING = auto()  # prompt chunks are computed here
     DECODING = auto()  # one token a step
     ENDED = auto()
@@ -56,6 +62,7 @@ class Sequence:
     submitted_s: float = 0.0
     admitted_s: float | None = None
     uncached_tokens: int = 0  # estimated at submission, for the load report
+    first_token: Sampled | None = None  # while LANDED
     prefix_limit: int | None = None  # tokens of its prompt that may be matched; None: all
     reused_tokens: int = 0  # of its prompt, that others had computed
     retractions: int = 0
