@@ -73,7 +73,9 @@ class RankConfig(ClusterConfig):
         None, "bounds batch and prompt chunks by measured step time (decode)", bounds=Bounds(above=0)
     )
     step_limit_s: float = setting(
-        120.0, "seconds after which a step that hangs ends its rank; 0: never", bounds=Bounds(at_least=0)
+        120.0,
+        "seconds after which a step that hangs ends its rank, or a call of the transport (30 s); 0: never",
+        bounds=Bounds(at_least=0),
     )
     write_lease_s: float = setting(
         10.0, "seconds that prefill may write without renewal (decode)", bounds=Bounds(above=0)

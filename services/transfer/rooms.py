@@ -179,14 +179,17 @@ class RoomTable:
 
     # -- time -------------------------------------------------------------------------------------------
 
-    def turn(self) -> bool:
+    def turn(self, begins: Callable[[], None] = lambda: None) -> bool:
         """Poll what is posted, post what can be, end what has waited too long. True: call again at once.
+
+        `begins` is called before each room.
 
         Raises:
             TransportBroken: no write lands any more; said once.
         """
         progressed = False
         for room in list(self._rooms.values()):
+            begins()
             if room.delta is not None:
                 progressed |= self._advance(room, room.delta)
             elif room.deadline_s is not None and self._clock() >= room.deadline_s:

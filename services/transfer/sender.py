@@ -9,6 +9,9 @@
 
 Each call posts one command and returns at once. A transport's agent is not thread-safe, so nothing
 else touches it. While writes are in flight the thread polls: without pause at first, then at up to 1 ms.
+
+A transport call that never comes back can be noticed (`watch`) and given up (`abandon`); only the end of the
+process ends it. Whatever the thread still does then reads the pool, which has to stay.
 """
 
 import logging
@@ -23,6 +26,7 @@ from services.transfer.base import Transport
 from services.transfer.hello import Hello
 from services.transfer.room import Outcome, Request, RoomEnd, Send
 from services.transfer.rooms import RoomTable
+from services.turn_watch import TurnWatch, stack_of
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,8 @@ _SPINS = 50  # unproductive polls without a pause: about the time of a small wri
 _MIN_PAUSE_S = 50e-6
 _MAX_PAUSE_S = 1e-3
 _STOP_TIMEOUT_S = 2.0
+# For the thread to do all that it does at its end, the transport's closing included.
+_END_LIMIT_S = 10.0
 
 
 class KvSender:
@@ -63,6 +69,9 @@ class KvSender:
         self._read_pages = read_pages
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self.watch = TurnWatch()
+        self._gone = threading.Event()  # it has ended, or was given up
+        self._abandoned = False
         self._accepting = threading.Lock()  # held while a command is put, or the last one taken
         self._stopped = True
         self._stopping = False
@@ -82,10 +91,23 @@ class KvSender:
         if self._start_error is not None:
             raise self._start_error
 
-    def stop(self) -> None:
-        """End every room and the thread, close the transport; returns when that is done."""
+    def stop(self) -> bool:
+        """End every room and the thread, close the transport; returns when that is done.
+
+        False: the thread hangs, is not waited for, and may read the pool for as long as the process lives.
+        """
         self._post(self._stop)
-        self._thread.join()
+        if not self._gone.wait(_END_LIMIT_S):
+            log.critical("sender_hangs limit_s=%g\n%s", _END_LIMIT_S, self.abandon())
+        return not self._thread.is_alive() or not self._abandoned
+
+    def abandon(self) -> str:
+        """Nobody waits for the thread any more, and it takes no more commands; returns where it hangs."""
+        self._abandoned = self._stopping = True
+        with self._accepting:
+            self._stopped = True
+        self._gone.set()
+        return stack_of(self._thread)
 
     @property
     def own_hello(self) -> Hello:
@@ -204,13 +226,19 @@ class KvSender:
             return
         finally:
             self._started.set()
+        self._live(self._rooms, transport)
+        self.watch.rests()
+        self._gone.set()
+
+    def _live(self, rooms: RoomTable, transport: Transport) -> None:
         try:
-            self._serve(self._rooms)
+            self._serve(rooms)
         except Exception as error:
             log.exception("kv_sender_died rank=%s", self._own_id)
             self._on_crash(error)
         finally:
-            self._end(self._rooms, transport)
+            self.watch.begins()
+            self._end(rooms, transport)
 
     def _make_hello(self, transport: Transport) -> Hello:
         return Hello(self._own_id, self._layout, self._memory, transport.name, transport.metadata())
@@ -219,7 +247,8 @@ class KvSender:
         idle_turns = 0
         while not self._stopping:
             self._apply(rooms, self._pause_s(rooms, idle_turns))
-            idle_turns = 0 if rooms.turn() else idle_turns + 1
+            self.watch.begins()
+            idle_turns = 0 if rooms.turn(self.watch.begins) else idle_turns + 1
 
     def _pause_s(self, rooms: RoomTable, idle_turns: int) -> float | None:
         """How long to wait for a command; None: until one comes."""
@@ -233,11 +262,20 @@ class KvSender:
 
     def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
         try:
-            self._inbox.get(timeout=wait_s)(rooms)
-            while not self._stopping:
-                self._inbox.get_nowait()(rooms)
+            command = self._next(wait_s)
+            while True:
+                self.watch.begins()
+                command(rooms)
+                if self._stopping:  # what is left is for `_drain`
+                    return
+                command = self._inbox.get_nowait()
         except Empty:
             return
+
+    def _next(self, wait_s: float | None) -> Command:
+        """Raises Empty if none comes in that time."""
+        self.watch.rests()
+        return self._inbox.get(timeout=wait_s)
 
     def _end(self, rooms: RoomTable, transport: Transport) -> None:
         """Every on_end is called, also when what ended the thread happens again here."""

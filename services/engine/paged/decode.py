@@ -115,12 +115,13 @@ class PagedDecodeEngine(PagedEngine):
             open_channel=self._open_channel,
         )
 
-    async def _stop_transfers(self) -> None:
+    async def _stop_transfers(self) -> bool:
         if self._links is not None:
             await self._close_links(self._links)
         if self._transport is not None:
             transport, self._transport = self._transport, None
             transport.close()
+        return True
 
     async def _close_links(self, links: PrefillLinks) -> None:
         """Writers that were asked to stop have time to say so; then the streams end and fence time begins."""
@@ -172,15 +173,13 @@ class PagedDecodeEngine(PagedEngine):
         began = time.monotonic()
         delta.send_ticket(reserved)
         try:
-            prefill, landed = await both(
+            prefill, (landed, digested_pages) = await both(
                 remote_prefill(seq.request, Rendezvous(room, self._own_id, peer.id)),
-                delta.landed(),
+                delta.landed_as_written(),
                 delta.attend(mailbox),
                 patience_s=_ANSWER_PATIENCE_S,
             )
-            _check_bytes(landed.bytes_moved, delta_bytes(delta.start, len(seq.ids), self.layout))
             _check_token(prefill.first_token_id, self.vocab_size)
-            digested_pages = await delta.check_digests(landed)
         except BaseException:
             delta.on(ReservationEvent.CANCELLED)
             raise
@@ -277,6 +276,15 @@ class _Delta:
             self.start = outcome.start
             self.on(ReservationEvent.RENEGOTIATED)
             self.send_ticket(await self._reserved_again.get())
+
+    async def landed_as_written(self) -> tuple[LandedDelta, int]:
+        """As `landed`, and how many pages were found to be as prefill wrote them.
+
+        Raises what `landed` and `check_digests` raise, and PeerFailed where too little has landed.
+        """
+        landed = await self.landed()
+        _check_bytes(landed.bytes_moved, delta_bytes(self.start, len(self._seq.ids), self._engine.layout))
+        return landed, await self.check_digests(landed)
 
     async def check_digests(self, landed: LandedDelta) -> int:
         """How many pages were compared with what prefill says it wrote: none where it says nothing of that.

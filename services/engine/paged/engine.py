@@ -18,6 +18,7 @@ from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
 from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
 from services.request import GenerationRequest
+from services.turn_watch import TurnWatch, until_it_hangs
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +30,24 @@ _MAX_EVICTED_AHEAD = 256
 # A step's limit is at least so many times what the warm-up took. Of the same size, with a long context before
 # it, a step takes several times as long; and who computes slowly does not hang.
 _WARM_UPS = 10
-_LOOKS = 20  # at a step, until its limit is over
 
 
-class EngineHangs(Exception):
-    """A step has not ended within its limit."""
+class ThreadHangs(Exception):
+    """A turn of a thread has not ended within its limit."""
+
+    event = ""  # in the log
+
+
+class EngineHangs(ThreadHangs):
+    """A step."""
+
+    event = "engine_hangs"
+
+
+class SenderHangs(ThreadHangs):
+    """What the sender's thread does in one go: a call of the transport, as a rule."""
+
+    event = "sender_hangs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,7 @@ class PagedEngine:
         self._idle.set()
         self._crashed = asyncio.Event()
         self._warm_up_s = 0.0
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
 
     # -- the boundary -----------------------------------------------------------------------------
 
@@ -113,25 +127,26 @@ class PagedEngine:
         self._load = self._core.load()
         if self._limits.step_limit_s > 0:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
-            self._watching = asyncio.create_task(self._fail_when_it_hangs(thread, limit_s), name="step-watch")
+            self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
 
     async def stop(self) -> None:
         """End every request with Unavailable, stop the thread. The caller goes on consuming what it
-        iterates until that has ended; memory stays until no writer can write it any more."""
+        iterates until that has ended; memory stays until no writer can write it any more. A thread that
+        hangs is not waited for."""
         self._stopping = True
         for mailbox in self._mailboxes.values():
             mailbox.put(Failed(Unavailable("the rank is stopping")))
         await self._idle.wait()
-        await self._stop_transfers()
+        untouched = await self._stop_transfers()
         if self._thread is not None:
-            await self._thread.stop()
-        if self._watching is not None:
-            self._watching.cancel()
+            await self._thread.stop(free=untouched)
+        for watching in self._watching:
+            watching.cancel()
         self._cache_events.close()
 
     async def crashed(self) -> None:
-        """Returns when the engine's thread has died of a bug or hangs; the process should end and be
-        restarted."""
+        """Returns when the engine's thread, or the sender's, has died of a bug or hangs; the process should
+        end and be restarted."""
         await self._crashed.wait()
 
     def load(self) -> RankLoad:
@@ -154,8 +169,10 @@ class PagedEngine:
 
     # -- for the two roles ------------------------------------------------------------------------
 
-    async def _stop_transfers(self) -> None:
-        """Return once no other rank's transfer touches the pool: the thread frees it after that."""
+    async def _stop_transfers(self) -> bool:
+        """Return once no transfer touches the pool: the thread frees it after that. False: that cannot be
+        waited for, and the pool has to stay for as long as the process does."""
+        return True
 
     def post(self, command: Command) -> None:
         """Hand a command to the engine thread. Any thread may call; after a crash nothing happens."""
@@ -203,13 +220,20 @@ class PagedEngine:
         self._warm_up_s = time.monotonic() - began
         return EngineCore(runner, cache, self._limits, time.monotonic)
 
-    async def _fail_when_it_hangs(self, thread: EngineThread, limit_s: float) -> None:
-        """What runs fails as by a crash, and nobody waits for the thread."""
-        while thread.watch.looks < _LOOKS:
-            await asyncio.sleep(limit_s / _LOOKS)
-            thread.watch.look()
-        log.critical("engine_hangs limit_s=%g\n%s", limit_s, thread.abandon())
-        self._fail_all(EngineHangs())
+    def _watch(
+        self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs
+    ) -> None:
+        """From now on, once that thread hangs, what runs fails with `error` as by a crash.
+
+        `abandon` gives the thread up, for which nobody waits any more, and returns where it hangs.
+        """
+
+        async def fail_when_it_hangs() -> None:
+            await until_it_hangs(watch, limit_s)
+            log.critical("%s limit_s=%g\n%s", error.event, limit_s, abandon())
+            self._fail_all(error)
+
+        self._watching.append(asyncio.create_task(fail_when_it_hangs(), name=error.event))
 
     def _fail_all(self, error: BaseException) -> None:
         self._stopping = True

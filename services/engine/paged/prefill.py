@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.engine.paged.core import Limits
-from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
+from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
 from services.engine.paged.events import Event, Offered, Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
@@ -18,6 +18,9 @@ from services.transfer.base import Transport
 from services.transfer.handshake_server import HandshakeService
 from services.transfer.room import Outcome, RoomEnd
 from services.transfer.sender import KvSender
+
+# In one go the sender posts, polls or digests a piece of one room, which takes milliseconds.
+_MAX_SENDER_LIMIT_S = 30.0
 
 
 class PagedPrefillEngine(PagedEngine):
@@ -61,10 +64,12 @@ class PagedPrefillEngine(PagedEngine):
         )
         await asyncio.to_thread(sender.start)
         self._sender = sender
+        if self._limits.step_limit_s > 0:
+            limit_s = min(self._limits.step_limit_s, _MAX_SENDER_LIMIT_S)
+            self._watch(sender.watch, limit_s, sender.abandon, SenderHangs())
 
-    async def _stop_transfers(self) -> None:
-        if self._sender is not None:
-            await asyncio.to_thread(self._sender.stop)
+    async def _stop_transfers(self) -> bool:
+        return self._sender is None or await asyncio.to_thread(self._sender.stop)
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         if rendezvous.prefill != self._own_id:
@@ -73,9 +78,11 @@ class PagedPrefillEngine(PagedEngine):
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True
         with self._mailbox(seq) as mailbox:
-            ended = self._open_room(seq, rendezvous)
+            ended, computed = self._open_room(seq, rendezvous), _Computed()
             try:
-                (reserved, token), end = await both(_compute(mailbox), _room_end(ended))
+                (reserved, token), end = await both(
+                    computed.wait(), _room_end(ended), computed.attend(mailbox)
+                )
             except IsthmusError as error:
                 self.sender.fail_room(rendezvous.room, str(error))
                 raise
@@ -116,11 +123,22 @@ class PagedPrefillEngine(PagedEngine):
             super()._route(seq, event)
 
 
-async def _compute(mailbox: Mailbox) -> tuple[Reserved, Token]:
-    reserved, token = await mailbox.get(), await mailbox.get()
-    if not isinstance(reserved, Reserved) or not isinstance(token, Token):
-        raise ProtocolError(f"expected Reserved and Token, got {reserved!r} and {token!r}")
-    return reserved, token
+class _Computed:
+    """What the engine says of one prompt."""
+
+    def __init__(self) -> None:
+        self._result: asyncio.Future[tuple[Reserved, Token]] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> tuple[Reserved, Token]:
+        return await self._result
+
+    async def attend(self, mailbox: Mailbox) -> None:
+        """Raises what the sequence fails with, also when it is computed and its room still open."""
+        reserved, token = await mailbox.get(), await mailbox.get()
+        if not isinstance(reserved, Reserved) or not isinstance(token, Token):
+            raise ProtocolError(f"expected Reserved and Token, got {reserved!r} and {token!r}")
+        self._result.set_result((reserved, token))
+        raise ProtocolError(f"{await mailbox.get()!r} came after the only token")
 
 
 async def _room_end(ended: asyncio.Future[RoomEnd]) -> RoomEnd:

@@ -8,9 +8,7 @@ A step that never ends can be noticed (`watch`) and given up (`abandon`); only t
 
 import asyncio
 import logging
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,9 +18,9 @@ from services.engine.paged.core import EngineCore
 from services.engine.paged.events import Event
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.turn_watch import TurnWatch
 from services.errors import IsthmusError, Unavailable
 from services.kv.types import CacheEvents, PageBooks, RankLoad
+from services.turn_watch import TurnWatch, stack_of
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class CheckBooks:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    pass
+    free: bool  # the pool too: no transfer touches it any more
 
 
 Command = Submit | Landed | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
@@ -112,6 +110,7 @@ class EngineThread:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
         self._busy = False  # whether another step would do something though nobody asks anything
+        self._frees = False
         self.watch = TurnWatch()
         self._started: asyncio.Future[EngineCore] = loop.create_future()
         self._gone = asyncio.Event()
@@ -125,16 +124,15 @@ class EngineThread:
     def post(self, command: Command) -> None:
         self._inbox.put(command)
 
-    async def stop(self) -> None:
-        """Returns when the thread has done its last turn, or was given up."""
-        self.post(Stop())
+    async def stop(self, free: bool = True) -> None:
+        """Returns when the thread has done its last turn, or was given up. With `free` the pool is freed."""
+        self.post(Stop(free))
         await self._gone.wait()
 
     def abandon(self) -> str:
         """Nobody waits for it any more; returns where it hangs, as far as Python knows."""
         self._gone.set()
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return stack_of(self._thread)
 
     def _run(self) -> None:
         self._live()
@@ -159,7 +157,8 @@ class EngineThread:
             log.critical("engine_crashed", exc_info=True)
             self._call(self._on_crash, error)
             return
-        core.runner.close()
+        if self._frees:
+            core.runner.close()
 
     def _start_succeeded(self, core: EngineCore) -> None:
         if not self._started.cancelled():
@@ -187,6 +186,7 @@ class EngineThread:
                 command = self._next_command(wait)
                 wait = False
                 if isinstance(command, Stop):
+                    self._frees = command.free
                     return False
                 self._apply(core, command)
         except Empty:

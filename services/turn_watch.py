@@ -1,4 +1,4 @@
-"""Whether the engine's thread is in one turn for too long: a kernel or a lock that never comes back.
+"""Whether a thread is in one turn for too long: a kernel, a transport call or a lock that never comes back.
 
     thread:  rests --begins--> a turn --begins--> the next one --rests--> rests
     loop:    looks, and looks again: for how many looks is it the same turn?
@@ -6,6 +6,13 @@
 Counted in looks, not in seconds: a process that was stopped finds a turn that seems to have taken minutes,
 but whoever looks stood still with it.
 """
+
+import asyncio
+import sys
+import threading
+import traceback
+
+LOOKS = 20  # at a turn, until its limit is over
 
 
 class TurnWatch:
@@ -30,3 +37,16 @@ class TurnWatch:
         turn = self._turn
         self.looks = self.looks + 1 if turn == self._seen and not self._resting else 0
         self._seen = turn
+
+
+async def until_it_hangs(watch: TurnWatch, limit_s: float) -> None:
+    """Returns when the thread has been in one turn for `limit_s`."""
+    while watch.looks < LOOKS:
+        await asyncio.sleep(limit_s / LOOKS)
+        watch.look()
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Where it is, as far as Python knows; empty where it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
