@@ -21,6 +21,7 @@ import grpc
 from services import rpc
 from services.errors import IsthmusError, PeerFailed, StaleGeneration, Unavailable
 from services.kv.types import KvLayout, KvTicket, PoolMemory, RankAddress, RankId, Room
+from services.transfer.hearing import within
 from services.transfer.hello import Hello, check_hello, read_hello
 from services.transfer.room_watch import Landed, Renegotiated, RoomWatch
 from services.wire import convert
@@ -122,8 +123,7 @@ class PrefillLinks:
         try:
             stream.send(self._own.message(self._clock()))
             try:
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    peer, stamp_s = read_hello(await stream.receive())
+                peer, stamp_s = read_hello(await within(_CONNECT_TIMEOUT_S, stream.receive()))
             except TimeoutError as error:
                 raise PeerFailed(f"{address.endpoint} did not answer in {_CONNECT_TIMEOUT_S:g} s") from error
             received_s = self._clock()

@@ -54,7 +54,10 @@ class RoomTable:
         max_post_bytes: int,
         read_pages: ReadPages,
         max_post_s: float = 30.0,
+        heard_s: Callable[[], float] | None = None,
     ) -> None:
+        """`heard_s`: up to when all has been heard that was said. Who is late is judged by that."""
+        self._heard_s = heard_s or clock
         self._transport = transport
         self._layout = layout
         self._own_id = own_id
@@ -192,7 +195,7 @@ class RoomTable:
             begins()
             if room.delta is not None:
                 progressed |= self._advance(room, room.delta)
-            elif room.deadline_s is not None and self._clock() >= room.deadline_s:
+            elif room.deadline_s is not None and self._heard_s() >= room.deadline_s:
                 missing = "request" if room.state is RoomState.TICKETED else "ticket"
                 self._step(room, RoomEvent.FAILED, f"no {missing} came for the room in time")
         self._let_go_of_settled()
@@ -204,6 +207,7 @@ class RoomTable:
     def next_deadline_s(self) -> float | None:
         """On the clock: when `turn` is due though nothing is said and nothing is in flight."""
         deadlines = [room.deadline_s for room in self._rooms.values() if room.deadline_s is not None]
+        deadlines += [room.write_until_s for room in self._rooms.values() if _could_post(room)]
         deadlines += [due_s for due_s, _, _ in self._unsettled]
         return min(deadlines, default=None)
 
@@ -295,7 +299,7 @@ class RoomTable:
 
     def _check_late(self, room: PrefillRoom, delta: DeltaWrite) -> None:
         """Raises PeerFailed, once, where a write takes too long. Its end is then waited for all the same."""
-        posted_s, now_s = delta.oldest_post_s, self._clock()
+        posted_s, now_s = delta.oldest_post_s, self._heard_s()
         if posted_s is None or room.late_s is not None:
             return
         assert room.peer is not None
@@ -307,7 +311,7 @@ class RoomTable:
 
     def _is_hopeless(self, room: PrefillRoom) -> bool:
         late_s = room.late_s
-        return late_s is not None and self._clock() >= late_s + _MAX_LATENESS * self._max_post_s
+        return late_s is not None and self._heard_s() >= late_s + _MAX_LATENESS * self._max_post_s
 
     def _give_up(self, room: PrefillRoom, delta: DeltaWrite) -> None:
         """Say the room's last word although a write of it is under way."""
@@ -317,10 +321,12 @@ class RoomTable:
         self._peers.keep_stuck(room.peer, delta)
 
     def _post(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
-        if room.state is not RoomState.WRITING or not delta.can_post:
+        if not _could_post(room):
             return False
         assert room.peer is not None
         if self._clock() >= room.write_until_s:
+            if self._heard_s() < room.write_until_s:
+                return False  # it may have been renewed in time
             raise Aborted("the write lease is over")
         delta.post(self._transport, room.peer, self._max_pages, self._clock())
         return True
@@ -402,6 +408,11 @@ class RoomTable:
     def _drop_unused(self, peer: PeerName | None) -> None:
         if peer is not None:
             self._peers.drop_unused(peer, self._rooms.values())
+
+
+def _could_post(room: PrefillRoom) -> bool:
+    """Where only its lease may stand in the way."""
+    return room.state is RoomState.WRITING and room.delta is not None and room.delta.can_post
 
 
 def _refuse(link: Link, room_id: Room, reason: str) -> None:

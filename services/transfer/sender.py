@@ -35,6 +35,7 @@ Command = Callable[[RoomTable], None]
 _SPINS = 50  # unproductive polls without a pause: about the time of a small write
 _MIN_PAUSE_S = 50e-6
 _MAX_PAUSE_S = 1e-3
+_LATE_PAUSE_S = 0.05
 _STOP_TIMEOUT_S = 2.0
 # For the thread to do all that it does at its end, the transport's closing included.
 _END_LIMIT_S = 10.0
@@ -52,9 +53,11 @@ class KvSender:
         clock: Callable[[], float] = time.monotonic,
         max_post_bytes: int = 64 * 2**20,
         max_post_s: float = 30.0,
+        heard_s: Callable[[], float] | None = None,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """A post may take `max_post_s`, or longer while others to its decode rank land.
+        """A post may take `max_post_s`, or longer while others to its decode rank land. `heard_s` is as for
+        RoomTable; it may be asked by any thread.
 
         `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
         nothing can be sent any more.
@@ -66,6 +69,7 @@ class KvSender:
         self.clock = clock
         self._max_post_bytes = max_post_bytes
         self._max_post_s = max_post_s
+        self._heard_s = heard_s
         self._read_pages = read_pages
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
@@ -219,6 +223,7 @@ class KvSender:
                 self._max_post_bytes,
                 self._read_pages,
                 self._max_post_s,
+                self._heard_s,
             )
             self._stopped = False
         except BaseException as error:
@@ -258,7 +263,8 @@ class KvSender:
             late = idle_turns - _SPINS
             return 0.0 if late < 0 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(late, 16))
         deadline_s = rooms.next_deadline_s()
-        return None if deadline_s is None else max(0.0, deadline_s - self.clock())
+        # One that is over is not acted upon before all was heard that came in time.
+        return None if deadline_s is None else max(_LATE_PAUSE_S, deadline_s - self.clock())
 
     def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
         try:

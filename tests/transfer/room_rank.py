@@ -85,10 +85,17 @@ class Rank:
 
     def __init__(self, max_post_bytes=1 << 20, network=None, **transport):
         self.now_s = 100.0
+        self.unheard_s = 0.0  # as after a stop of the process
         self.transport = network or FakeTransport(**transport)
         self.read = []
         self.rooms = RoomTable(
-            self.transport, LAYOUT, OWN, lambda: self.now_s, max_post_bytes, self.read_pages
+            self.transport,
+            LAYOUT,
+            OWN,
+            lambda: self.now_s,
+            max_post_bytes,
+            self.read_pages,
+            heard_s=lambda: self.now_s - self.unheard_s,
         )
         self.said, self.ends, self.failed = [], [], []
         self.link_up(1)

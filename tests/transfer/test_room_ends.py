@@ -480,3 +480,64 @@ def test_an_engine_that_raises_does_not_harm_the_other_rooms(rank, caplog):
     rank.turn()
     assert rank.outcome.outcome is Outcome.FAILED
     assert "kv_on_end_failed" in caplog.text
+
+
+def test_a_lease_that_was_renewed_in_time_holds_though_the_rank_stood_still(rank):
+    """Nothing is posted past what is known of the lease, and the room waits until all was heard."""
+    rank.ticket(until_s=110.0)
+    rank.request()
+    rank.turn()
+    rank.now_s, rank.unheard_s = 115.0, 15.0
+    rank.pages(0, 10)
+    rank.turn()
+    assert not rank.transport.writes and not rank.failed
+    assert rank.rooms.next_deadline_s() == 110.0  # the thread looks again
+    rank.rooms.renew(1, A, 120.0)  # it was in a socket
+    rank.turn()
+    assert len(rank.transport.writes) == 1
+    rank.transport.land()
+    rank.turn()
+    assert rank.outcome.outcome is Outcome.LANDED
+
+
+def test_a_lease_that_was_not_renewed_is_over_once_all_was_heard(rank):
+    rank.ticket(until_s=110.0)
+    rank.request()
+    rank.turn()
+    rank.now_s, rank.unheard_s = 115.0, 15.0
+    rank.pages(0, 10)
+    rank.turn()
+    rank.unheard_s = 0.0
+    rank.turn()
+    assert not rank.transport.writes and "lease is over" in rank.outcome.error
+
+
+@pytest.mark.parametrize("first", ["ticket", "request"])
+def test_the_other_half_that_came_in_time_is_not_too_late_after_a_stop(rank, first):
+    second = {"ticket": "request", "request": "ticket"}[first]
+    options = {"ticket": {"until_s": 110.0}, "request": {"timeout_s": 10.0}}
+    getattr(rank, first)(**options[first])
+    rank.turn()
+    rank.now_s, rank.unheard_s = 150.0, 50.0
+    rank.turn()
+    assert not rank.ends and "failed" not in rank.take_said()
+    getattr(rank, second)(**{"ticket": {"until_s": 160.0}, "request": {}}[second])
+    rank.rooms.renew(1, A, 160.0)
+    rank.pages(0, 10)
+    rank.turn()
+    rank.transport.land()
+    rank.turn()
+    assert rank.outcome.outcome is Outcome.LANDED
+
+
+def test_a_write_that_landed_while_the_rank_stood_still_is_not_late(rank):
+    rank.ticket(until_s=1000.0)
+    rank.request()
+    rank.pages(0, 10)
+    rank.turn()
+    rank.now_s, rank.unheard_s = 200.0, 100.0
+    rank.turn()
+    assert not rank.failed
+    rank.transport.land()
+    rank.turn()
+    assert rank.outcome.outcome is Outcome.LANDED

@@ -9,6 +9,8 @@ from services.errors import IsthmusError, root_cause
 A = TypeVar("A")
 B = TypeVar("B")
 
+_LOOKS = 10
+
 
 async def both(
     first: Coroutine[Any, Any, A],
@@ -39,7 +41,10 @@ async def _outspoken(leg: Coroutine[Any, Any, B], other: asyncio.Task[A], patien
     try:
         return await leg
     except IsthmusError:
-        await asyncio.wait([other], timeout=patience_s)
+        for _ in range(_LOOKS):  # of a stall only one counts, so that the answer that came meanwhile is found
+            await asyncio.wait([other], timeout=patience_s / _LOOKS)
+            if other.done():
+                break
         raise
 
 

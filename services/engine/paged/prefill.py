@@ -16,6 +16,7 @@ from services.kv.types import RankId, RankLoad, Rendezvous
 from services.request import GenerationRequest, PrefillResult
 from services.transfer.base import Transport
 from services.transfer.handshake_server import HandshakeService
+from services.transfer.hearing import Hearing
 from services.transfer.room import Outcome, RoomEnd
 from services.transfer.sender import KvSender
 
@@ -54,12 +55,15 @@ class PagedPrefillEngine(PagedEngine):
     async def start(self) -> None:
         await super().start()
         loop = asyncio.get_running_loop()
+        hearing = Hearing()
+        self._watching.append(asyncio.create_task(hearing.listen(), name="hearing"))
         sender = KvSender(
             self._open_transport,
             self.memory,
             self.layout,
             self._own_id,
             read_pages=self.read_pages,
+            heard_s=lambda: hearing.heard_s,
             on_crash=lambda error: loop.call_soon_threadsafe(self._fail_all, error),
         )
         await asyncio.to_thread(sender.start)
