@@ -46,6 +46,10 @@ Where a router speaks of a rank, `role`, `worker` and `rank` are that rank's.
 
 Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
 tenant or error text is ever a label.
+
+`gen_ai_server_...` are OpenTelemetry's conventions for generative AI, with its names and edges, for what
+looks for them; ours say more. The router's spans follow the conventions as well (`gen_ai.request.model`,
+`gen_ai.usage.input_tokens` ...), beside attributes of our own.
 """
 _SECTIONS = {
     ("router",): "Routers",

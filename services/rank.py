@@ -190,7 +190,8 @@ async def run_ranks(
 def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
     """Spans themselves say which rank of the process they are of."""
     who = str(own_ids[0]) if len(own_ids) == 1 else config.worker
-    return telemetry.setup_tracing(f"{role.value}-{who}", config.otlp_endpoint, config.trace_sample_ratio)
+    process = telemetry.Process(role.value, who, config.cluster)
+    return telemetry.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio)
 
 
 def _tell_ready(rank: OpenRank, role: RankRole) -> None:

@@ -18,15 +18,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import metadata
 
 import prometheus_client
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_INSTANCE_ID,
+    SERVICE_NAME,
+    SERVICE_NAMESPACE,
+    SERVICE_VERSION,
+    Resource,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client.core import Metric
@@ -177,7 +186,23 @@ def serve_metrics(
     return server.server_port, stop
 
 
-def setup_tracing(service: str, otlp_endpoint: str | None, sample_ratio: float = 1.0) -> Callable[[], None]:
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Whose spans they are: in OpenTelemetry's words service.name, service.instance.id, service.namespace."""
+
+    service: str  # router, prefill, decode
+    instance: str  # the router's name or the rank's, worker/rank
+    cluster: str
+
+    def resource(self) -> Resource:
+        names = {SERVICE_NAME: self.service, SERVICE_INSTANCE_ID: self.instance}
+        version = metadata.version("isthmus")
+        return Resource.create({**names, SERVICE_NAMESPACE: self.cluster, SERVICE_VERSION: version})
+
+
+def setup_tracing(
+    process: Process, otlp_endpoint: str | None, sample_ratio: float = 1.0
+) -> Callable[[], None]:
     """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); None: spans are not recorded.
 
     Of the traces that begin here `sample_ratio` are recorded. Of others their beginning has decided.
@@ -187,8 +212,7 @@ def setup_tracing(service: str, otlp_endpoint: str | None, sample_ratio: float =
     if otlp_endpoint is None:
         return lambda: None
     sampler = ParentBased(TraceIdRatioBased(sample_ratio))
-    resource = Resource.create({SERVICE_NAME: service})
-    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
+    provider = TracerProvider(sampler, process.resource(), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(otlp_endpoint, insecure=not otlp_endpoint.startswith("https"))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
@@ -210,8 +234,9 @@ def span(name: str, parent: str) -> Iterator[trace.Span]:
     """A server's span under the traceparent `parent`, ended with the block, whichever way that ends.
 
     An empty or malformed parent begins a new trace. The attribute `outcome` is finished, cancelled or the
-    error's class; an error is the span's status as well, a call that its client gave up is none. The span
-    is never the current one: an async generator may hold it over a yield and be closed from another task.
+    error's class; an error is the span's status and its `error.type` as well, a call that its client gave up
+    is none. The span is never the current one: an async generator may hold it over a yield and be closed
+    from another task.
     """
     held = tracer().start_span(name, _context_from(parent), SpanKind.SERVER)
     outcome = "finished"
@@ -223,6 +248,7 @@ def span(name: str, parent: str) -> Iterator[trace.Span]:
     except BaseException as error:
         outcome = type(error).__name__
         held.set_status(StatusCode.ERROR, f"{outcome}: {error}")
+        held.set_attribute(ERROR_TYPE, outcome)
         raise
     finally:
         held.set_attribute("outcome", outcome)

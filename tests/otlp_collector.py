@@ -18,6 +18,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.requests.append(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 
+    def resources(self):
+        """What each process that sent something says of itself."""
+        return [
+            _attributes(spans.resource)
+            for request in tuple(self.requests)
+            for spans in request.resource_spans
+        ]
+
     def spans(self):
         """(service, span, attributes) of everything that came."""
         return [

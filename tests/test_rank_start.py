@@ -124,8 +124,8 @@ async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, mon
     """OpenTelemetry takes one provider: spans of a second rank would go out as those of the first."""
     set_up, shut_down = [], []
 
-    def setup_tracing(service, *settings):
-        set_up.append(service)
+    def setup_tracing(process, *settings):
+        set_up.append((process.service, process.instance, process.cluster))
         return lambda: shut_down.append(threading.get_ident())
 
     monkeypatch.setattr(rank.telemetry, "setup_tracing", setup_tracing)
@@ -134,7 +134,7 @@ async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, mon
     roles = [role_of(Engine(own_id)) for own_id in own_ids]
     stopping.set()
     await run_ranks(configs, own_ids, roles)
-    assert set_up == ["decode-w"]
+    assert set_up == [("decode", "w", CONFIG.cluster)]
     assert len(shut_down) == 1 and shut_down[0] != threading.get_ident()
 
 

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import urllib.request
+from importlib import metadata
 
 import prometheus_client
 import pytest
@@ -20,6 +21,7 @@ from services import telemetry
 from services.errors import ConfigError, NoCapacity
 
 logger = logging.getLogger("services.somewhere")
+ROUTER = telemetry.Process("router", "router-0", "default")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -171,7 +173,7 @@ async def test_what_a_loop_owns_is_collected_on_that_loop():
 
 
 def test_without_an_endpoint_nothing_is_recorded_but_the_trace_goes_on():
-    shutdown = telemetry.setup_tracing("s", None)
+    shutdown = telemetry.setup_tracing(ROUTER, None)
     with telemetry.span("route", PARENT) as span:
         assert not span.is_recording()
         assert telemetry.traceparent(span) == PARENT
@@ -203,6 +205,7 @@ def test_a_span_ends_with_its_block_and_says_how(error, outcome, status, spans):
             raise error
     (recorded,) = spans.get_finished_spans()
     assert (recorded.attributes["outcome"], recorded.status.status_code) == (outcome, status)
+    assert recorded.attributes.get("error.type") == (outcome if status is StatusCode.ERROR else None)
     assert f"{recorded.parent.span_id:016x}" == PARENT.split("-")[2]
 
 
@@ -247,12 +250,19 @@ def tracer_provider(monkeypatch):
 
 
 def test_spans_reach_the_collector_under_the_callers_trace(collector, tracer_provider):
-    shutdown = telemetry.setup_tracing("router", collector.endpoint)
+    shutdown = telemetry.setup_tracing(ROUTER, collector.endpoint)
     with telemetry.span("route", PARENT) as span:
         carried = telemetry.traceparent(span)
     shutdown()
     [(service, sent, _)] = collector.spans()
     assert (service, sent.name) == ("router", "route")
+    (resource,) = collector.resources()
+    assert {name: value for name, value in resource.items() if name.startswith("service.")} == {
+        "service.name": "router",
+        "service.instance.id": "router-0",
+        "service.namespace": "default",
+        "service.version": metadata.version("isthmus"),
+    }
     assert sent.trace_id.hex() == PARENT.split("-")[1] == carried.split("-")[1]
     assert sent.span_id.hex() == carried.split("-")[2]
     assert sent.parent_span_id.hex() == PARENT.split("-")[2]
@@ -262,14 +272,14 @@ def test_a_collector_that_takes_nothing_keeps_nobody_from_ending(tracer_provider
     taken = threading.Event()
     monkeypatch.setattr(telemetry.TracerProvider, "shutdown", lambda provider: taken.wait())
     monkeypatch.setattr(telemetry, "_LAST_SPANS_S", 0.01)
-    telemetry.setup_tracing("router", "http://127.0.0.1:1")()
+    telemetry.setup_tracing(ROUTER, "http://127.0.0.1:1")()
     taken.set()
 
 
 def test_of_traces_that_begin_here_a_share_is_recorded_and_callers_decide_for_theirs(
     collector, tracer_provider
 ):
-    shutdown = telemetry.setup_tracing("router", collector.endpoint, 0.25)
+    shutdown = telemetry.setup_tracing(ROUTER, collector.endpoint, 0.25)
     kept = 0
     for _ in range(400):
         with telemetry.span("ours", "") as span:

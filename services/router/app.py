@@ -82,7 +82,7 @@ async def open_router(
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build_info.register(registry, engine="none")
-    metrics = RouterMetrics(registry)
+    metrics = RouterMetrics(registry, config.served_name)
     tokenizer = Tokenizer(config.model)
     _tell_ends(tokenizer.end_of_sequence)
     defaults = _sampling_defaults(config, tokenizer)
@@ -91,7 +91,8 @@ async def open_router(
         api_keys = ApiKeys(config.api_key_file, KeyRefusals(metrics.unauthenticated))
     tls = config.tls()
     async with AsyncExitStack() as stack:
-        stack.callback(telemetry.setup_tracing(name, config.otlp_endpoint, config.trace_sample_ratio))
+        process = telemetry.Process("router", name, config.cluster)
+        stack.callback(telemetry.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio))
         keys = ClusterKeys(config.cluster)
         etcd = await stack.enter_async_context(
             Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)

@@ -26,6 +26,7 @@ from services.errors import (
     NotFound,
 )
 from services.request import MAX_ID_CHARS, MAX_TIMEOUT_S, Admitted, FinishReason, Output, is_id
+from services.router import gen_ai
 from services.router.admission import allowed_wait_s
 from services.router.chat import ConversationMemory, drift_tokens
 from services.router.cluster import Cluster, Explained
@@ -137,6 +138,8 @@ class Generator:
         deadline = self._clock() + timeout_s
         self._metrics.received()
         with telemetry.span("router.generate", traceparent) as span:
+            if span.is_recording():
+                span.set_attributes(gen_ai.asked(request, self._model_name))
             checked = self._admit(request, timeout_s)
             with self._track(checked, span, deadline) as progress:
                 prompt = await self._encoder().encode(request)
@@ -190,6 +193,7 @@ class Generator:
             conversation_id=request.conversation_id,
             tenant=request.tenant,
             priority=request.priority,
+            operation=gen_ai.operation_of(request),
         )
 
     def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
@@ -201,7 +205,7 @@ class Generator:
 
     @contextmanager
     def _track(self, checked: Checked, span: Span, deadline: float | None) -> Iterator[Progress]:
-        progress = Progress(checked.request_id, self._clock(), span)
+        progress = Progress(checked.request_id, self._clock(), span, operation=checked.operation)
         self._running[checked.request_id] = progress
         outcome = "finished"
         try:
@@ -229,7 +233,9 @@ class Generator:
     def _tell_story(self, progress: Progress, outcome: str) -> None:
         admitted, placed = progress.admitted, progress.placed
         self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
-        progress.span.set_attributes(attributes_of(progress))
+        if progress.span.is_recording():
+            told = gen_ai.answered(progress, self._model_name)
+            progress.span.set_attributes(attributes_of(progress) | told)
         telemetry.event(
             log,
             "request_finished",
@@ -363,6 +369,7 @@ class _Answer:
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress
+        progress.finish_reason = reason
         response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt.ids), self._drift))
         all_ids = self._prompt.ids + array("I", progress.output_ids)
         if self._checked.memory_key:

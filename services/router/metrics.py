@@ -12,6 +12,7 @@ from services.index.mirror import Mirror
 from services.kv.types import Plan, RankId, Role
 from services.request import Admitted
 from services.router.cluster import Cluster, Placed
+from services.router.gen_ai import GenAiMetrics
 from services.router.key_refusals import FRONTS, REASONS
 from services.router.progress import Progress
 from services.router.stages import STAGES
@@ -29,7 +30,9 @@ _RANK = ("role", "worker", "rank")
 
 
 class RouterMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
+        """`model`: the name that is served."""
+        self._gen_ai = GenAiMetrics(registry, model)
         self._ttft = Histogram(
             "isthmus_ttft_seconds",
             "Request received until its first token.",
@@ -144,6 +147,7 @@ class RouterMetrics:
 
     def first_token(self, progress: Progress) -> None:
         exemplar = telemetry.exemplar(progress.span)
+        self._gen_ai.first_token(progress)
         if progress.first_token_s is not None:
             self._ttft.observe(progress.first_token_s, exemplar)
         if progress.stages is not None:
@@ -177,6 +181,7 @@ class RouterMetrics:
 
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""
+        self._gen_ai.ended(progress, outcome, took_s)
         self._requests.labels(outcome).inc()
         if progress.admitted is not None:
             self._output_length.observe(len(progress.output_ids))

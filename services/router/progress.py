@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Span
 
 from services.kv.types import RankKey
-from services.request import Admitted, SamplingParams
+from services.request import Admitted, FinishReason, SamplingParams
 from services.router.cluster import Placed
 from services.router.decode_client import OutputStream
 from services.router.stages import Stages
@@ -20,6 +20,7 @@ class Checked:
     conversation_id: str
     tenant: str
     priority: int
+    operation: str = "text_completion"  # or chat
 
     @property
     def memory_key(self) -> str:
@@ -51,6 +52,8 @@ class Progress:
     last_tokens_at_s: float = 0.0  # when the last tokens came
     stream: OutputStream | None = None
     aborted: bool = False
+    operation: str = "text_completion"  # or chat: what was asked for
+    finish_reason: FinishReason | None = None
 
     def begin_anew(self) -> None:
         """What failed before does not count any more."""

@@ -8,7 +8,7 @@ from services.request import Admitted
 from services.router.cluster import Placed
 from services.router.progress import Progress
 
-Attributes = dict[str, str | int | float]
+Attributes = dict[str, str | int | float | tuple[str, ...]]
 
 
 def attributes_of(progress: Progress) -> Attributes:

@@ -60,6 +60,12 @@ def test_engines_accept_their_settings(name, role, tmp_path):
         assert "--enable-dp-attention" in worker.arguments(1)
 
 
+def test_production_records_one_trace_of_twenty():
+    for component in ("router", "prefill", "decode"):
+        config = rendered("production").config(component)
+        assert (config.trace_sample_ratio, bool(config.otlp_endpoint)) == (0.05, True)
+
+
 def test_releases_are_clusters_of_their_own():
     """They may share an etcd, where two of one name would register the same ranks, and a Prometheus."""
     for component in OURS:

@@ -93,6 +93,22 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
         told.pop("degraded", None)  # etcd may still be being listed
         for role in ("decode", "prefill"):  # the index may be behind; what was sent counts all the same
             assert told.pop(f"indexed_{role}_prefix_len") <= told[f"predicted_{role}_prefix_len"]
+        conventional = {name: told.pop(name) for name in tuple(told) if name.startswith("gen_ai.")}
+        assert conventional.pop("gen_ai.response.time_to_first_chunk") == told["first_token_s"]
+        assert conventional == {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "isthmus",
+            "gen_ai.conversation.id": "c",
+            "gen_ai.request.model": "fake",
+            "gen_ai.request.max_tokens": 8,
+            "gen_ai.request.temperature": 0,
+            "gen_ai.response.id": "mine",
+            "gen_ai.response.model": "fake",
+            "gen_ai.response.finish_reasons": ("length",),
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.reused_tokens,
+        }
         assert {name: told[name] for name in told if name not in {*terms, "first_token_s"}} == {
             "request_id": "mine",
             "outcome": "finished",

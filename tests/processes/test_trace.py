@@ -30,7 +30,9 @@ async def traced_request(cluster, collector, ids, request_id):
     spans = await until(mine, "every service's span is there")
     assert len({span.trace_id for _, span, _ in spans}) == 1
     chain = {span.name: (service, span) for service, span, _ in spans}
-    assert tuple(chain[name][0].split("-")[0] for name in _SERVICES) == ("router", "decode", "prefill")
+    assert tuple(chain[name][0] for name in _SERVICES) == ("router", "decode", "prefill")
+    instances = {told["service.name"]: told["service.instance.id"] for told in collector.resources()}
+    assert set(instances) == {"router", "decode", "prefill"} and instances["decode"].endswith("/0")
     for parent, child in itertools.pairwise(_SERVICES):
         assert chain[child][1].parent_span_id == chain[parent][1].span_id
     by_name = {span.name: attributes | {"span_s": seconds_of(span)} for _, span, attributes in spans}
