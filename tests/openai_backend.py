@@ -36,7 +36,7 @@ class FakeBackend:
         self, *script: GenerateResponse | Exception | str, models: Sequence[str] = ("tiny",)
     ) -> None:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
-        self.model_ids, self.decode_ranks = models, 1
+        self.model_ids, self.unusable = models, ""
         self.unread_s = 3600.0  # after which a stream is closed
         self.running: set[str] = set()  # requests that came over gRPC
         self.requests: list[GenerateRequest] = []
@@ -75,10 +75,12 @@ class FakeBackend:
         self.rejections.append(type(error).__name__)
 
     async def list_models(self) -> ListModelsResponse:
-        models = [
-            Model(id=name, max_context_tokens=512, decode_ranks=self.decode_ranks) for name in self.model_ids
-        ]
+        models = [Model(id=name, max_context_tokens=512, decode_ranks=1) for name in self.model_ids]
         return ListModelsResponse(models=models)
+
+    def check_usable(self) -> None:
+        if self.unusable:
+            raise errors.Unavailable(self.unusable)
 
     def is_running(self, request_id: str) -> bool:
         return request_id in self.running

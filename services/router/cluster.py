@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from services import rpc
-from services.errors import Unavailable
+from services.errors import NoCapacity, Unavailable
 from services.index.block_mirror import RankProgress
 from services.index.mirror import Mirror, RankState, RankView
 from services.index.pins import PinWriter
@@ -52,6 +52,9 @@ class HashedPrompt:
     ids: "array[int]"  # "I"
     seed: int
     hashes: tuple[BlockHash, ...]
+
+
+_SHORTEST = HashedPrompt(array("I", [0]), 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,13 @@ class Cluster:
             (), 1, self._known_plans, None, lambda rank: self._exclusion(rank, 1, frozenset()), max_wait_s
         )
         self._placer.check_waits(shortest)
+
+    def check_usable(self) -> None:
+        """Raises Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
+        try:
+            self.place(_SHORTEST, "", frozenset())
+        except NoCapacity as error:
+            raise Unavailable(str(error)) from error
 
     def place(
         self,

@@ -33,7 +33,6 @@ from services.errors import (
     IsthmusError,
     NotFound,
     ProtocolError,
-    Unavailable,
 )
 from services.router.api_keys import ApiKeys, HttpDoor
 from services.router.openai_answer import (
@@ -93,6 +92,9 @@ class GenerationBackend(Protocol):
         """Told of each request that cannot be read, for it never comes to `generate`."""
 
     async def list_models(self) -> ListModelsResponse: ...
+
+    def check_usable(self) -> None:
+        """Raises Unavailable, saying why, while no rank could take any request."""
 
     def is_running(self, request_id: str) -> bool: ...
 
@@ -155,10 +157,9 @@ class _OpenAiApi:
         self._created = int(clock())  # of the models: when this router came up
 
     async def health(self, request: Request) -> Response:
-        """200 while some model is served by some rank that is up."""
-        if any(model.decode_ranks for model in (await self._generation.list_models()).models):
-            return JSONResponse({"status": "ok"})
-        raise Unavailable("no model is served at present")
+        """200 while a request could be taken, though it had to wait; else 503, and why."""
+        self._generation.check_usable()
+        return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": await self._models()})

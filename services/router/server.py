@@ -80,6 +80,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def rejected(self, error: IsthmusError) -> None:
         self._generator.rejected(error)
 
+    def check_usable(self) -> None:
+        self._cluster.check_usable()
+
     def is_running(self, request_id: str) -> bool:
         return self._generator.is_running(request_id)
 

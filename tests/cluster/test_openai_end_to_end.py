@@ -13,6 +13,7 @@ from services.cli import explain, generate
 from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
 from services.errors import Unauthenticated
+from services.router.balance import Balance
 from services.router.chat import render_chat
 from services.router.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
@@ -353,3 +354,29 @@ async def test_without_a_rank_it_says_so(etcd_endpoint, model_dir, cluster_name)
             answer = await http.post(COMPLETION, json={"prompt": "a", "stream": stream})
             assert answer.status_code == 503
             assert answer.json()["error"]["type"] == "unavailable_error"
+
+
+@pytest.mark.parametrize(
+    ("plans", "lost", "is_usable"),
+    [
+        (("remote",), "decode", False),
+        (("remote",), "prefill", False),
+        (("remote", "local"), "prefill", True),  # decode computes prompts itself
+        (("remote", "local"), "decode", False),
+    ],
+)
+async def test_health_says_whether_a_request_could_be_taken(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, plans, lost, is_usable
+):
+    async with (
+        FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster,
+        http_of(cluster) as http,
+    ):
+        assert (await http.get("/health")).status_code == 200
+        monkeypatch.setattr(
+            Balance, "excluded", lambda balance, rank: "silent" if rank.worker == f"{lost}-0" else ""
+        )
+        answer = await http.get("/health")
+        assert answer.status_code == (200 if is_usable else 503)
+        if not is_usable:
+            assert f"no {lost} rank" in answer.json()["error"]["message"]

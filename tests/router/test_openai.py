@@ -362,12 +362,12 @@ async def test_models_and_health() -> None:
         {"id": "tiny", "object": "model", "created": 1234, "owned_by": "isthmus", "max_model_len": 512}
     ]
     backend = FakeBackend()
-    backend.decode_ranks = 0  # a router has a name for its model before it knows any rank
+    backend.unusable = "no decode rank is registered"
     async with client(backend) as http:
-        assert (await http.get("/health")).status_code == 503
+        answer = await http.get("/health")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, backend.unusable)
     async with client(FakeBackend(models=())) as http:
         assert (await http.get("/v1/models")).json()["data"] == []
-        assert (await http.get("/health")).status_code == 503
 
 
 async def test_unknown_paths_and_methods_answer_with_error_objects() -> None:
