@@ -1,0 +1,54 @@
+"""Checkpoints of all shapes that we take generate what transformers does: both plans, cached, in a batch."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from checkpoints import SHAPES, shaped_checkpoint
+from pair import FAKE, Pair
+from reference import count_near_ties, random_prompt, reference_generation
+from services.engine.paged.core import Limits
+from services.kv.types import Plan
+
+ANSWER = 8
+# Between them: each way to stretch angles, tied and biased weights, heads of another size, one KV head, large
+# groups, sizes that no kernel likes.
+FEW = ("llama3-rope", "yarn", "linear", "tied-qwen3", "biased-mlp", "head-dim-6", "one-kv-head", "odd-sizes")
+
+
+async def check(shape, page_size, chunk_size, num_threads, lengths):
+    directory = shaped_checkpoint(shape)
+    settings = replace(
+        FAKE,
+        engine="torch",
+        model_path=str(directory),
+        num_pages=4096 // page_size,
+        page_size=page_size,
+        index_block=64,
+        limits=Limits(max_running_requests=16, chunk_size=chunk_size),
+        num_threads=num_threads,
+    )
+    async with Pair(settings) as pair:
+        asked = [(random_prompt(length, seed=length), plan) for length in lengths for plan in Plan]
+        for turn in range(2):
+            answers = await asyncio.gather(*(pair.generate(prompt, ANSWER, plan) for prompt, plan in asked))
+            for (prompt, _), answer in zip(asked, answers, strict=True):
+                count_near_ties(reference_generation(directory, prompt, ANSWER), answer.tokens)
+            asked = [
+                ((*prompt, *answer.tokens, *random_prompt(5, seed=turn)), plan)
+                for (prompt, plan), answer in zip(asked, answers, strict=True)
+            ]
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("shape", FEW)
+async def test_a_shape_is_exact(shape):
+    await check(shape, 16, 24, 1, lengths=(17, 150))
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("page_size,chunk_size,num_threads", [(1, 24, 1), (16, 4096, 2), (64, 50, 1)])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_every_shape_is_exact(shape, page_size, chunk_size, num_threads):
+    await check(shape, page_size, chunk_size, num_threads, lengths=(1, 15, 16, 17, 63, 64, 65, 130, 300))
