@@ -69,6 +69,7 @@ class Processes:
     played: list[Played] = field(default_factory=list)
     digest_mismatches: int = 0
     _ready: dict[str, Router] = field(default_factory=dict)
+    _down: set[str] = field(default_factory=set)
     _lives: dict[str, int] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
 
@@ -129,7 +130,9 @@ class Processes:
         self.played.append(Played(fault, Span(began, self.clock())))
 
     def _pid(self, fault: Fault) -> int | None:
-        """None: it does not run at present."""
+        """None: it does not run at present, or has been killed and is to be started again."""
+        if fault.name in self._down:
+            return None
         if fault.target is Target.ETCD:
             return self._member(fault.name).pid
         if fault.target in (Target.PREFILL_RANK, Target.DECODE_RANK):
@@ -147,12 +150,14 @@ class Processes:
                 os.kill(pid, signal.SIGCONT)
 
     async def _kill(self, fault: Fault) -> None:
-        if fault.target is Target.ETCD:
-            await self._kill_member(fault)
-        elif fault.target in (Target.SUPERVISOR, Target.ROUTER):
-            await self._kill_service(fault)
-        else:
+        if fault.target in (Target.PREFILL_RANK, Target.DECODE_RANK):
             os.kill(self.ranks.pids[fault.name], signal.SIGKILL)
+            return
+        self._down.add(fault.name)
+        try:
+            await (self._kill_member if fault.target is Target.ETCD else self._kill_service)(fault)
+        finally:
+            self._down.discard(fault.name)
 
     async def _kill_service(self, fault: Fault) -> None:
         child = self.cluster.children[fault.name]
