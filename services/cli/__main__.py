@@ -1,6 +1,7 @@
 """The command `isthmus`."""
 
 import importlib
+import os
 import sys
 
 from services import telemetry
@@ -20,6 +21,10 @@ COMMANDS = {
 }
 
 
+# As a shell tells of a program that SIGPIPE ended, and as `head` leaves other programs.
+_PIPE_CLOSED = 141
+
+
 def main() -> None:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if name not in COMMANDS:
@@ -28,7 +33,12 @@ def main() -> None:
         sys.exit(0 if wanted_help else 2)
     telemetry.setup_logging("isthmus", "warning")
     try:
-        sys.exit(_run(name, arguments))
+        code = _run(name, arguments)
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        _stop_writing()
+        sys.exit(_PIPE_CLOSED)
     except ConfigError as error:
         print(f"isthmus {name}: {error}", file=sys.stderr)
         sys.exit(78)
@@ -37,6 +47,13 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _stop_writing() -> None:
+    """Whoever read our output has gone (`| head`); what Python still holds of it must not fail at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -1,7 +1,9 @@
 """A whole cluster on this machine: etcd, routers, prefill and decode workers as processes.
 
-    start: etcd -> workers and routers at once -> every rank is connected -> READY
+    start: preflight -> etcd -> workers and routers at once -> our own routers listen -> every rank is
+           connected -> READY
     stop:  routers -> workers -> etcd, each with SIGTERM first; nothing is left behind
+    kill:  SIGKILL to all of them at once, then as stop
 
 Should this process be killed, the kernel kills the children (PR_SET_PDEATHSIG).
 """
@@ -12,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +24,16 @@ import grpc
 
 from services import rpc, supervisor
 from services.child_lines import child_lines
+from services.cli import preflight
 from services.cli.client import key_metadata
 from services.cluster_config import ClusterConfig
 from services.errors import ConfigError, Unavailable
+from services.health import Lifecycle, Phase
 from services.index.etcd_server import EmbeddedEtcd
+from services.notify import listening
 from services.parent_death import dying_with_us
 from services.ports import host_port, is_wildcard
+from services.router.config import RouterConfig
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -62,13 +68,6 @@ class Shape:
         return self.decode_workers * self.decode_dp_size
 
     @property
-    def api_key_file(self) -> Path | None:
-        """Which the routers were told to ask for keys of."""
-        name = "--api-key-file="
-        files = [flag.removeprefix(name) for flag in self.router_flags if flag.startswith(name)]
-        return Path(files[-1]) if files else None
-
-    @property
     def threads_per_rank(self) -> int:
         """All ranks share this machine's cores; with more threads than cores torch crawls."""
         return max(1, (os.cpu_count() or 1) // (self.decode_ranks + self.prefill_ranks))
@@ -86,6 +85,7 @@ class Child:
     command: list[str]
     process: asyncio.subprocess.Process
     log_task: "asyncio.Task[None]"
+    life: Lifecycle  # as it tells; supervisors tell nothing
 
     @property
     def stop_timeout_s(self) -> float:
@@ -122,7 +122,9 @@ class LocalCluster:
     http_ports: tuple[int, ...] = ()
     etcd_endpoints: tuple[str, ...] = ()
     etcd: EmbeddedEtcd | None = None
+    router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))  # of the first
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _lives: ExitStack = field(default_factory=ExitStack)
 
     async def __aenter__(self) -> Self:
         try:
@@ -140,9 +142,13 @@ class LocalCluster:
     def router_endpoint(self, index: int = 0) -> str:
         return host_port(self.shape.host, self.router_ports[index])
 
+    def open_channel(self, index: int = 0) -> grpc.aio.Channel:
+        """To that router, with TLS where its flags say so."""
+        return rpc.open_channel(self.router_endpoint(index), self.router_config.tls())
+
     async def is_whole(self, index: int = 0) -> bool:
         """That router sees every rank, and could choose each."""
-        async with rpc.open_channel(self.router_endpoint(index)) as channel:
+        async with self.open_channel(index) as channel:
             return await self._serves(generation_pb2_grpc.GenerationStub(channel))
 
     async def wait_for_exit(self) -> Child:
@@ -156,41 +162,66 @@ class LocalCluster:
     async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
         """Start a service; also used to start one again under its old name."""
         command = [sys.executable, "-m", module, *flags]
+        life = Lifecycle(name)
+        notified = self._lives.enter_context(listening(life))
         process = await asyncio.create_subprocess_exec(
             *dying_with_us(command),
+            env={**os.environ, **notified},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             # Ctrl-C is for us: we stop the children in order.
             start_new_session=True,
         )
-        child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)))
+        child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)), life)
         self.children[name] = child
         return child
 
     async def _start(self) -> None:
         shape = self.shape
-        try:
-            shape.data_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--data-dir: {error}") from error
+        self.check()
+        self.router_ports = supervisor.choose_ports(shape.host, shape.port, shape.routers)
+        self.http_ports = supervisor.choose_ports(shape.host, shape.http_port, shape.routers)
+        self._stack.enter_context(preflight.sole_user(shape.data_dir))
         if shape.etcd:
             self.etcd_endpoints = shape.etcd
         else:
             self.etcd = await self._stack.enter_async_context(EmbeddedEtcd(shape.data_dir))
             self.etcd_endpoints = (self.etcd.endpoint,)
+        self._stack.enter_context(self._lives)
         self._stack.push_async_callback(self._stop_children)
-        self.router_ports = supervisor.choose_ports(shape.host, shape.port, shape.routers)
-        self.http_ports = supervisor.choose_ports(shape.host, shape.http_port, shape.routers)
         for name, module, flags in self._plan():
             await self.start_child(name, module, flags)
         await self._until_ready()
 
+    def check(self) -> None:
+        """What can be told to fail before anything is started.
+
+        Raises:
+            ConfigError: the checkpoint or a port cannot be used.
+            SystemExit: a service would refuse its flags; standard error says which, and why.
+        """
+        shape = self.shape
+        engines = set()
+        for name, module, flags in reversed(self._plan()):
+            if module == "services.router":
+                self.router_config = preflight.router_config(name, flags)
+            else:
+                engines.add(preflight.rank_config(name, flags).engine)
+        for engine in engines:
+            preflight.check_checkpoint(shape.model, engine)
+        self.router_config.tls()
+        key_metadata(self.router_config.api_key_file)
+        wanted = {"--port": shape.port, "--http-port": shape.http_port}
+        named = {flag: port for flag, port in wanted.items() if port}
+        preflight.check_ports(shape.host, named, shape.routers)
+
     def _plan(self) -> list[tuple[str, str, list[str]]]:
+        """Name, module and flags of every child."""
         shape = self.shape
         common = [f"--model={shape.model}", f"--host={shape.host}", *shape.common_flags]
         advertised = ["--advertise-host=127.0.0.1"] if is_wildcard(shape.host) else []
-        common.append(f"--etcd={','.join(self.etcd_endpoints)}")
+        common.append(f"--etcd={','.join(self.etcd_endpoints or shape.etcd)}")
         plan = []
         for role, workers, dp_size in (
             ("prefill", shape.prefill_workers, shape.prefill_dp_size),
@@ -201,8 +232,10 @@ class LocalCluster:
                 flags = [*advertised, *common, f"--worker={name}", f"--dp-size={dp_size}"]
                 flags += [f"--num-threads={shape.threads_per_rank}", *shape.rank_flags]
                 plan.append((name, f"services.{role}", flags))
-        for number, (port, http_port) in enumerate(zip(self.router_ports, self.http_ports, strict=True)):
-            name = "router" if shape.routers == 1 else f"router-{number}"
+        not_yet = (0,) * shape.routers
+        ports = zip(self.router_ports or not_yet, self.http_ports or not_yet, strict=True)
+        for number, (port, http_port) in enumerate(ports):
+            name = _router_name(number, shape.routers)
             flags = [*common, f"--name={name}", f"--port={port}", f"--http-port={http_port}"]
             plan.append((name, "services.router", [*flags, *shape.router_flags]))
         return plan
@@ -239,13 +272,15 @@ class LocalCluster:
             await self._router_ready(index)
 
     async def _router_ready(self, index: int) -> None:
-        while not await self.is_whole(index):
+        """Our own one has said so, and not who else may listen there."""
+        own = self.children[_router_name(index, self.shape.routers)]
+        while not (own.life.phase is Phase.SERVING and await self.is_whole(index)):
             await asyncio.sleep(0.1)
 
     async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:
         prompt = generation_pb2.TokenIds(ids=[0])
         probe = generation_pb2.ExplainRequest(request=generation_pb2.GenerateRequest(token_ids=prompt))
-        metadata = key_metadata(self.shape.api_key_file)
+        metadata = key_metadata(self.router_config.api_key_file)
         try:
             models = generation_pb2.ListModelsRequest()
             (model,) = (await stub.ListModels(models, timeout=2, metadata=metadata)).models
@@ -258,11 +293,21 @@ class LocalCluster:
         complete = complete and model.prefill_ranks == self.shape.prefill_ranks
         return complete and not any(c.excluded for c in explanation.candidates)
 
+    def kill(self) -> None:
+        """At once, without any grace. Leaving the context reaps them."""
+        for child in self.children.values():
+            with suppress(ProcessLookupError):
+                child.process.kill()
+
     async def _stop_children(self) -> None:
         """Routers first, so that nobody asks the ranks for more."""
         for role in ("router", "decode", "prefill"):
             children = [c for name, c in self.children.items() if name.startswith(role)]
             await asyncio.gather(*(child.stop() for child in children))
+
+
+def _router_name(number: int, routers: int) -> str:
+    return "router" if routers == 1 else f"router-{number}"
 
 
 _NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

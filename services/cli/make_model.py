@@ -94,6 +94,7 @@ class MakeModelConfig:
     max_context_tokens: int = setting(4096, "tokens of prompt and answer")
     seed: int = setting(0, "the same settings and seed give the same weights")
     initializer_range: float = setting(_GAIN_AT, "0.1 or more; less makes a milder model")
+    overwrite: bool = setting(False, "write into a directory that holds something already")
 
 
 def make_model(
@@ -146,10 +147,25 @@ def make_model(
 
 def run(argv: list[str]) -> int:
     config = load(MakeModelConfig, argv, prog="isthmus make-model")
+    if not config.overwrite:
+        _require_empty(config.directory)
     settings = {member.name: getattr(config, member.name) for member in fields(config)}
+    del settings["overwrite"]
     make_model(**settings)
     print(f"wrote a random {config.architecture} checkpoint to {config.directory}")
     return 0
+
+
+def _require_empty(directory: Path) -> None:
+    """It may be a checkpoint that took hours to fetch: `save_pretrained` would replace it without a word."""
+    try:
+        found = sorted(path.name for path in directory.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error}") from error
+    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    _require(not found, f"{directory} is not empty ({shown}); --overwrite writes there all the same")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -1,16 +1,23 @@
-"""`isthmus up`: a cluster on this machine until Ctrl-C."""
+"""`isthmus up`: a cluster on this machine until Ctrl-C.
+
+Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0
+a second one         everything is killed at once, exit code 130
+standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
+"""
 
 import asyncio
+import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services import rpc
 from services.cli.local_cluster import LocalCluster, Shape
 from services.config import load, setting
 from services.ports import check_port, host_port
+
+_KILLED = 130  # as of any program that Ctrl-C ends
 
 
 def _passed_on(to: str) -> Any:
@@ -32,6 +39,9 @@ class UpConfig:
     prefill_dp_size: int = setting(1, "DP ranks of each")
     decode_workers: int = setting(1, "decode workers")
     decode_dp_size: int = setting(2, "DP ranks of each")
+    tls_ca: Path | None = setting(None, "PEM of the authority of the services' certificates")
+    tls_cert: Path | None = setting(None, "PEM of the certificate of all services; turns TLS on")
+    tls_key: Path | None = setting(None, "PEM of its key")
     rank_flag: tuple[str, ...] = _passed_on("rank")
     router_flag: tuple[str, ...] = _passed_on("router")
     flag: tuple[str, ...] = _passed_on("service")
@@ -53,45 +63,90 @@ class UpConfig:
             host=self.host,
             port=self.port,
             http_port=self.http_port,
-            common_flags=tuple(f"--{flag}" for flag in self.flag),
+            common_flags=(*self._tls_flags(), *(f"--{flag}" for flag in self.flag)),
             rank_flags=tuple(f"--{flag}" for flag in self.rank_flag),
             router_flags=tuple(f"--{flag}" for flag in self.router_flag),
             ready_timeout_s=None,  # a large model loads for as long as it does; Ctrl-C is at hand
         )
 
+    def _tls_flags(self) -> tuple[str, ...]:
+        given = {"--tls-ca": self.tls_ca, "--tls-cert": self.tls_cert, "--tls-key": self.tls_key}
+        return tuple(f"{name}={path}" for name, path in given.items() if path is not None)
+
+
+@dataclass(slots=True)
+class _Signals:
+    """What was asked of us so far; made on the running loop."""
+
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    killing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._again)
+
+    def _again(self) -> None:
+        (self.killing if self.stopping.is_set() else self.stopping).set()
+
 
 def run(argv: list[str]) -> int:
     config = load(UpConfig, argv, prog="isthmus up")
+    LocalCluster(config.shape(), _show_nothing).check()
     return asyncio.run(_up(config))
 
 
+def _show_nothing(name: str, line: str) -> None:
+    """Nothing was started that could say anything."""
+
+
 async def _up(config: UpConfig) -> int:
-    stopping = rpc.stop_on_signals()
-    serve = asyncio.create_task(_serve(config))
-    stop = asyncio.create_task(stopping.wait())
+    signals = _Signals()
+
+    def show_line(name: str, line: str) -> None:
+        try:
+            print(f"{name:<9}| {line}", file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            signals.stopping.set()
+
+    cluster = LocalCluster(config.shape(), show_line)
+    serve = asyncio.create_task(_serve(config, cluster))
+    stop = asyncio.create_task(signals.stopping.wait())
     await asyncio.wait({serve, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     if serve.done():
         return serve.result()
-    print("stopping", flush=True)
+    _say("stopping; Ctrl-C again kills everything at once")
     serve.cancel()  # leaving its context stops every process, also those that are starting
+    return await _until_stopped(serve, cluster, signals.killing)
+
+
+async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, killing: asyncio.Event) -> int:
+    """The exit code."""
+    killed = asyncio.create_task(killing.wait())
+    await asyncio.wait({serve, killed}, return_when=asyncio.FIRST_COMPLETED)
+    if killing.is_set() and not serve.done():
+        cluster.kill()
+    killed.cancel()
     with suppress(asyncio.CancelledError):
         await serve
-    return 0
+    return _KILLED if killing.is_set() else 0
 
 
-async def _serve(config: UpConfig) -> int:
+async def _serve(config: UpConfig, cluster: LocalCluster) -> int:
     """Until a process ends unasked."""
-    async with LocalCluster(config.shape(), show_line) as cluster:
-        print(f"ready: gRPC on {cluster.router_endpoint()}, OpenAI API on ", end="")
-        print(
-            f"http://{host_port(config.host, cluster.http_ports[0])}/v1, etcd on {cluster.etcd_endpoints[0]}",
-            flush=True,
+    async with cluster:
+        scheme = "http" if cluster.router_config.tls() is None else "https"
+        http = f"{scheme}://{host_port(config.host, cluster.http_ports[0])}/v1"
+        _say(
+            f"ready: gRPC on {cluster.router_endpoint()}, OpenAI API on {http}, "
+            f"etcd on {cluster.etcd_endpoints[0]}"
         )
         child = await cluster.wait_for_exit()
         print(f"{child.name} ended with exit code {child.process.returncode}; stopping", file=sys.stderr)
         return 1
 
 
-def show_line(name: str, line: str) -> None:
-    print(f"{name:<9}| {line}", file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    """On standard output, if anybody still reads it."""
+    with suppress(BrokenPipeError):
+        print(line, flush=True)

@@ -9,6 +9,7 @@ import sys
 from services import health, rpc, telemetry
 from services.config import load, refusing
 from services.health import Health, Lifecycle, Phase, joint_health
+from services.notify import Notifier
 from services.ports import host_port
 from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
@@ -36,7 +37,7 @@ def _do_without_torch() -> None:
 
 async def _run(config: RouterConfig, name: str) -> None:
     """Until SIGTERM, or until it cannot go on."""
-    stopping, lifecycle = rpc.stop_on_signals(), Lifecycle("the router")
+    stopping, lifecycle, notifier = rpc.stop_on_signals(), Lifecycle("the router"), Notifier()
 
     def check() -> Health:
         return joint_health([lifecycle.health(), config.tls_health()])
@@ -51,6 +52,7 @@ async def _run(config: RouterConfig, name: str) -> None:
         if not stopping.is_set():
             _tell_ready(config, router)
             lifecycle.enter(Phase.SERVING)
+            notifier.serves()
         await _serve_until_stopped(router, stopping, lifecycle, config.grace_s)
     telemetry.event(log, "router_stopped")
 

@@ -176,7 +176,7 @@ def test_the_model_generated_for_a_trial_is_made_where_it_is_looked_for():
     for component in OURS:
         pod = rendered("laptop").pods()[component]
         (init,) = pod["initContainers"]
-        assert init["command"] == ["isthmus", "make-model", "/models/tiny"]
+        assert init["command"] == ["isthmus", "make-model", "/models/tiny", "--overwrite"]
         assert rendered("laptop").config(component).model == "/models/tiny"
         (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "model"]
         assert (mount["mountPath"], mount["readOnly"]) == ("/models/tiny", True)

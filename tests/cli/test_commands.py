@@ -36,7 +36,7 @@ def isthmus_command(monkeypatch, capsys):
         (("generate", "--prompt=\udcff", NOWHERE), 2, "--prompt"),  # as Python passes a byte 0xff
         (("generate", "--prompt=x", NOWHERE), 1, ""),
         (("make-model", "/proc/no/such/place"), 78, "cannot write to /proc/no/such/place"),
-        (("up", "--model=x", "--data-dir=/proc/no/such/place"), 78, "--data-dir"),
+        (("up", "--model=/no/such/model"), 78, "--model: there is no directory /no/such/model"),
         (("up", "--model=x", "--port=70000"), 2, "--port"),
     ],
 )

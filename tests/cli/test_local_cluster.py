@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from services.cli.local_cluster import Child, LocalCluster, Shape
 from services.cli.up import UpConfig
 from services.errors import ConfigError
+from services.health import Phase
 
 WITHIN_S = 60.0
 
@@ -43,7 +45,7 @@ async def test_a_child_that_prints_an_endless_line_goes_on(printing_module):
 )
 def test_nobody_is_killed_before_its_grace_is_over(flags, timeout_s):
     """The last flag counts, and a supervisor needs 15 s on top."""
-    assert Child("decode", ["python", *flags], None, None).stop_timeout_s == timeout_s
+    assert Child("decode", ["python", *flags], None, None, None).stop_timeout_s == timeout_s
 
 
 def test_up_waits_for_a_model_for_as_long_as_it_loads():
@@ -64,3 +66,34 @@ async def test_without_a_limit_a_child_that_ends_is_noticed(ending_module):
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(ConfigError, match="router ended with exit code 3"):
             await cluster._until_ready()
+
+
+@pytest.fixture
+def sleeping_module(tmp_path, monkeypatch):
+    (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return "sleeping"
+
+
+async def test_a_cluster_whose_routers_somebody_else_answers_for_is_not_ready(sleeping_module, monkeypatch):
+    """Another cluster of the same shape listens on the port that ours wants."""
+    cluster = LocalCluster(Shape(Path("."), Path(".")), lambda name, line: None, router_ports=(1,))
+    asked = asyncio.Queue()
+
+    async def is_whole(self, index=0):
+        asked.put_nowait(index)
+        return True
+
+    monkeypatch.setattr(LocalCluster, "is_whole", is_whole)
+    router = await cluster.start_child("router", sleeping_module, [])
+    ready = asyncio.create_task(cluster._until_ready())
+    with pytest.raises(TimeoutError):  # it looks ten times a second
+        await asyncio.wait_for(asked.get(), 0.5)
+    assert not ready.done()
+    router.life.enter(Phase.SERVING)
+    async with asyncio.timeout(WITHIN_S):
+        await ready
+    cluster.kill()
+    async with asyncio.timeout(WITHIN_S):
+        assert await router.process.wait() == -signal.SIGKILL
+        await router.log_task

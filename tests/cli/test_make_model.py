@@ -127,3 +127,14 @@ def test_sizes_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, sett
     with pytest.raises(ConfigError):
         make_model(tmp_path / "model", **settings)
     assert not (tmp_path / "model").exists()
+
+
+def test_what_lies_in_a_directory_already_is_not_written_over(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_text("somebody's")
+    sizes = ["--hidden-size=32", "--num-heads=2"]
+    with pytest.raises(ConfigError, match=r"is not empty \(model.safetensors\); --overwrite"):
+        run([str(tmp_path), *sizes])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_text() == "somebody's"
+    assert run([str(tmp_path), *sizes, "--overwrite"]) == 0
+    assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")

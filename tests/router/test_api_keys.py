@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from openai_backend import FakeBackend, client, complete
 from services import rpc
 from services.cli.client import key_metadata
-from services.cli.local_cluster import Shape
 from services.errors import ConfigError, Unauthenticated
 from services.kv.types import Role
 from services.router.api_keys import ApiKeys, GrpcDoor
@@ -47,9 +46,6 @@ def test_commands_show_the_files_first_key(file, tmp_path):
     for path in (empty, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="--api-key-file"):
             key_metadata(path)
-    shape = Shape(Path("m"), Path("d"), router_flags=("--plans=remote", f"--api-key-file={file}"))
-    assert shape.api_key_file == file
-    assert Shape(Path("m"), Path("d")).api_key_file is None
 
 
 def is_let_in(keys, authorization):

@@ -177,7 +177,7 @@ initContainers:
   - name: make-model
     image: {{ include "isthmus.image" . }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-    command: [isthmus, make-model, {{ .root.Values.model.path | quote }}]
+    command: [isthmus, make-model, {{ .root.Values.model.path | quote }}, --overwrite] # a pod may start twice
     securityContext:
       {{- include "isthmus.containerSecurity" (dict "values" (pick .values "securityContext")) | nindent 6 }}
     resources:
