@@ -351,6 +351,7 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         layout=role.engine.layout,
         model=config.served_name,
         max_context_tokens=role.engine.max_context_tokens,
+        model_context_tokens=role.engine.model_context_tokens,
         total_pages=config.kv_pages,
         engine=config.engine,
         capabilities=role.capabilities,

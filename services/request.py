@@ -111,9 +111,12 @@ class GenerationRequest:
 
 
 class FinishReason(Enum):
+    """As in common.proto."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    CAPACITY = "capacity"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from services import rpc
 from services.cli.client import ClientConfig, given_prompt, key_metadata
 from services.cli.table import format_table
 from services.config import load, setting
+from services.errors import ConfigError
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 # As a request comes to meet them, then what it costs others.
 _ORDER = (
     *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "overhead"),
-    *("occupy", "evict_prefill", "evict_decode", "itl"),
+    *("occupy", "evict_prefill", "evict_decode", "itl", "outgrow"),
 )
 _REASONS = {
     "pinned": "the conversation is pinned there, and its price is within the slack of the lowest",
@@ -33,6 +34,11 @@ class ExplainConfig(ClientConfig):
     prompt: str = setting("", "the prompt; default: standard input")
     conversation: str = setting("", "conversation id")
     tenant: str = setting("", "tenant; prefixes are not shared between tenants")
+    max_tokens: int | None = setting(None, "tokens to generate at most; default: nobody says")
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
+            raise ConfigError(f"--max-tokens is between 1 and {2**31 - 1}, got {self.max_tokens}")
 
 
 def run(argv: list[str]) -> int:
@@ -42,7 +48,10 @@ def run(argv: list[str]) -> int:
 
 async def _explain(config: ExplainConfig, prompt: str) -> int:
     request = generation_pb2.GenerateRequest(
-        text=prompt, conversation_id=config.conversation, tenant=config.tenant
+        text=prompt,
+        conversation_id=config.conversation,
+        tenant=config.tenant,
+        sampling=common_pb2.SamplingParams(max_tokens=config.max_tokens),
     )
     metadata = key_metadata(config.api_key_file)
     async with config.open_channel() as channel:
@@ -89,17 +98,21 @@ def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
 
 
 def _held(answer: generation_pb2.ExplainResponse) -> str:
-    """What each rank holds of the prompt."""
+    """What each rank holds of the prompt and, where they differ in that, can hold of a request."""
     rows: dict[str, tuple[object, ...]] = {}
+    pools: dict[str, set[int]] = {"decode": set(), "prefill": set()}
     for candidate in answer.candidates:
-        if candidate.HasField("decode"):
-            hits = candidate.decode_indexed_tokens, candidate.decode_hit_tokens
-            rows.setdefault(_name(candidate.decode), ("decode", *hits))
-        if candidate.HasField("prefill"):
-            hits = candidate.prefill_indexed_tokens, candidate.prefill_hit_tokens
-            rows.setdefault(_name(candidate.prefill), ("prefill", *hits))
-    headings = ("rank", "role", "in the index", "counted as")
-    return format_table(headings, [(name, *row) for name, row in sorted(rows.items())])
+        for role, pool in pools.items():
+            if not candidate.HasField(role):
+                continue
+            indexed, hit, context = (
+                getattr(candidate, f"{role}_{what}_tokens") for what in ("indexed", "hit", "context")
+            )
+            pool.add(context)
+            rows.setdefault(_name(getattr(candidate, role)), (role, indexed, hit, context))
+    headings = ("rank", "role", "in the index", "counted as", "holds at most")
+    shown = len(headings) if any(len(pool) > 1 for pool in pools.values()) else len(headings) - 1
+    return format_table(headings[:shown], [(name, *row)[:shown] for name, row in sorted(rows.items())])
 
 
 def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:

@@ -46,7 +46,12 @@ class Engine(Protocol):
 
     @property
     def max_context_tokens(self) -> int:
-        """Prompt and output together never exceed it; on prefill, the prompt."""
+        """Prompt and output together never exceed it; on prefill, the prompt. The model's context, or what
+        the pool holds where that is less."""
+
+    @property
+    def model_context_tokens(self) -> int:
+        """The model's context, whatever the pool."""
 
     async def start(self) -> None:
         """Load the model and start the engine's thread. Raises ConfigError with the reason, or Unavailable
@@ -87,7 +92,8 @@ class DecodeEngine(Engine, Protocol):
     ) -> AsyncGenerator[Output, None]:
         """Generate after `request.all_ids`; `remote_prefill` is given under plan remote.
 
-        The first output carries `admitted`; the last one `finished`. Closing early aborts.
+        The first output carries `admitted`; the last one `finished`: LENGTH also where the pool holds no
+        more, though the request would go on. Closing early aborts.
 
         Raises:
             InvalidRequest: the ids can never fit or are out of the vocabulary.

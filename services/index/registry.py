@@ -44,13 +44,14 @@ class Registration:
     address: RankAddress
     layout: KvLayout
     model: str
-    max_context_tokens: int
+    max_context_tokens: int  # that the rank can hold, prompt and output together; on prefill, the prompt
     total_pages: int
     engine: str
     model_path: str = ""
     capabilities: tuple[str, ...] = ()
     draining: bool = False  # takes no new requests: it is being stopped, or an operator wants it so
     handshake_version: int = _UNSAID_VERSION  # only ranks of one version are paired
+    model_context_tokens: int = 0  # whatever its pool holds of it; 0: not said
 
     @property
     def id(self) -> RankId:
@@ -71,6 +72,7 @@ def encode_registration(registration: Registration) -> bytes:
             engine=registration.engine,
             draining=registration.draining,
             handshake_version=registration.handshake_version,
+            model_context_tokens=registration.model_context_tokens,
         )
     )
 
@@ -91,6 +93,7 @@ def decode_registration(value: bytes) -> Registration:
         capabilities=tuple(pb.capabilities),
         draining=pb.draining,
         handshake_version=pb.handshake_version or _UNSAID_VERSION,
+        model_context_tokens=pb.model_context_tokens,
     )
 
 

@@ -25,6 +25,7 @@ class DecodeCandidate:
     own: bool = True  # of this router's share; see shares.py
     queue_wait_s: float = 0.0  # until it has room for the next request
     compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
+    holds_tokens: float = inf  # of one request, prompt and output together
     receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
     handshake_version: int = 1
 
@@ -49,6 +50,7 @@ class PrefillCandidate:
     matched_tokens: int = 0
     own: bool = True
     compute_wait_s: float = 0.0
+    holds_tokens: float = inf  # of one prompt
     handshake_version: int = 1
 
 
@@ -63,6 +65,8 @@ class PlacementRequest:
     pinned: RankKey | None = None  # the conversation's decode rank
     plans: frozenset[Plan] = frozenset(Plan)
     max_wait_s: float = inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says, or no rank holds so many
+    longest_tokens: float = 0  # that the roomiest decode rank holds of one request
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

@@ -19,7 +19,7 @@ from services.index.pins import PinWriter
 from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.types import BlockHash, Plan, RankAddress, RankId, RankKey, RankLoad, Role
-from services.request import Admitted
+from services.request import Admitted, FinishReason
 from services.router.balance import Balance, RankNow
 from services.router.burst import Burst
 from services.router.connections import Connections
@@ -27,6 +27,7 @@ from services.router.decode_client import DecodeClient
 from services.router.others import NOBODY, Requests
 from services.router.placement import Decision, Nowhere
 from services.router.placer import Asked, Placer, PlacerSettings
+from services.router.pool_ends import length_means
 from services.router.prefill_watch import PrefillWatch
 from services.router.shares import Share
 
@@ -47,11 +48,12 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A prompt and the names of its full index blocks."""
+    """A prompt, the names of its full index blocks, and how long the request may become."""
 
     ids: "array[int]"  # "I"
     seed: int
     hashes: tuple[BlockHash, ...]
+    most_tokens: int | None = None  # with the answer; None: nobody says
 
 
 _SHORTEST = HashedPrompt(array("I", [0]), 0, ())
@@ -127,6 +129,7 @@ class Cluster:
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
         self._placeable: list[list[Registration]] = []
         self._max_context_tokens = 0
+        self._model_context_tokens = 0
         self._known_plans = settings.plans
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
@@ -187,13 +190,27 @@ class Cluster:
             raise Unavailable("no decode rank is registered")
         return self._max_context_tokens
 
+    def length_means(
+        self, num_tokens: int, output_tokens: int, max_tokens: int | None
+    ) -> FinishReason | None:
+        """What it is for the client that a decode rank ended its request with LENGTH; None: nothing, for
+        another rank holds more than these tokens of prompt and output together."""
+        self._refresh()
+        return length_means(
+            num_tokens=num_tokens,
+            output_tokens=output_tokens,
+            max_tokens=max_tokens,
+            model_tokens=self._model_context_tokens,
+            longest_tokens=self._max_context_tokens,
+        )
+
     # -- placement --------------------------------------------------------------------------------
 
-    async def hash(self, ids: "array[int]", tenant: str) -> HashedPrompt:
-        """Off the loop where it would be felt."""
+    async def hash(self, ids: "array[int]", tenant: str, more_tokens: int | None = None) -> HashedPrompt:
+        """Off the loop where it would be felt. `more_tokens` are to be generated at most."""
         if len(ids) < _LONG_PROMPT:
-            return self._hash(ids, tenant)
-        return await asyncio.to_thread(self._hash, ids, tenant)
+            return self._hash(ids, tenant, more_tokens)
+        return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
 
     async def turn(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> None:
         """Returns when the prompt may be placed: of those that come together the cheapest first. The caller
@@ -283,9 +300,10 @@ class Cluster:
         view = self._mirror.ranks.get(life.key)
         return view if view is not None and view.registration.id == life else None
 
-    def _hash(self, ids: "array[int]", tenant: str) -> HashedPrompt:
+    def _hash(self, ids: "array[int]", tenant: str, more_tokens: int | None) -> HashedPrompt:
         seed = scope_seed(self._settings.model_name, tenant)
-        return HashedPrompt(ids, seed, tuple(sequence_hashes(ids, self._settings.placer.index_block, seed)))
+        hashes = tuple(sequence_hashes(ids, self._settings.placer.index_block, seed))
+        return HashedPrompt(ids, seed, hashes, None if more_tokens is None else len(ids) + more_tokens)
 
     def _asked(
         self,
@@ -304,7 +322,13 @@ class Cluster:
             self._pinned(conversation_id),
             lambda rank: self._exclusion(rank, num_tokens, excluded),
             max_wait_s,
+            self._most_tokens(prompt),
         )
+
+    def _most_tokens(self, prompt: HashedPrompt) -> int | None:
+        """The model's context ends it too."""
+        most = prompt.most_tokens
+        return None if most is None else min(most, self._model_context_tokens)
 
     def _placed(self, asked: Asked, prompt: HashedPrompt, decision: Decision) -> Placed:
         chosen = decision.chosen
@@ -399,6 +423,8 @@ class Cluster:
 
     def _note_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """What every request asks of all that stay: a rank that drains takes nothing new."""
+        if decodes:  # else it is as it was
+            self._model_context_tokens = max(map(_model_context_tokens, decodes))
         decodes, prefills = _staying(decodes), _staying(prefills)
         only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
         self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
@@ -436,6 +462,11 @@ class Cluster:
     def _report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
         self._balance.report(rank, load, counted)
         self._mirror.mark_live(rank)  # a stream that speaks is a health check passed
+
+
+def _model_context_tokens(rank: Registration) -> int:
+    """One from before ranks said so had no less than it holds."""
+    return max(rank.model_context_tokens, rank.max_context_tokens)
 
 
 def _staying(ranks: Sequence[Registration]) -> Sequence[Registration]:

@@ -2,10 +2,12 @@
 
 its turn -> placed -> started on a decode rank -> outputs
    ^                                     |
-   +------ a rank failed: place again, --+
+   +------ a rank failed, or its pool ---+
+           holds no more: place again,
            with the output so far
 
-A request with penalties ends instead where its engine would not count them over that output.
+A request with penalties ends instead where its engine would not count them over that output. What has
+outgrown its rank needs room for one more token: so it goes to a larger one, next time to one larger still.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 from services import telemetry
 from services.errors import (
@@ -39,6 +42,9 @@ _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
 # prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
 _PROGRESS_TOKENS = 2
 _STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
+# A larger rank that does not answer is there again by then, or known to be gone: its lease lapses after 10 s,
+# and it misses three health checks.
+_LARGER_RANK_S = 30.0
 
 
 class FailoverStream:
@@ -81,6 +87,8 @@ class FailoverStream:
         """
         while True:
             try:
+                if self._progress.outgrown_s is not None and (reason := self._moved_on()):
+                    return Output(finished=reason)
                 if self._progress.stream is None:
                     prompt = await self._hashed()
                     await self._turn(prompt)
@@ -88,9 +96,9 @@ class FailoverStream:
                         return Output(finished=FinishReason.ABORTED)
                     self._place(prompt)
                 assert self._progress.stream is not None
-                return await self._read(self._progress.stream)
+                return self._judged(await self._read(self._progress.stream))
             except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
-                if self._only_failed_ones_are_left(error):
+                if self._may_wait(error):
                     await self._give_time(error)
                 else:
                     self._leave(error)
@@ -103,11 +111,36 @@ class FailoverStream:
         self._remaining_s()  # though there be tokens
         return await stream.next(all_at_once=not self._checked.sampling.stop)
 
+    def _judged(self, output: Output) -> Output:
+        """Its rank may have ended the request for no other reason than that its pool is at its end."""
+        if output.finished is not FinishReason.LENGTH:
+            return output
+        progress = self._progress
+        assert progress.placed is not None
+        reason = self._length_means(len(output.token_ids))
+        if reason is None and not self._can_move(progress.placed):
+            reason = FinishReason.CAPACITY
+        if reason is None:
+            progress.outgrown_s = self._clock()
+        return replace(output, finished=reason)
+
+    def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
+        """To the client; see pool_ends.py. `new_tokens` are not noted yet."""
+        num_output = len(self._progress.output_ids) + new_tokens
+        num_tokens, most = len(self._prompt.ids) + num_output, self._checked.sampling.max_tokens
+        return self._cluster.length_means(num_tokens, num_output, most)
+
+    def _can_move(self, placed: Placed) -> bool:
+        """With the output so far."""
+        return placed.moves_penalties or not self._checked.sampling.penalizes
+
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
         began = self._clock()
-        ids = self._prompt.ids + array("I", self._progress.output_ids)
-        prompt = await self._cluster.hash(ids, self._checked.tenant)
+        output_ids, most = self._progress.output_ids, self._checked.sampling.max_tokens
+        ids = self._prompt.ids + array("I", output_ids)
+        more_tokens = None if most is None else most - len(output_ids)
+        prompt = await self._cluster.hash(ids, self._checked.tenant, more_tokens)
         self._progress.route_s += self._clock() - began
         return prompt
 
@@ -126,6 +159,7 @@ class FailoverStream:
         placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded), max_wait_s)
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed), self._prompt)
+        progress.outgrown_s = None
         self._cluster.sent(checked.request_id, checked.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
@@ -147,18 +181,36 @@ class FailoverStream:
         traceparent = telemetry.traceparent(self._progress.span)
         return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
 
-    def _leave(self, error: IsthmusError) -> None:
-        """Give up the ranks that failed; raise when nothing is left to try."""
+    def _withdraw(self) -> Placed | None:
+        """From the ranks that it is with."""
         progress = self._progress
         placed, stream = progress.placed, progress.stream
         progress.stream = progress.placed = None
         if stream is not None:
             stream.close()
         self._cluster.ended(self._checked.request_id)
+        if placed is not None and len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
+            progress.begin_anew()
+        return placed
+
+    def _moved_on(self) -> FinishReason | None:
+        """From a rank that did all it could. The reason to end instead, if the larger rank is gone by now."""
+        if self._progress.stream is None:  # it has been waiting for that one
+            return self._length_means()
+        progress, placed = self._progress, self._withdraw()
+        assert placed is not None
+        left, num_tokens = placed.decision.chosen.decode.id, len(self._prompt.ids) + len(progress.output_ids)
+        progress.span.add_event("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
+        self._metrics.outgrew()
+        telemetry.event(log, "request_moved_on", request_id=progress.request_id, left=left, tokens=num_tokens)
+        return None
+
+    def _leave(self, error: IsthmusError) -> None:
+        """Give up the ranks that failed; raise when nothing is left to try."""
+        progress = self._progress
+        placed = self._withdraw()
         if placed is None or isinstance(error, NoCapacity):
             raise error
-        if len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
-            progress.begin_anew()
         progress.failures += 1
         chosen = placed.decision.chosen
         if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
@@ -168,7 +220,7 @@ class FailoverStream:
         progress.excluded.add(failed.key)
         self._cluster.failed(failed)
         progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
-        if progress.output_ids and self._checked.sampling.penalizes and not placed.moves_penalties:
+        if progress.output_ids and not self._can_move(placed):
             raise Unavailable(
                 "the answer was cut off and cannot go on elsewhere, for this engine counts penalties over "
                 f"its own output alone: send the request again ({error})"
@@ -185,10 +237,14 @@ class FailoverStream:
             error=repr(str(error)),
         )
 
-    def _only_failed_ones_are_left(self, error: IsthmusError) -> bool:
+    def _may_wait(self, error: IsthmusError) -> bool:
+        """Only ranks that failed this request are left, or larger ones that cannot be had at present."""
         progress = self._progress
-        nobody = progress.placed is None and isinstance(error, Unavailable)
-        return nobody and bool(progress.excluded) and not progress.gave_time
+        if progress.placed is not None or not isinstance(error, Unavailable):
+            return False
+        if progress.outgrown_s is not None:
+            return self._clock() < progress.outgrown_s + _LARGER_RANK_S
+        return bool(progress.excluded) and not progress.gave_time
 
     async def _give_time(self, error: IsthmusError) -> None:
         """Let ranks that failed this request be chosen once more: a lost stream is soon there again.

@@ -105,7 +105,7 @@ class Generator:
         """
         checked = self._check(request)
         encoded = await self._encoder().encode(request)
-        prompt = await self._cluster.hash(encoded.ids, checked.tenant)
+        prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
 
@@ -250,6 +250,7 @@ class Generator:
             decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
             prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
             completion_tokens=len(progress.output_ids),
+            finish=progress.finish_reason.value if progress.finish_reason else "-",
             kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
             ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
             transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",

@@ -10,7 +10,7 @@ from services import telemetry
 from services.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
 from services.index.mirror import Mirror
 from services.kv.types import Plan, RankId, Role
-from services.request import Admitted
+from services.request import Admitted, FinishReason
 from services.router.cluster import Cluster, Placed
 from services.router.gen_ai import GenAiMetrics
 from services.router.key_refusals import FRONTS, REASONS
@@ -120,12 +120,18 @@ class RouterMetrics:
         self._saved = Counter("isthmus_kv_saved_bytes", "KV bytes that needed not cross.", registry=registry)
         self._moves = Counter(
             "isthmus_request_moves",
-            "Times a request left a failed rank: retry, before its first token, or migration, after it.",
+            "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
+            "one whose pool held no more of it (outgrown).",
             ["kind"],
             registry=registry,
         )
-        for kind in ("retry", "migration"):
+        for kind in ("retry", "migration", "outgrown"):
             self._moves.labels(kind)
+        self._cut_off = Counter(
+            "isthmus_cut_off_answers",
+            "Answers that ended before max_tokens and the model's context: no rank's pool held more of them.",
+            registry=registry,
+        )
         self._hits = _HitMetrics(registry)
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
 
@@ -168,6 +174,10 @@ class RouterMetrics:
     def moved(self, progress: Progress) -> None:
         self._moves.labels("retry" if progress.first_token_s is None else "migration").inc()
 
+    def outgrew(self) -> None:
+        """A request left a rank whose pool held no more of it."""
+        self._moves.labels("outgrown").inc()
+
     def admitted(self, placed: Placed, admitted: Admitted) -> None:
         """Account for the first placement of a request, as its usage does."""
         self._prompt.inc(admitted.prompt_tokens)
@@ -188,6 +198,7 @@ class RouterMetrics:
         # "finished" without a token: aborted.
         if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
             self._abandoned.observe(took_s)
+        self._cut_off.inc(progress.finish_reason is FinishReason.CAPACITY)
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()
         self._duration.observe(took_s, telemetry.exemplar(progress.span))

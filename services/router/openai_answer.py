@@ -13,7 +13,12 @@ Json = dict[str, Any]
 TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes | None]
 
-_FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+# Clients that know an enumeration fail of any other word. `isthmus.finish_reason` tells the last two apart.
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CAPACITY: "length",
+}
 _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}
 
 
@@ -147,6 +152,7 @@ def isthmus_json(finish: generation_pb2.Finish) -> Json:
     """What OpenAI has no place for: where the request ran and what crossed the isthmus."""
     usage, placement = finish.usage, finish.placement
     return {
+        "finish_reason": common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
         "plan": _PLANS.get(placement.plan),
         "decode_rank": _rank_name(placement.decode) if placement.HasField("decode") else None,
         "prefill_rank": _rank_name(placement.prefill) if placement.HasField("prefill") else None,

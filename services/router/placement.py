@@ -16,6 +16,7 @@ from services.errors import Unavailable
 from services.kv.types import Plan
 from services.router.admission import refusal
 from services.router.candidates import Candidate, DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.pool_ends import holding_all
 from services.router.price import Bandwidth, Option, Priced, PriceList, Receiver, Sender, Weights
 from services.router.shortlist import best_few, least_crowded_first, shortlist
 from services.router.versions import able_to_pair
@@ -90,6 +91,7 @@ def place(
         if request.max_wait_s < (wait_s := shortest_wait_s(request, decodes, prefills)) < inf:
             raise refusal(wait_s, request.max_wait_s)
         decodes, prefills = pass_over(request, decodes, prefills)
+    decodes = holding_all(request, decodes)
     open_decodes = [decode for decode in decodes if not decode.excluded]
     open_prefills = [prefill for prefill in prefills if not prefill.excluded]
     if not open_decodes:

@@ -26,6 +26,7 @@ from services.router.load_order import Load, LoadOrder
 from services.router.others import Lately, Presence, Reported, traffic
 from services.router.outcomes import Outcomes
 from services.router.placement import Decision, Nowhere, place
+from services.router.pool_ends import TOO_SMALL
 from services.router.price import Weights
 from services.router.queues import Queues
 from services.router.shares import Share
@@ -59,6 +60,7 @@ class Asked:
     pinned: RankKey | None
     exclusion: Callable[[Registration], str]
     max_wait_s: float = math.inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says
 
 
 _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
@@ -90,6 +92,7 @@ class Placer:
         self._balance = balance
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
+        self._longest_tokens = self._shortest_tokens = 0  # that a decode rank holds of one request
         self._draining: frozenset[RankKey] = frozenset()
         self._apart: frozenset[RankKey] = frozenset()  # their layout is another
         self._share = Share()
@@ -100,6 +103,8 @@ class Placer:
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """Those that there are now, of each role in the order of their keys."""
         self._decodes, self._prefills = self._side(decodes), self._side(prefills)
+        staying = [rank.max_context_tokens for rank in decodes if not rank.draining]
+        self._longest_tokens, self._shortest_tokens = max(staying, default=0), min(staying, default=0)
         self._reported = Reported()
         for key in self._decodes.ranks:
             self._count(key)
@@ -121,10 +126,23 @@ class Placer:
         """Choose the ranks and the plan. Raises as placement.place."""
         self.check_waits(asked)
         try:
-            return self._place(asked, tie, self._few)
+            return self._place(self._where_it_fits(asked), tie, self._few)
         except IsthmusError:
             # Those looked at are excluded: look at all of them, and say what is wrong with each.
             return self._place(asked, tie, self._all)
+
+    def _where_it_fits(self, asked: Asked) -> Asked:
+        """The same, of the ranks that hold all of it where there are such and others. Of many ranks a few are
+        looked at, and those are to be among them."""
+        most = asked.most_tokens
+        if most is None or not self._shortest_tokens < most <= self._longest_tokens:
+            return asked
+
+        def exclusion(rank: Registration) -> str:
+            fits = rank.role is not Role.DECODE or rank.max_context_tokens >= most
+            return asked.exclusion(rank) or ("" if fits else TOO_SMALL)
+
+        return replace(asked, exclusion=exclusion)
 
     def check_waits(self, asked: Asked) -> None:
         """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
@@ -160,7 +178,7 @@ class Placer:
 
     def _price_s(self, asked: Asked, tie: float) -> float:
         try:
-            return self._place(asked, tie, self._few).chosen.total_s
+            return self._place(self._where_it_fits(asked), tie, self._few).chosen.total_s
         except IsthmusError:
             return math.inf  # placing it will say why
 
@@ -182,7 +200,7 @@ class Placer:
     def _looked_at(
         self, asked: Asked, find: Callable[[_Side, Asked], Iterator[_Found]]
     ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
-        layout = self._layout
+        layout, most = self._layout, asked.most_tokens
         request = PlacementRequest(
             prompt_tokens=asked.prompt_tokens,
             kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
@@ -190,6 +208,8 @@ class Placer:
             pinned=asked.pinned,
             plans=asked.plans,
             max_wait_s=asked.max_wait_s,
+            most_tokens=most if most is not None and most <= self._longest_tokens else None,
+            longest_tokens=self._longest_tokens,
         )
         self._note_others()
         others = self._others_tokens(self._decodes)
@@ -230,6 +250,11 @@ class Placer:
         yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
         least_loaded = (key for key in order if self._may_serve(side.ranks[key], asked))
         yield from islice(least_loaded, _LEAST_LOADED)
+        if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
+            roomiest = (key for key in order if self._holds_most(side.ranks[key]))
+            yield from islice(
+                (key for key in roomiest if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED
+            )
         if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
             yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
@@ -291,6 +316,7 @@ class Placer:
             own=own,
             queue_wait_s=self._balance.queue_wait_s(key),
             compute_wait_s=now.compute_wait_s,
+            holds_tokens=rank.max_context_tokens,
             receives=key not in self._apart,
             handshake_version=rank.handshake_version,
         )
@@ -312,6 +338,7 @@ class Placer:
             matched_tokens=blocks * self._settings.index_block,
             own=own,
             compute_wait_s=now.compute_wait_s,
+            holds_tokens=rank.max_context_tokens,
             handshake_version=rank.handshake_version,
         )
 
@@ -323,6 +350,9 @@ class Placer:
         is_decode = rank.role is Role.DECODE
         wait_s = balance.queue_wait_s(key) if is_decode else balance.now(key).compute_wait_s
         return wait_s <= asked.max_wait_s
+
+    def _holds_most(self, rank: Registration) -> bool:
+        return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
 
     def _exclusion(self, rank: Registration, asked: Asked) -> str:
         if exclusion := asked.exclusion(rank):

@@ -3,7 +3,7 @@
     remote  T = wait_prefill + max(compute, transfer) + last_chunk + overhead + occupy + evict_prefill
                 + at_decode
     local   T = compute + occupy + at_decode
-    at_decode = wait_decode + wait_room + evict_decode + itl
+    at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
 
 occupy, evict and itl are what a request costs those that come after it or run beside it. Without them
 each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
@@ -11,7 +11,7 @@ each would take the rank that is best for itself, caches would fill with copies,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 from statistics import fmean
 from typing import NamedTuple
 
@@ -40,6 +40,9 @@ class Weights:
     # a copy behind; where that is less than half of the prompt, a part of the time to compute the copy.
     slack_ratio: float = 0.2
     slack_s: float = 0.05
+    # Of answers that may become longer than a rank's pool can hold, a part will: e to the minus (room there
+    # over this). So it is the mean length of answers, if they end at any token with the same probability.
+    usual_output_tokens: float = 512.0
     # The calls between the two ranks, whatever the size.
     remote_overhead_s: float = 0.005
 
@@ -101,6 +104,7 @@ class Receiver(NamedTuple):
     wait_s: float
     room_s: float  # until the delta has pages
     evict_s: float
+    outgrow_s: float  # to go on elsewhere when its pool is at its end, by how likely that is
     delta: int
     decode: DecodeCandidate
 
@@ -122,8 +126,8 @@ class PriceList:
         self.occupy = _occupy(weights, prefills)
         self.occupy_local = _occupy(weights, decodes)
         # Evicted KV will be computed again by whichever prefill rank is chosen one day, if there are any.
-        tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
-        self.evict_s_per_token = weights.evict_weight / tokens_per_s
+        self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
+        self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
 
     def sender(self, prefill: PrefillCandidate) -> Sender:
         rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
@@ -142,14 +146,22 @@ class PriceList:
     def receiver(self, decode: DecodeCandidate) -> Receiver:
         delta = max(0, self.request.prompt_tokens - decode.hit_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
-        lacking = delta - decode.free_tokens
+        outgrow_s, lacking = self.outgrow_s(decode), delta - decode.free_tokens
         if lacking <= 0:
-            return Receiver(wait_s, 0.0, 0.0, delta, decode)
+            return Receiver(wait_s, 0.0, 0.0, outgrow_s, delta, decode)
         # Sequences that end free at least as many tokens as were generated, one each in every step.
         shortage = max(0, lacking - decode.evictable_tokens)
         room_s = shortage * decode.step_s / max(1, decode.running)
         evicted = min(lacking, decode.evictable_tokens)
-        return Receiver(wait_s, room_s, evicted * self.evict_s_per_token, delta, decode)
+        return Receiver(wait_s, room_s, evicted * self.evict_s_per_token, outgrow_s, delta, decode)
+
+    def outgrow_s(self, decode: DecodeCandidate) -> float:
+        """Nothing where no rank holds more than this one, or all of it fits."""
+        request, holds = self.request, decode.holds_tokens
+        if holds >= (request.longest_tokens if request.most_tokens is None else request.most_tokens):
+            return 0.0
+        room = max(0, holds - request.prompt_tokens)
+        return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
 
     def local_terms(self, receiver: Receiver) -> dict[str, float]:
         decode = receiver.decode
@@ -161,6 +173,7 @@ class PriceList:
             "wait_room": receiver.room_s,
             "evict_decode": receiver.evict_s,
             "itl": self.weights.itl_weight * decode.running * compute_s,
+            "outgrow": receiver.outgrow_s,
         }
 
     def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
@@ -177,6 +190,7 @@ class PriceList:
             "wait_room": receiver.room_s,
             "evict_decode": receiver.evict_s,
             "itl": itl_s,
+            "outgrow": receiver.outgrow_s,
         }
 
     def transfer(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
@@ -196,7 +210,8 @@ class PriceList:
         """`fixed` and `overlapped` of a decode rank."""
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         wait_s, itl_s = self.beside(receiver)
-        return wait_s + receiver.room_s + receiver.evict_s + itl_s + last_chunk_s, transfer_s
+        at_decode_s = wait_s + receiver.room_s + receiver.evict_s + itl_s + receiver.outgrow_s
+        return at_decode_s + last_chunk_s, transfer_s
 
     def remote_s(self, receiver: Receiver, sender: Sender) -> float:
         bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)

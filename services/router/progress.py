@@ -51,6 +51,7 @@ class Progress:
     stages: Stages | None = None  # up to the first token
     last_tokens_at_s: float = 0.0  # when the last tokens came
     stream: OutputStream | None = None
+    outgrown_s: float | None = None  # when its rank held no more, while it is to go on at a larger one
     aborted: bool = False
     operation: str = "text_completion"  # or chat: what was asked for
     finish_reason: FinishReason | None = None

@@ -1,6 +1,7 @@
 """The Generation service: gRPC in front of the Generator."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -144,6 +145,8 @@ def _candidate(priced: Priced, chosen: bool, explained: Explained) -> generation
         prefill_hit_tokens=0 if prefill is None else prefill.hit_tokens,
         decode_indexed_tokens=decode.matched_tokens,
         prefill_indexed_tokens=0 if prefill is None else prefill.matched_tokens,
+        decode_context_tokens=_context_tokens(decode),
+        prefill_context_tokens=0 if prefill is None else _context_tokens(prefill),
         terms=[generation_pb2.CostTerm(name=name, seconds=seconds) for name, seconds in priced.terms],
         total_s=priced.total_s,
         pinned=explained.pinned == decode.id.key,
@@ -158,6 +161,7 @@ def _unpriced(rank: Candidate, explained: Explained) -> generation_pb2.Candidate
             decode=rank_id,
             decode_hit_tokens=rank.hit_tokens,
             decode_indexed_tokens=rank.matched_tokens,
+            decode_context_tokens=_context_tokens(rank),
             pinned=explained.pinned == rank.id.key,
             excluded=rank.excluded,
         )
@@ -165,8 +169,14 @@ def _unpriced(rank: Candidate, explained: Explained) -> generation_pb2.Candidate
         prefill=rank_id,
         prefill_hit_tokens=rank.hit_tokens,
         prefill_indexed_tokens=rank.matched_tokens,
+        prefill_context_tokens=_context_tokens(rank),
         excluded=rank.excluded,
     )
+
+
+def _context_tokens(rank: Candidate) -> int:
+    """0: it is bounded by nothing."""
+    return int(rank.holds_tokens) if rank.holds_tokens < math.inf else 0
 
 
 def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:

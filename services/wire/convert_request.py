@@ -27,6 +27,7 @@ _FINISH_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    FinishReason.CAPACITY: common_pb2.FINISH_REASON_CAPACITY,
 }
 _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 

@@ -56,6 +56,22 @@ def test_an_explanation_names_the_choice_the_reason_and_every_term():
     assert lines[-1] == "nothing anywhere: itl"
 
 
+def test_pools_are_shown_where_they_differ():
+    def of(decode_tokens, prefill_tokens):
+        other = {"decode": OTHER, "decode_context_tokens": 64, "excluded": "too small"}
+        home = {"decode": HOME, "decode_context_tokens": decode_tokens, "prefill": PREFILL}
+        candidates = [dict(other), {**home, "prefill_context_tokens": prefill_tokens}]
+        return generation_pb2.ExplainResponse(
+            candidates=[generation_pb2.Candidate(plan=common_pb2.PLAN_REMOTE, **c) for c in candidates]
+        )
+
+    rows = [line.split() for line in format_explanation(of(128, 99)).splitlines()]
+    assert ["d0/0", "decode", "0", "0", "64"] in rows and ["d0/1", "decode", "0", "0", "128"] in rows
+    assert ["p0/0", "prefill", "0", "0", "99"] in rows
+    rows = [line.split() for line in format_explanation(of(64, 99)).splitlines()]
+    assert ["d0/0", "decode", "0", "0"] in rows and ["p0/0", "prefill", "0", "0"] in rows
+
+
 def test_where_nothing_can_be_chosen_every_rank_says_why():
     reason = "no decode rank can take the request: 1 draining, 1 not connected"
     answer = generation_pb2.ExplainResponse(

@@ -53,6 +53,7 @@ class FakeCluster:
         decode=(2,),
         plans=("remote",),
         tls: Mapping = MappingProxyType({}),  # the tls_... settings of every service, and of our client
+        pools: Mapping[str, int] = MappingProxyType({}),  # pages, of workers that have not kv_pages
         **rank,
     ):
         endpoints = (etcd,) if isinstance(etcd, str) else etcd
@@ -68,6 +69,7 @@ class FakeCluster:
             **tls,
         )
         self.shape = {"prefill": prefill, "decode": decode}
+        self.pools = pools
         self.num_routers = routers
         self.ranks, self.routers, self.channels, self.stubs = {}, [], [], []
         self._stacks: dict[str, AsyncExitStack] = {}
@@ -95,7 +97,8 @@ class FakeCluster:
         await asyncio.gather(*(self.stop_rank(name) for name in list(self._stacks)))
 
     async def start_rank(self, role, worker, index, port=0):
-        config = replace(self.base, worker=worker, rank_index=index, port=port)
+        kv_pages = self.pools.get(worker, self.base.kv_pages)
+        config = replace(self.base, worker=worker, rank_index=index, port=port, kv_pages=kv_pages)
         own_id = own_rank_id(config)
         own_role = (decode_role if role == "decode" else prefill_role)(config, own_id)
         stack = AsyncExitStack()

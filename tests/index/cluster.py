@@ -46,6 +46,7 @@ def registration(worker: str = "d0", generation: int = 1, role: Role = Role.DECO
         engine="fake",
         model_path="/models/tiny",
         capabilities=("abort", "local"),
+        model_context_tokens=4096,
     )
 
 

@@ -15,6 +15,7 @@ from services.index.pins import Pin
 from services.index.prefix_index import PrefixIndex
 from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
 from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
+from services.request import FinishReason
 from services.router import connections
 from services.router.balance import Balance
 from services.router.cluster import Cluster, ClusterSettings
@@ -307,6 +308,24 @@ async def test_a_rank_that_drains_neither_forbids_a_plan_nor_lengthens_the_conte
     mirror.set(view(Role.DECODE, 1, max_context_tokens=64, draining=True))  # nobody stays
     assert cluster.max_context_tokens() == 500
     assert cluster._plans() == {Plan.REMOTE}
+
+
+async def test_the_models_context_is_that_of_the_rank_that_knows_most_of_it(cluster, mirror):
+    """Ranks from before they said so had no less than they hold; one that drains knows it too."""
+    mirror.set(view(Role.DECODE, 0, max_context_tokens=500), view(Role.DECODE, 1, max_context_tokens=64))
+    assert cluster.length_means(500, 9, None) is FinishReason.LENGTH
+    assert cluster.length_means(64, 9, None) is None
+    assert cluster.length_means(64, 9, 9) is FinishReason.LENGTH
+    said = {"max_context_tokens": 900, "model_context_tokens": 1_000}
+    mirror.set(view(Role.DECODE, 0, **said, draining=True))
+    assert cluster.length_means(64, 9, None) is FinishReason.CAPACITY
+    mirror.remove(D0)
+    mirror.remove(D1)
+    assert cluster.length_means(1_000, 9, None) is FinishReason.LENGTH  # what is known stays known
+    prompt = await cluster.hash(tuple(range(100)), "", 5_000)
+    mirror.set(view(Role.DECODE, 0, **said))
+    assert cluster._asked(prompt, "", frozenset()).most_tokens == 1_000
+    assert cluster._asked(await cluster.hash((1, 2), ""), "", frozenset()).most_tokens is None
 
 
 @pytest.mark.parametrize(("num_tokens", "is_excluded"), [(100, False), (101, True)])

@@ -7,7 +7,7 @@ from opentelemetry.trace import INVALID_SPAN
 
 from services.errors import ContextExceeded, InvalidRequest, IsthmusError, NoCapacity, Unavailable
 from services.kv.types import Generation, Plan, RankId
-from services.request import Admitted, Output, SamplingParams
+from services.request import Admitted, FinishReason, Output, SamplingParams
 from services.router.cluster import HashedPrompt
 from services.router.decode_client import DecodeRankLost, OutputStream
 from services.router.generation import Generator
@@ -77,7 +77,7 @@ class LosingCluster:
     def max_context_tokens(self):
         return 100
 
-    async def hash(self, ids, tenant):
+    async def hash(self, ids, tenant, more_tokens):
         return HashedPrompt(ids, 0, ())
 
     async def turn(self, prompt, conversation_id, excluded):
@@ -88,7 +88,8 @@ class LosingCluster:
         if len(self.excluded) == 6:
             raise InvalidRequest("enough")
         placed = MagicMock(prefill=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
-        placed.decision.chosen.prefill = None
+        placed.decision.reason, placed.decision.chosen.prefill = "cheapest", None
+        placed.decision.chosen.decode.hit_tokens = 0
         placed.decision.chosen.decode.id = RankId(f"d{len(self.excluded)}", 0, Generation(1))
         placed.client.start = self._start
         return placed
@@ -191,3 +192,68 @@ async def test_a_client_goes_before_others_only_as_far_as_the_operator_allows(
     if not is_let_in:
         assert str(raised.value).startswith(f"priority must be at most {max_priority}")
         metrics.rejected.assert_called_once_with(raised.value)
+
+
+class OutgrownCluster(LosingCluster):
+    """Each of its ranks ends a request with LENGTH after `num_tokens`; no other holds more than the third."""
+
+    def length_means(self, num_tokens, output_tokens, max_tokens):
+        assert num_tokens - output_tokens == 1 and output_tokens == self._num_tokens * len(self.excluded)
+        return FinishReason.CAPACITY if len(self.excluded) == 3 else None
+
+    def _start(self, command, prompt):
+        stream = OutputStream(MagicMock(), "r")
+        admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
+        for token_id in range(self._num_tokens):
+            finished = FinishReason.LENGTH if token_id == self._num_tokens - 1 else None
+            stream.put(Output((token_id,), admitted=None if token_id else admitted, finished=finished))
+        return stream
+
+    def finished(self, placed, all_ids):
+        pass
+
+
+async def outgrowing(tokenizer, cluster, on_response=lambda generator, got: None, **sampling):
+    """(tokens, how it finished)"""
+    generator = Generator(
+        "m", tokenizer, cluster, MagicMock(), max_attempts=1, max_wait_s=1.0, request_timeout_s=60.0
+    )
+    request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
+    got = []
+    async for response in generator.generate(request):
+        got.extend(response.token_ids)
+        on_response(generator, response)
+    return got, common_pb2.FinishReason.Name(response.finish.reason).removeprefix("FINISH_REASON_")
+
+
+async def test_at_the_end_of_a_pool_no_rank_is_to_blame(character_tokenizer):
+    """One token each is no progress, and no failure either."""
+    for num_tokens in (1, 2):
+        cluster = OutgrownCluster(num_tokens)
+        assert await outgrowing(character_tokenizer, cluster) == ([*range(num_tokens)] * 3, "CAPACITY")
+        assert cluster.excluded == [set()] * 3
+
+
+async def test_what_cannot_move_ends_with_the_pool(character_tokenizer):
+    cluster = OutgrownCluster(2, moves_penalties=False)
+    answer = await outgrowing(character_tokenizer, cluster, frequency_penalty=0.5)
+    assert answer == ([0, 1], "CAPACITY")
+    cluster = OutgrownCluster(2, moves_penalties=False)
+    assert await outgrowing(character_tokenizer, cluster) == ([0, 1] * 3, "CAPACITY")
+
+
+async def test_a_stop_string_that_ends_with_the_pool_ends_the_request(character_tokenizer):
+    cluster = OutgrownCluster(2)
+    stop = character_tokenizer.token_text(1)
+    assert await outgrowing(character_tokenizer, cluster, stop=[stop]) == ([0, 1], "STOP")
+    assert len(cluster.excluded) == 1
+
+
+async def test_an_abort_at_the_end_of_a_pool_is_heeded(character_tokenizer):
+    cluster = OutgrownCluster(1)
+
+    def abort(generator, response):
+        assert generator.abort(response.request_id) or response.HasField("finish")
+
+    assert await outgrowing(character_tokenizer, cluster, abort) == ([0], "ABORTED")
+    assert len(cluster.excluded) == 1

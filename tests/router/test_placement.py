@@ -30,6 +30,7 @@ def test_terms_of_a_remote_placement():
         "wait_room": 0.0,
         "evict_decode": 0.5 * 2_000 / 10_000,
         "itl": 0.05 * 4 * 0.02,
+        "outgrow": 0.0,
     }
 
 
@@ -44,6 +45,7 @@ def test_terms_of_a_local_placement():
         "wait_room": 0.0,
         "evict_decode": 0.0,
         "itl": 0.05 * 4 * 0.2,
+        "outgrow": 0.0,
     }
     assert decision.chosen.prefill is None
 

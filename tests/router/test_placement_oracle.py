@@ -1,7 +1,7 @@
 """Every way priced by the book: the choice is the best of them, or the home."""
 
 from dataclasses import replace
-from math import inf
+from math import exp, inf
 
 import pytest
 from hypothesis import assume, given, settings
@@ -18,6 +18,14 @@ def occupy(weights, ranks) -> float:
     return weights.occupy_weight * min(20, min(waits)[1])
 
 
+def outgrow(asked, weights, d, peers) -> float:
+    most = asked.longest_tokens if asked.most_tokens is None else asked.most_tokens
+    if most <= d.holds_tokens:
+        return 0.0
+    likely = exp(-max(0, d.holds_tokens - asked.prompt_tokens) / weights.usual_output_tokens)
+    return likely * d.holds_tokens * len(peers) / sum(peer.prefill_tokens_per_s for peer in peers)
+
+
 def book_price(asked, weights, d, p, able) -> float:
     decodes, prefills = able
     peers = prefills or decodes
@@ -25,7 +33,7 @@ def book_price(asked, weights, d, p, able) -> float:
     delta = max(0, asked.prompt_tokens - d.hit_tokens)
     lacking = max(0, delta - d.free_tokens)
     wait = d.pending_tokens / d.prefill_tokens_per_s
-    price = evict_s * min(lacking, d.evictable_tokens)
+    price = evict_s * min(lacking, d.evictable_tokens) + outgrow(asked, weights, d, peers)
     price += max(0, lacking - d.evictable_tokens) * d.step_s / max(1, d.running)
     if p is None:
         compute = (asked.prompt_tokens - min(d.hit_tokens, asked.prompt_tokens - 1)) / d.prefill_tokens_per_s
@@ -67,6 +75,13 @@ def in_time(asked, ranks, ways) -> list:
     """Without those at which one would wait too long either way."""
     waits = {rank.id: [wait for d, p, wait in ways if rank in (d, p)] for rank in ranks}
     return [rank for rank in ranks if not waits[rank.id] or min(waits[rank.id]) <= asked.max_wait_s]
+
+
+def holding(asked, ranks) -> list:
+    """Without decode ranks that cannot hold all of it, where one can."""
+    most = asked.most_tokens
+    roomy = [rank for rank in ranks if most is not None and rank.holds_tokens >= most]
+    return roomy or ranks
 
 
 def every_price(asked, weights, able, ways) -> dict:
@@ -113,6 +128,7 @@ waits = st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0, 2.5, 4.0])
 rates = st.sampled_from([5_000.0, 10_000.0]) | st.floats(500.0, 50_000.0)
 queues = st.sampled_from([0, 1, 1, 2, 30])
 RECEIVES = st.sampled_from([True, True, True, False])
+POOLS = st.sampled_from([inf, inf, 5_000, 8_000, 20_000])
 EXCLUDED = st.sampled_from(["", "", "", "draining", "failed"])
 
 
@@ -125,7 +141,13 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
     drawn = draw(st.lists(states, min_size=1, max_size=25))
     ranks = [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
     waiting = [
-        replace(rank, queue_wait_s=draw(waits), compute_wait_s=draw(waits), receives=draw(RECEIVES))
+        replace(
+            rank,
+            queue_wait_s=draw(waits),
+            compute_wait_s=draw(waits),
+            receives=draw(RECEIVES),
+            holds_tokens=draw(POOLS),
+        )
         for rank in ranks
     ]
     return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
@@ -158,6 +180,8 @@ def requests(draw) -> PlacementRequest:
         pinned=draw(st.none() | st.builds(RankKey, st.just("decode"), st.integers(0, 30))),
         plans=draw(st.sampled_from([REMOTE, LOCAL, REMOTE | LOCAL])),
         max_wait_s=draw(st.sampled_from([inf, inf, 0.5, 1.0, 3.0])),
+        most_tokens=draw(st.none() | st.sampled_from([6_000, 12_000])),
+        longest_tokens=draw(st.sampled_from([0, 8_000, 20_000])),
     )
 
 
@@ -174,8 +198,10 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
         decodes = [d if d.receives else replace(d, excluded="another layout") for d in decodes]
     able = able_ranks(asked, decodes, prefills)
     ways = every_way(asked, *able)
-    able = tuple(in_time(asked, ranks, ways) for ranks in able)
-    prices = every_price(asked, weights, able, ways)
+    decodes_in_time, prefills_in_time = (in_time(asked, ranks, ways) for ranks in able)
+    able = holding(asked, decodes_in_time), prefills_in_time
+    ways_there = [way for way in ways if way[0] in able[0]]
+    prices = every_price(asked, weights, able, ways_there)
     if not prices:
         with pytest.raises(NoCapacity if ways else Unavailable) as refused:
             choose(asked, decodes, prefills, weights=weights, tie=tie)

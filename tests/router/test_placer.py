@@ -28,6 +28,7 @@ from services.router.balance import Balance
 from services.router.others import NOBODY, Requests
 from services.router.placement import Nowhere
 from services.router.placer import Asked, Placer, PlacerSettings
+from services.router.pool_ends import TOO_SMALL
 from services.router.price import Weights
 from services.router.shares import Share
 
@@ -535,3 +536,42 @@ def test_prefill_computes_for_the_new_ranks_once_the_old_ones_drain(half):
     for rank in (*router.decodes[half:], *router.prefills[half:]):
         router.waits(rank, 0)  # put back
     assert place() == {1}
+
+
+def with_pools(router: Router, small: range, large_tokens: int = 100_000) -> None:
+    """Those decode ranks hold 5,000 tokens."""
+    router.decodes = [
+        replace(rank, max_context_tokens=5_000 if rank.id.rank in small else large_tokens)
+        for rank in router.decodes
+    ]
+    router.placer.set_ranks(router.decodes, router.prefills)
+
+
+@pytest.mark.parametrize("decodes", [2, 40])
+@pytest.mark.parametrize("plans", [BOTH, REMOTE])
+def test_of_many_ranks_those_that_hold_all_of_it_are_looked_at(decodes, plans):
+    """Though it is the busiest of all, and alone."""
+    router = Router(decodes, 2)
+    with_pools(router, range(decodes - 1))
+    router.waits(router.decodes[-1], 50_000)
+    fits, outgrows, fits_nowhere = 5_000, 5_001, 100_001
+    assert router.place(plans=plans, most_tokens=fits).chosen.decode.id.rank < decodes - 1
+    decision = router.place(plans=plans, most_tokens=outgrows)
+    assert decision.chosen.decode.id.rank == decodes - 1
+    assert router.place(plans=plans, most_tokens=fits_nowhere).chosen.decode.id.rank < decodes - 1
+    excluded = {c.excluded for c in router.placer.explain(router.asked(most_tokens=outgrows), 0.5).excluded}
+    assert excluded == {TOO_SMALL}
+
+    def no_large_one(rank: Registration) -> str:
+        return "failed" if rank.max_context_tokens > 5_000 and rank.role is Role.DECODE else ""
+
+    chosen = router.place(plans=plans, most_tokens=outgrows, exclusion=no_large_one).chosen
+    assert dict(chosen.terms)["outgrow"] > 0
+
+
+def test_of_many_ranks_the_roomiest_are_looked_at_where_nobody_says_how_long_it_becomes():
+    router = Router(40, 0)
+    with_pools(router, range(1, 40))
+    router.waits(router.decodes[0], 100)
+    assert router.place(prompt_tokens=4_999).chosen.decode.id.rank == 0
+    assert router.place(prompt_tokens=2_600).chosen.decode.id.rank != 0

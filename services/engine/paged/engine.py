@@ -117,6 +117,10 @@ class PagedEngine:
         return self._running_core.max_context_tokens
 
     @property
+    def model_context_tokens(self) -> int:
+        return self._running_core.runner.max_context_tokens
+
+    @property
     def vocab_size(self) -> int:
         return self._running_core.runner.vocab_size
 

@@ -48,6 +48,10 @@ class SglangRank:
     def max_context_tokens(self) -> int:
         return self._worker.max_context_tokens
 
+    @property
+    def model_context_tokens(self) -> int:
+        return self._worker.model_context_tokens
+
     async def start(self) -> None:
         await self._worker.start()
 

@@ -199,7 +199,6 @@ class SglangSettings:
         less of the pool than it reserves for output is not refused by its decode: it waits for ever, and
         whatever comes behind it.
         """
-        context = self._number(_CONTEXT, of_checkpoint)
         reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
         aside = max(2 * self.page_size, reserved if self.role is Role.DECODE else 0)
         pool_pages = self.num_pages - -(-aside // self.page_size)
@@ -208,7 +207,11 @@ class SglangSettings:
                 f"--kv-pages={self.num_pages}: nothing is left of {aside} tokens that SGLang sets aside; "
                 f"for a small pool lower --engine-arg={_RESERVED}"
             )
-        return min(context - _CONTEXT_ASIDE, pool_pages * self.page_size)
+        return min(self.model_context_tokens(of_checkpoint), pool_pages * self.page_size)
+
+    def model_context_tokens(self, of_checkpoint: int) -> int:
+        """Whatever the pool holds of it; as far as SGLang goes. Raises ConfigError."""
+        return self._number(_CONTEXT, of_checkpoint) - _CONTEXT_ASIDE
 
     def stretching(self, stated: int, context: int) -> tuple[list[str], dict[str, str]]:
         """Flags and environment for a context other than the `stated` max_position_embeddings: SGLang leaves

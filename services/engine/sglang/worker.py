@@ -67,6 +67,7 @@ class SglangWorker:
         )
         context = self.shape.max_context_tokens if self._stretched else self.shape.max_position_embeddings
         self.max_context_tokens = settings.max_context_tokens(context)
+        self.model_context_tokens = settings.model_context_tokens(context)
         self.stopping = False
         self._fingerprint = model_fingerprint(Path(settings.model_path))
         self._active: dict[tuple[int, int, int, int], Active] = {}

@@ -176,7 +176,7 @@ class CostTerm(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens")
+    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens", "decode_context_tokens", "prefill_context_tokens")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,8 @@ class Candidate(_message.Message):
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     DECODE_INDEXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INDEXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     plan: _common_pb2.Plan
@@ -201,7 +203,9 @@ class Candidate(_message.Message):
     excluded: str
     decode_indexed_tokens: int
     prefill_indexed_tokens: int
-    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ...) -> None: ...
+    decode_context_tokens: int
+    prefill_context_tokens: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., prefill_context_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("prompt_tokens", "candidates", "reason", "degraded", "pinned")

@@ -26,7 +26,7 @@ from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 from . import handshake_pb2 as isthmus_dot_v1_dot_handshake__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16isthmus/v1/index.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\x1a\x1aisthmus/v1/handshake.proto\"C\n\x06Schema\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bindex_block\x18\x02 \x01(\r\x12\x13\n\x0bhash_scheme\x18\x03 \x01(\t\"\xa5\x02\n\x0cRegistration\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.isthmus.v1.Role\x12(\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.KvLayout\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x06 \x03(\t\x12\x13\n\x0btotal_pages\x18\x07 \x01(\r\x12\x12\n\nmodel_path\x18\x08 \x01(\t\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x19\n\x11handshake_version\x18\x0b \x01(\r\"i\n\nPrefixHead\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_seq\x18\x03 \x01(\x04\x12\x17\n\x0fsnapshot_chunks\x18\x04 \x01(\r\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"R\n\x0ePrefixSnapshot\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05\x63hunk\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"l\n\x0bPrefixDelta\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\"N\n\x03Pin\x12\"\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankIdB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16isthmus/v1/index.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\x1a\x1aisthmus/v1/handshake.proto\"C\n\x06Schema\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bindex_block\x18\x02 \x01(\r\x12\x13\n\x0bhash_scheme\x18\x03 \x01(\t\"\xc3\x02\n\x0cRegistration\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.isthmus.v1.Role\x12(\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.KvLayout\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x06 \x03(\t\x12\x13\n\x0btotal_pages\x18\x07 \x01(\r\x12\x12\n\nmodel_path\x18\x08 \x01(\t\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x19\n\x11handshake_version\x18\x0b \x01(\r\x12\x1c\n\x14model_context_tokens\x18\x0c \x01(\r\"i\n\nPrefixHead\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_seq\x18\x03 \x01(\x04\x12\x17\n\x0fsnapshot_chunks\x18\x04 \x01(\r\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"R\n\x0ePrefixSnapshot\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05\x63hunk\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"l\n\x0bPrefixDelta\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\"N\n\x03Pin\x12\"\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankIdB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEMA']._serialized_start=91
   _globals['_SCHEMA']._serialized_end=158
   _globals['_REGISTRATION']._serialized_start=161
-  _globals['_REGISTRATION']._serialized_end=454
-  _globals['_PREFIXHEAD']._serialized_start=456
-  _globals['_PREFIXHEAD']._serialized_end=561
-  _globals['_PREFIXSNAPSHOT']._serialized_start=563
-  _globals['_PREFIXSNAPSHOT']._serialized_end=645
-  _globals['_PREFIXDELTA']._serialized_start=647
-  _globals['_PREFIXDELTA']._serialized_end=755
-  _globals['_PIN']._serialized_start=757
-  _globals['_PIN']._serialized_end=835
+  _globals['_REGISTRATION']._serialized_end=484
+  _globals['_PREFIXHEAD']._serialized_start=486
+  _globals['_PREFIXHEAD']._serialized_end=591
+  _globals['_PREFIXSNAPSHOT']._serialized_start=593
+  _globals['_PREFIXSNAPSHOT']._serialized_end=675
+  _globals['_PREFIXDELTA']._serialized_start=677
+  _globals['_PREFIXDELTA']._serialized_end=785
+  _globals['_PIN']._serialized_start=787
+  _globals['_PIN']._serialized_end=865
 # @@protoc_insertion_point(module_scope)
