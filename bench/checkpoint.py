@@ -1,9 +1,13 @@
-"""The checkpoint that benchmarks run: float32, random weights."""
+"""The checkpoint that benchmarks run: float32, random weights.
 
+python -m bench.checkpoint DIR [--layers ... --hidden ...]      for several of them: --checkpoint=DIR
+"""
+
+import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from services.cli.make_model import make_model
@@ -21,16 +25,36 @@ class Size:
 
 
 @contextmanager
-def checkpoint(size: Size) -> Iterator[Path]:
-    """A checkpoint directory that is there while the context is."""
-    with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as directory:
-        make_model(
-            Path(directory),
-            "llama",
-            hidden_size=size.hidden,
-            num_layers=size.layers,
-            num_heads=size.heads,
-            num_kv_heads=size.kv_heads,
-            max_context_tokens=size.max_context_tokens,
-        )
-        yield Path(directory)
+def checkpoint(size: Size, directory: Path | None = None) -> Iterator[Path]:
+    """`directory`, if one was made before; else a new one of that size, there while the context is."""
+    if directory is not None:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as temporary:
+        write(Path(temporary), size)
+        yield Path(temporary)
+
+
+def write(directory: Path, size: Size) -> None:
+    make_model(
+        directory,
+        "llama",
+        hidden_size=size.hidden,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        max_context_tokens=size.max_context_tokens,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the checkpoint that several benchmarks will run.")
+    parser.add_argument("directory", type=Path)
+    for name, default in asdict(Size()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    arguments = vars(parser.parse_args())
+    write(arguments.pop("directory"), Size(**arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--dtype", help="default: float32 on the CPU, else bfloat16")
+    parser.add_argument("--checkpoint", type=Path, help="run this one, not one made for the run")
     parser.add_argument("--layers", type=int, help=f"of the model; default {LARGE.layers}")
     parser.add_argument("--hidden", type=int, help=f"default {LARGE.hidden}")
     parser.add_argument("--heads", type=int, help=f"query heads; default {LARGE.heads}")
@@ -168,7 +169,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     pages = arguments.pages or pool_pages(chosen, page_size, arguments.seed)
     size = model_size(arguments)
-    with checkpoint(size) as directory:
+    with checkpoint(size, arguments.checkpoint) as directory:
         settings = RankSettings(
             model_path=str(directory),
             decode_pages=pages,
@@ -201,7 +202,7 @@ def main() -> None:
     print(table(raw))
     print(f"\n{table([compared])}\n\n{table(verdicts(arguments.workload, compared))}")
     if arguments.json is not None:
-        settings_row: Row = {k: v for k, v in vars(arguments).items() if k != "json"} | {
+        settings_row: Row = {k: v for k, v in vars(arguments).items() if k not in ("json", "checkpoint")} | {
             "device": str(arguments.device)
         }
         settings_row |= {"decode_pages": pages, "rounds": rounds, "load_at_start": load}

@@ -1,6 +1,6 @@
 """What a step of the torch engine costs beside `transformers` with its own cache, on the same checkpoint.
 
-    python -m bench.engine --json FILE
+    python -m bench.engine --json FILE [--device cuda]
 
 Decode: a batch of sequences with the same context, one token each. *plain* is our runner with private
 pages, so that every sequence attends by itself; *shared* has the context in common and attends to it
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from bench.checkpoint import Size, checkpoint
+from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
@@ -130,9 +131,8 @@ class Transformers:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        outputs = self._model(
-            input_ids=torch.tensor(self._ids)[:, None], past_key_values=self._cache, logits_to_keep=1
-        )
+        token_ids = torch.tensor(self._ids, device=self._model.device)
+        outputs = self._model(input_ids=token_ids[:, None], past_key_values=self._cache, logits_to_keep=1)
         self._ids = outputs.logits[:, -1].argmax(-1).tolist()
         return self._ids
 
@@ -237,14 +237,15 @@ def prefill(runner: TorchRunner, prompt: Sequence[int], pages: list[PageId], chu
 @torch.inference_mode()
 def prefill_with_transformers(model: PreTrainedModel, prompt: Sequence[int]) -> int:
     cache = DynamicCache(config=model.config)
-    outputs = model(input_ids=torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
+    token_ids = torch.tensor([prompt], device=model.device)
+    outputs = model(input_ids=token_ids, past_key_values=cache, logits_to_keep=1)
     return int(outputs.logits[0, -1].argmax())
 
 
-def sampling_rows(plan: Plan, seed: int) -> list[Row]:
+def sampling_rows(plan: Plan, seed: int, device: torch.device) -> list[Row]:
     generator = torch.Generator().manual_seed(seed)
     shape = (max(SAMPLING_BATCHES), SAMPLING_VOCAB_SIZE)
-    logits = 3 * torch.randn(shape, generator=generator)
+    logits = (3 * torch.randn(shape, generator=generator)).to(device)
     history = torch.randint(SAMPLING_VOCAB_SIZE, (SAMPLING_HISTORY,), generator=generator).tolist()
     return [
         _sampling_row(case, params, logits[:batch], history, plan.rounds)
@@ -274,14 +275,33 @@ def goals(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def run(size: Size, plan: Plan, num_threads: int, seed: int) -> tuple[list[Row], list[Row]]:
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What both sides compute on, and in; `dtype` None is the checkpoint's, float32."""
+
+    device: torch.device
+    dtype: str | None
+    num_threads: int
+
+
+def run(
+    size: Size, plan: Plan, where: Where, seed: int, directory: Path | None = None
+) -> tuple[list[Row], list[Row]]:
+    """Of the checkpoint in `directory`, or of one made for this, of that size."""
     disable_progress_bar()
-    with checkpoint(size) as directory:
+    with checkpoint(size, directory) as chosen:
         runner = TorchRunner(
-            directory, num_pages=plan.num_pages, page_size=plan.page_size, num_threads=num_threads
+            chosen,
+            device=str(where.device),
+            dtype=where.dtype,
+            num_pages=plan.num_pages,
+            page_size=plan.page_size,
+            num_threads=where.num_threads,
         )
-        model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
-    runner._pool.kv.normal_(generator=torch.Generator().manual_seed(seed))
+        dtype = getattr(torch, where.dtype or "float32")
+        model = AutoModelForCausalLM.from_pretrained(chosen, attn_implementation="sdpa", dtype=dtype)
+        model = model.to(where.device).eval()
+    runner._pool.kv.normal_(generator=torch.Generator(where.device).manual_seed(seed))
     rows = decode_rows(runner, model, plan)
     return rows, prefill_rows(runner, model, plan, random.Random(seed))
 
@@ -302,6 +322,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--num-threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
+    parser.add_argument("--dtype", help="default: float32 on the CPU, else bfloat16")
+    parser.add_argument("--checkpoint", type=Path, help="run this one, not one made for the run")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     size = Size(arguments.layers, arguments.hidden, max(*arguments.contexts, *arguments.prompts) + 1024)
@@ -314,13 +337,16 @@ def main() -> None:
         arguments.chunk_size,
     )
     load = os.getloadavg()[0]
-    decode, prefills = run(size, plan, arguments.num_threads, arguments.seed)
-    samplings = sampling_rows(plan, arguments.seed)
-    met = goals(decode)
+    dtype = arguments.dtype or ("bfloat16" if arguments.device.type == "cuda" else None)
+    where = Where(arguments.device, dtype, arguments.num_threads)
+    decode, prefills = run(size, plan, where, arguments.seed, arguments.checkpoint)
+    samplings = sampling_rows(plan, arguments.seed, where.device)
+    met = goals(decode) if where.device.type == "cpu" else []  # they were set for a CPU
     print("\n\n".join(table(rows) for rows in (decode, prefills, samplings, met) if rows))
     print(f"\nload average when it began: {load:.1f}; torch threads: {arguments.num_threads}")
     if arguments.json is not None:
-        settings = {k: v for k, v in vars(arguments).items() if k != "json"} | {"load_at_start": load}
+        settings: Row = {k: v for k, v in vars(arguments).items() if k not in ("json", "checkpoint")}
+        settings |= {"device": str(where.device), "dtype": where.dtype or "float32", "load_at_start": load}
         write_json(arguments.json, "engine", settings, [*decode, *prefills, *samplings, *met])
 
 

@@ -154,41 +154,50 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return _guarded(handler, handler_call_details.method)
 
 
+_Receive = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+
+
 def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
-    names = {
-        (False, False): "unary_unary",
-        (False, True): "unary_stream",
-        (True, False): "stream_unary",
-        (True, True): "stream_stream",
-    }
-    name = names[bool(handler.request_streaming), bool(handler.response_streaming)]
-    behavior = getattr(handler, name)
-    is_generator = inspect.isasyncgenfunction(behavior)
-    guard = _guarded_generator if is_generator else _guarded_coroutine
-    if handler.request_streaming:
-        guarded, parse = guard(behavior, method), handler.request_deserializer
-    else:  # read within the guard: what grpc.aio's own reading raises is UNKNOWN to the client
-        guarded, parse = guard(_reading(behavior, handler.request_deserializer), method), None
-    return getattr(grpc, f"{name}_rpc_method_handler")(guarded, parse, handler.response_serializer)
+    """Always as a handler of many messages: the one of others is read within the guard. grpc.aio's own
+    reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes that are no
+    message. On the wire there is no difference."""
+    answers = "stream" if handler.response_streaming else "unary"
+    asks = "stream" if handler.request_streaming else "unary"
+    behavior = getattr(handler, f"{asks}_{answers}")
+    receive: _Receive = _as_it_comes
+    parse = handler.request_deserializer
+    if not handler.request_streaming:
+        receive, parse = _only_message(parse), None
+    guard = _guarded_generator if inspect.isasyncgenfunction(behavior) else _guarded_coroutine
+    make_handler = getattr(grpc, f"stream_{answers}_rpc_method_handler")
+    return make_handler(guard(behavior, receive, method), parse, handler.response_serializer)
 
 
-def _reading(behavior: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:
-    """`behavior` for a message that is yet to be read. Raises InvalidRequest when called with another."""
+async def _as_it_comes(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+    return messages
 
-    def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+
+def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
+    """Raises InvalidRequest when there is none, or one that cannot be read."""
+
+    async def receive(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+        raw = await context.read()
+        if raw is grpc.aio.EOF:
+            raise InvalidRequest("the call ended without a message")
         try:
-            request = parse(raw)
+            return parse(raw)
         except DecodeError as error:  # text that is no UTF-8, for one
             raise InvalidRequest(f"the message cannot be read: {error}") from error
-        return behavior(request, context)
 
-    return call
+    return receive
 
 
-def _guarded_coroutine(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _guarded_coroutine(
+    behavior: Callable[..., Awaitable[Any]], receive: _Receive, method: str
+) -> Callable[..., Awaitable[Any]]:
+    async def call(messages: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(await receive(messages, context), context)
         except Exception as error:
             return await _answer(context, method, error)
 
@@ -196,10 +205,11 @@ def _guarded_coroutine(behavior: Callable[..., Awaitable[Any]], method: str) -> 
 
 
 def _guarded_generator(
-    behavior: Callable[..., AsyncGenerator[Any, None]], method: str
+    behavior: Callable[..., AsyncGenerator[Any, None]], receive: _Receive, method: str
 ) -> Callable[..., AsyncGenerator[Any, None]]:
-    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+    async def stream(messages: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         try:
+            request = await receive(messages, context)
             async with contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import Default
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -18,7 +19,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from certificates import make_certificates
 from services import errors, rpc
 from services.ports import free_ports
-from services.wire.isthmus.v1 import decode_pb2, generation_pb2, generation_pb2_grpc
+from services.wire.isthmus.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    prefill_pb2_grpc,
+)
 
 EVERY_ERROR = [
     cls
@@ -78,6 +85,11 @@ async def serving(service, tls=None, client_tls=None, is_serving=True):
         await server.stop()
 
 
+def told(caplog):
+    """What was logged, but for what asyncio says of loops of tests before, to which gRPC still has news."""
+    return [record for record in caplog.records if record.name != "asyncio"]
+
+
 def stub_of(channel):
     return generation_pb2_grpc.GenerationStub(channel)
 
@@ -133,7 +145,54 @@ async def test_a_message_that_cannot_be_read_is_the_callers_mistake(method, kind
         answer = getattr(channel, kind)(f"/isthmus.v1.Generation/{method}")(b"\x0a\x01\xff")  # is no UTF-8
         assert await answer.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "the message cannot be read" in await answer.details()
-    assert not caplog.records
+    assert not told(caplog)
+
+
+TAKE_ONE_MESSAGE = [
+    (module, service, method)
+    for module, name in (
+        (generation_pb2_grpc, "isthmus.v1.Generation"),
+        (prefill_pb2_grpc, "isthmus.v1.Prefill"),
+        (decode_pb2_grpc, "isthmus.v1.Decode"),
+        (health_pb2_grpc, "grpc.health.v1.Health"),
+    )
+    for service in [Default().FindServiceByName(name)]
+    for method in service.methods
+    if not method.client_streaming
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "service", "method"), TAKE_ONE_MESSAGE, ids=lambda value: getattr(value, "name", "")
+)
+async def test_a_call_that_ends_without_a_message_is_answered(module, service, method, caplog):
+    """grpc.aio lets a handler of one message wait for ever then: neither it nor the client hears anything."""
+
+    def register(server):
+        if service.name != "Health":  # every server has it
+            servicer = getattr(module, f"{service.name}Servicer")()
+            getattr(module, f"add_{service.name}Servicer_to_server")(servicer, server)
+
+    server = await rpc.open_server("localhost:0", register, [])
+    try:
+        async with rpc.open_channel(f"localhost:{server.port}") as channel:
+            call = channel.stream_stream(f"/{service.full_name}/{method.name}")(timeout=20)
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "without a message" in await call.details()
+    finally:
+        await server.stop()
+    assert not told(caplog)
+
+
+async def test_a_client_that_leaves_before_its_message_leaves_nothing_behind(caplog):
+    async with serving(Service()) as (_, channel):
+        for method in ("Abort", "Generate"):
+            call = channel.stream_stream(f"/isthmus.v1.Generation/{method}")()
+            await asyncio.sleep(0.05)  # until the server has it
+            call.cancel()
+        assert (await stub_of(channel).Abort(generation_pb2.AbortRequest(), timeout=10)).found
+    assert not told(caplog)
 
 
 async def test_an_unexpected_exception_is_logged_and_says_nothing_outside(caplog):

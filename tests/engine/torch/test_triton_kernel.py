@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import tiny_checkpoint
+from engine.torch.kernel_cases import Layout, attended, expected_attention, single_token, steps
 from reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.runner import Chunk
 from services.engine.torch import runner as torch_runner
@@ -36,60 +37,6 @@ def attend_parts():
     return attend_parts
 
 
-def single_token(end, pages):
-    return Chunk([0], end - 1, pages, sample=False, sampling=SamplingParams())
-
-
-@st.composite
-def steps(draw):
-    """Single tokens whose pages are a tree's: each reader goes down some levels, then reads alone."""
-    page_size = draw(st.sampled_from([1, 4, 16, 48]))
-    depth = draw(st.integers(0, 3))
-    levels = [draw(st.integers(1, 3)) for _ in range(depth)]
-    next_page, prefixes = 0, [[]]
-    for num_pages in levels:
-        prefixes.append([*prefixes[-1], *range(next_page, next_page + num_pages)])
-        next_page += num_pages
-    chunks = []
-    for _ in range(draw(st.integers(1, 20))):
-        prefix = draw(st.sampled_from(prefixes))
-        # One token, pages that are exactly full, and what lies between.
-        own = draw(st.one_of(st.sampled_from([1, page_size, 2 * page_size]), st.integers(1, 3 * page_size)))
-        end_page = next_page - (-own // page_size)
-        chunks.append(single_token(len(prefix) * page_size + own, [*prefix, *range(next_page, end_page)]))
-        next_page = end_page
-    order = draw(st.permutations(range(next_page)))
-    shuffled = [single_token(c.end, [order[page] for page in c.pages]) for c in chunks]
-    return page_size, next_page, shuffled
-
-
-def expected_attention(kv, chunks, query, scaling):
-    """Of layer 1, sequence by sequence, in float64."""
-    page_size = kv.shape[4]
-    group = query.shape[1] // kv.shape[3]
-    outputs = []
-    for chunk, own in zip(chunks, query.double(), strict=True):
-        slots = [(chunk.pages[p // page_size], p % page_size) for p in range(chunk.end)]
-        k, v = (
-            torch.stack([kv[page, 1, which, :, slot] for page, slot in slots], 1)
-            .double()
-            .repeat_interleave(group, 0)
-            for which in (0, 1)
-        )
-        scores = torch.einsum("hd,htd->ht", own, k) * scaling
-        outputs.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
-    return torch.stack(outputs)
-
-
-def forget_what_nobody_knows(kv, chunks):
-    """NaN in all slots past the ends."""
-    known = torch.zeros(kv.shape[0], kv.shape[4], dtype=torch.bool)
-    for chunk in chunks:
-        for position in range(chunk.end):
-            known[chunk.pages[position // kv.shape[4]], position % kv.shape[4]] = True
-    kv.masked_fill_(~known[:, None, None, None, :, None], torch.nan)
-
-
 @settings(max_examples=40)
 @given(
     step=steps(),
@@ -100,18 +47,9 @@ def forget_what_nobody_knows(kv, chunks):
     seed=st.integers(0, 99),
 )
 def test_it_computes_what_float64_does(attend_parts, step, group, head_dim, dtype, num_programs, seed):
-    page_size, num_pages, chunks = step
-    num_kv_heads = 2
-    generator = torch.Generator().manual_seed(seed)
-    kv = torch.randn(num_pages, 2, 2, num_kv_heads, page_size, head_dim, generator=generator).to(dtype)
-    forget_what_nobody_knows(kv, chunks)
-    query = torch.randn(len(chunks), num_kv_heads * group, head_dim, generator=generator).to(dtype)
-    view = view_step(kv, chunks, OnDevice(attend_parts, num_kv_heads * group, num_programs)).decode
-    output = torch.full_like(query, torch.nan)
-    attend_parts(view, query, kv, 1, 0.3, output)
-    expected = expected_attention(kv, chunks, query, 0.3)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    layout = Layout(dtype, head_dim, group)
+    output, expected = attended(attend_parts, step, layout, num_programs, seed)
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

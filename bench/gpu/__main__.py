@@ -1,0 +1,240 @@
+"""On a fresh GPU host, in one command and without a network: what runs on CUDA, is it right, how fast is it.
+
+    make gpu WHEELS=DIR [JSON=FILE]          DIR: filled by `make gpu-wheels` where there is a network
+
+    look       Python, torch, the GPU; which packages are missing, or in a version that will not do
+    install    those, from DIR, into a folder that goes away again: nothing of the host is changed
+    parts      one process each (bench/gpu/parts.py). Each says how it ended when it ends; what fails or takes
+               too long stops no other. A model of a billion parameters is made beside the first ones
+    summary    a table, and --json FILE: all figures; the exit code is 1 if a part failed or was not reached
+
+`--device cpu` is a rehearsal without a GPU: the same parts, tiny.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from bench.gpu import host, wheels
+from bench.gpu.parts import Part, model_command, parts
+from bench.interrupts import end_as_by_ctrl_c
+from bench.report import Row, table
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 465.0  # of all parts together: in all it is less than eight minutes
+TAIL_LINES = 40
+PASSED, FAILED, TOO_LONG, NOT_REACHED = "passed", "FAILED", "TOO LONG", "NOT REACHED"
+
+_FACTS = """
+import json, platform, torch
+facts = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+if torch.cuda.is_available():
+    properties = torch.cuda.get_device_properties(0)
+    facts |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30, 1),
+              "capability": f"{properties.major}.{properties.minor}",
+              "processors": properties.multi_processor_count}
+print(json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    part: str
+    outcome: str
+    took_s: float
+    output: str
+
+    def row(self) -> Row:
+        lines = self.output.strip().splitlines()
+        return {
+            "part": self.part,
+            "outcome": self.outcome,
+            "seconds": round(self.took_s, 1),
+            "last line": lines[-1][:90] if lines else "",
+        }
+
+
+def host_versions() -> dict[str, Version]:
+    """Of the first distribution of each name on the path, which is the one that is imported."""
+    found: dict[str, Version] = {}
+    for distribution in distributions():
+        if distribution.name:
+            found.setdefault(canonicalize_name(distribution.name), Version(distribution.version))
+    return found
+
+
+def install(folder: Path | None, target: Path) -> list[str]:
+    """What is missing, from `folder` into `target`; returns what was taken.
+
+    Raises SystemExit, with a sentence, where something is missing all the same.
+    """
+    ranges = host.ranges_of((ROOT / "pyproject.toml").read_text())
+    has = host_versions()
+    chosen = [] if folder is None else host.to_install(host.wheels_in(folder), has, ranges)
+    has |= {wheel.name: wheel.version for wheel in chosen}
+    names = [
+        *wheels.needed_by_host(),
+        "torch",
+        "transformers",
+        "numba",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+    ]
+    if missing := host.lacking(names, has, ranges):
+        where = "no folder of wheels was named" if folder is None else f"not in {folder} either"
+        sys.exit(f"missing here: {', '.join(missing)}; {where} (make gpu-wheels WHEELS=DIR fills one)")
+    if chosen:
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
+        paths = [str(wheel.path) for wheel in chosen]
+        subprocess.run([*pip, "--disable-pip-version-check", "--target", str(target), *paths], check=True)
+    return [f"{wheel.name} {wheel.version}" for wheel in chosen]
+
+
+def environment(site: Path, device: str) -> dict[str, str]:
+    """Of the parts: our own code, then what was installed."""
+    paths = [str(ROOT), str(ROOT / "tests"), str(site)]
+    own = {"PYTHONUNBUFFERED": "1", "ISTHMUS_GPU_DEVICE": device, "OMP_NUM_THREADS": "4"}
+    if device == "cpu":
+        if find_spec("triton") is None:
+            paths.append(str(ROOT / ".cache" / "triton"))  # of `make setup-triton`
+        own |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_part(part: Part, env: Mapping[str, str], left_s: float) -> Ended:
+    """In a process group of its own, of which nothing is left when this returns."""
+    if left_s < 1:
+        return Ended(part.name, NOT_REACHED, 0.0, "the time was up")
+    began_s = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            part.command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            outcome = PASSED if process.wait(min(part.limit_s, left_s)) == 0 else FAILED
+        except subprocess.TimeoutExpired:
+            outcome = TOO_LONG
+        finally:
+            end_group(process)
+        output.seek(0)
+        return Ended(part.name, outcome, time.monotonic() - began_s, output.read())
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_parts(
+    chosen: Sequence[Part], env: Mapping[str, str], model: "subprocess.Popen[bytes]", limit_s: float
+) -> list[Ended]:
+    """One after the other; who needs the model waits for it."""
+    deadline_s = time.monotonic() + limit_s
+    ended = []
+    for part in chosen:
+        left_s = deadline_s - time.monotonic()
+        if part.needs_model and not was_made(model, left_s):
+            ended.append(Ended(part.name, NOT_REACHED, 0.0, "its model could not be made"))
+        else:
+            ended.append(run_part(part, env, deadline_s - time.monotonic()))
+        say(ended[-1])
+    return ended
+
+
+def was_made(model: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
+    try:
+        return model.wait(max(0.0, timeout_s)) == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def say(ended: Ended) -> None:
+    """A failure with what led to it, a benchmark with its tables, else the last line."""
+    lines = ended.output.strip().splitlines()
+    print(f"\n=== {ended.part}: {ended.outcome} in {ended.took_s:.1f} s", flush=True)
+    shown = 1 if ended.outcome is PASSED and not ended.part.startswith("bench.") else TAIL_LINES
+    print("\n".join(lines[-shown:]), flush=True)
+
+
+def facts() -> dict[str, object]:
+    """Raises SystemExit where there is no torch."""
+    done = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"torch cannot be imported by {sys.executable}:\n{done.stderr.strip()}")
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def figures_of(folder: Path, chosen: Sequence[Part]) -> dict[str, object]:
+    named = {part.name: folder / part.figures for part in chosen if part.figures is not None}
+    return {name: json.loads(path.read_text()) for name, path in named.items() if path.exists()}
+
+
+def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for what the host lacks")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts, by their names")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"of all parts ({LIMIT_S:.0f})")
+    parser.add_argument("--json", type=Path, help="write all outcomes and figures to this file")
+    arguments = parser.parse_args(argv)
+    if arguments.wheels is not None and not arguments.wheels.is_dir():
+        parser.error(f"--wheels: {arguments.wheels} is no folder")
+    names = [part.name for part in parts("cpu", Path(), Path())]
+    if unknown := set(arguments.only or ()) - set(names):
+        parser.error(f"--only: no part is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of()
+    began_s = time.monotonic()
+    found = facts()
+    print("  ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+    if arguments.device == "cuda" and "gpu" not in found:
+        sys.exit("torch sees no CUDA device here (--device cpu is a rehearsal without one)")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-gpu-")))
+        taken = install(arguments.wheels, folder / "site")
+        print(f"installed for this run: {', '.join(taken) or 'nothing'}", flush=True)
+        env = environment(folder / "site", arguments.device)
+        chosen = parts(arguments.device, folder / "model", folder)
+        chosen = [part for part in chosen if not arguments.only or part.name in arguments.only]
+        model = subprocess.Popen(
+            model_command(folder / "model", arguments.device == "cpu"),
+            cwd=ROOT,
+            env=env,
+            start_new_session=True,
+        )
+        stack.callback(end_group, model)
+        ended = run_parts(chosen, env, model, arguments.limit_s)
+        figures = figures_of(folder, chosen)
+    rows = [one.row() for one in ended]
+    print(f"\n{table(rows)}\n\nin all {time.monotonic() - began_s:.0f} s")
+    if arguments.json is not None:
+        report = {"benchmark": "gpu", "host": found, "installed": taken, "rows": rows, "figures": figures}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(any(one.outcome is not PASSED for one in ended))
+
+
+if __name__ == "__main__":
+    end_as_by_ctrl_c()
+    main()

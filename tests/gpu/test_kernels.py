@@ -1,0 +1,58 @@
+"""What attends on the device: torch's flash attention for prompts, our Triton kernels for single tokens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.torch.kernel_cases import Layout, attended, steps
+from services.engine.torch.agreement import require_agreement, require_causal
+from services.engine.torch.device import open_device
+from services.engine.torch.parts import OnDevice
+
+# Each is compiled once. The kernels multiply in tf32x3, which is float32 but for the last bits.
+LAYOUTS = [
+    Layout(torch.bfloat16, 128, 4),
+    Layout(torch.bfloat16, 80, 1),
+    Layout(torch.bfloat16, 256, 8),
+    Layout(torch.float16, 64, 8),
+    Layout(torch.float32, 128, 4),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def attend_parts():
+    from services.engine.torch.triton_kernel import attend_parts
+
+    return attend_parts
+
+
+def pool(device, dtype, page_size, head_dim):
+    return torch.zeros(1, 3, 2, 2, page_size, head_dim, dtype=dtype, device=open_device(device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(64, 128), (16, 64), (7, 128)])
+def test_prompts_are_a_plain_softmax(device, dtype, page_size, head_dim):
+    require_causal(pool(device, dtype, page_size, head_dim), num_heads=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(64, 128), (7, 64)])
+def test_single_tokens_agree_with_prompts(device, attend_parts, dtype, page_size, head_dim):
+    kv = pool(device, dtype, page_size, head_dim)
+    require_agreement(OnDevice(attend_parts, num_heads=8, num_programs=264), kv)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_single_tokens_are_what_float64_says(device, attend_parts, layout):
+    @settings(max_examples=8 if device == "cuda" else 2, derandomize=True)
+    @given(step=steps(), num_programs=st.sampled_from([1, 16, 264]), seed=st.integers(0, 99))
+    def holds(step, num_programs, seed):
+        output, expected = attended(attend_parts, step, layout, num_programs, seed, device)
+        tolerance = TOLERANCE[layout.dtype]
+        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+
+    holds()
