@@ -1,6 +1,7 @@
 """Three etcd members on this machine, any of which may be killed and started again."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from services.index.etcd_server import EmbeddedEtcd
@@ -44,6 +45,13 @@ class EtcdNodes:
     async def start_all(self) -> None:
         # Together: none has a leader before the second one is there.
         await asyncio.gather(*(node.start() for node in self.nodes))
+
+    async def wipe(self) -> None:
+        """They found a new etcd, with nothing in it."""
+        await self.kill_all()
+        for node in self.nodes:
+            shutil.rmtree(node.log_path.parent)
+        await self.start_all()
 
     async def kill_all(self) -> None:
         await asyncio.gather(*(node.kill() for node in self.nodes))

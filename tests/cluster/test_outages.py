@@ -15,6 +15,7 @@ from index.etcd_nodes import EtcdNodes
 from index.real_etcd import client
 from services.engine.fake import continuation
 from services.index.degraded import Degraded
+from services.index.keys import ClusterKeys
 
 _MAX_TURNS = 6
 
@@ -174,6 +175,30 @@ async def test_all_members_are_away_until_every_lease_has_lapsed(tmp_path, model
 @pytest.mark.slow
 async def test_all_members_are_away_for_a_minute(tmp_path, model_dir, cluster_name):
     await away(tmp_path, model_dir, cluster_name, 60.0)
+
+
+async def test_all_members_lose_their_data(tmp_path, model_dir, cluster_name):
+    """Ranks register again and tell what they hold, routers see it, and nobody is restarted."""
+    async with asked(tmp_path, model_dir, cluster_name) as (nodes, cluster, askers):
+        await askers.until_answered()
+        await nodes.wipe()
+        await askers.until_answered()
+        await askers.rest()
+        await agree(cluster)
+        async with client(*nodes.endpoints) as admin:
+            keys = ClusterKeys(cluster_name)
+            await until(lambda: exists(admin, keys.schema))
+            for rank in cluster.ranks.values():
+                assert await exists(admin, keys.registration(rank.address.id.key))
+        # A rank that comes now joins those who were there.
+        await cluster.stop_rank("decode-0/1")
+        await cluster.start_rank("decode", "decode-0", 1)
+        await cluster.until_placeable()
+        assert (await cluster.generate([5, 6, 7]))[0] == continuation([5, 6, 7], 8)
+
+
+async def exists(etcd, key):
+    return await etcd.get(key) is not None
 
 
 @pytest.mark.slow

@@ -108,6 +108,22 @@ async def test_all_members_are_away_until_every_lease_is_lost_and_routing_goes_o
         assert all(view.state is RankState.LIVE for view in (*first.ranks.values(), *second.ranks.values()))
 
 
+async def test_all_members_lose_their_data_and_nobody_is_restarted(tmp_path: Path) -> None:
+    """Twice: revisions begin anew, and soon pass what the routers had read of the etcd before."""
+    async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, first, second):
+        for wipes in (1, 2):
+            await nodes.wipe()
+            await until(lambda w=wipes: first.listings > w and second.listings > w, timeout_s=30.0)
+            await until(
+                lambda: all(rank.membership.registered.is_set() for rank in churn.ranks), timeout_s=30.0
+            )
+        await churn.agree(first, second)
+        assert all(view.state is RankState.LIVE for view in (*first.ranks.values(), *second.ranks.values()))
+        async with client(*nodes.endpoints) as admin:
+            for rank in churn.ranks:
+                assert await admin.get(KEYS.registration(rank.id.key)) is not None
+
+
 @pytest.mark.slow
 async def test_a_minute_away(tmp_path: Path) -> None:
     async with EtcdNodes(tmp_path) as nodes, churning(nodes, num_blocks=1 << 60) as (churn, first, second):
