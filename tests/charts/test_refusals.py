@@ -258,6 +258,15 @@ def test_the_volumes_of_an_earlier_release_fit_as_many_members(chart_copy):
     render(merged(LEAST, {"etcd": {"replicas": 1, "persistence": {"enabled": False}}}), chart_copy)
 
 
+def test_a_member_whose_claim_was_deleted_may_be_replaced(chart_copy):
+    """As docs/operations.md has it; more claims than members are refused all the same."""
+    replacing = {"etcd": {"initialClusterState": "existing"}}
+    found(chart_copy, CLAIM, "lt $member 2")
+    assert "with 2 members the volume claims are left" in refused({}, chart_copy)
+    render(merged(LEAST, replacing), chart_copy)
+    assert "etcd.replicas is 1" in refused(merged(replacing, {"etcd": {"replicas": 1}}), chart_copy)
+
+
 def test_each_role_has_flags_of_its_own():
     assert set(of_role("decode")) >= {"decode-cache", "itl-target-ms", "kv-digest-share"}
     assert of_role("prefill") == ["prefill-cache"]

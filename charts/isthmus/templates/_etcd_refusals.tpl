@@ -21,7 +21,9 @@
 {{- range $member := until 5 -}}
 {{- if lookup "v1" "PersistentVolumeClaim" $.Release.Namespace (printf "data-%s-%d" $name $member) -}}{{ $left = add1 $member | int }}{{- end -}}
 {{- end -}}
-{{- if and $left (ne $left $replicas) -}}
+{{- /* Of a member that is being replaced the claim is deleted. */ -}}
+{{- $replaces := and (eq $etcd.initialClusterState "existing") (lt $left $replicas) -}}
+{{- if and $left (ne $left $replicas) (not $replaces) -}}
 {{- fail (printf "etcd.replicas is %d, and of an earlier %s with %d members the volume claims are left: data of the one is of no use to the other. Set it to that, or delete the claims data-%s-0 and so on first" $replicas $name $left $name) -}}
 {{- end -}}
 {{- end -}}
