@@ -21,5 +21,14 @@ class LoopThread:
         """Call it on the loop; returns at once. From any thread."""
         self._loop.call_soon_threadsafe(function, *args)
 
+    def every(self, pause_s: float, function: Callable[[], Any]) -> None:
+        """Call it on the loop now, and again after each pause."""
+
+        def call() -> None:
+            function()
+            self._loop.call_later(pause_s, call)
+
+        self.soon(call)
+
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -33,6 +33,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from services import rpc
 from services.engine.sglang import frames
+from services.engine.sglang.beats import BEAT_S
 from services.engine.sglang.decode_streams import DecodeStreams
 from services.engine.sglang.directory import Directory, Lookups, look_up
 from services.engine.sglang.frames import Frames
@@ -42,7 +43,7 @@ from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.prefill_streams import PrefillStreams
 from services.engine.sglang.process_reporter import process_reporter
 from services.engine.sglang.replicas import TpPlace, is_counted
-from services.engine.sglang.reports import Active, Moved
+from services.engine.sglang.reports import Active, Beat, Moved
 from services.errors import IsthmusError, ProtocolError
 from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
 from services.ports import bindable, host_port
@@ -94,6 +95,7 @@ class IsthmusKVManager(NixlKVManager):
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         super().__init__(args, mode, server_args, is_mla_backend)
         process_reporter().report(self._active())
+        self._loop_thread.every(BEAT_S, lambda: process_reporter().report(Beat(os.getpid())))
 
     @property
     def agent(self) -> Any:

@@ -68,8 +68,15 @@ class TreeEvents:
     events: list[dict[str, Any]]
 
 
-Report = Active | TicketSent | Moved | TreeEvents
-_KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in (Active, TicketSent, Moved, TreeEvents)}
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The loop of the plugin's Handshake runs in that process."""
+
+    pid: int
+
+
+Report = Active | TicketSent | Moved | TreeEvents | Beat
+_KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in (Active, TicketSent, Moved, TreeEvents, Beat)}
 
 
 def encode_report(report: Report) -> bytes:

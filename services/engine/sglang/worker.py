@@ -3,7 +3,7 @@
 first start --> child process --> healthy --> plugin active in every process --> pools as large as asked for
             --> loads polled --> serving
 last stop ----> child process ended
-child ends ---> crashed
+child ends, or the loop of its Handshake falls silent ---> crashed
 """
 
 import asyncio
@@ -19,11 +19,12 @@ from typing import Any
 
 from services.engine.queue_rate import QueueRate
 from services.engine.sglang import loads
+from services.engine.sglang.beats import Beats
 from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.model_shape import ModelShape
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
-from services.engine.sglang.reports import Active, Moved, Report, TicketSent, TreeEvents, serve_reports
+from services.engine.sglang.reports import Active, Beat, Moved, Report, TicketSent, TreeEvents, serve_reports
 from services.engine.sglang.run_folder import RunFolder
 from services.engine.sglang.settings import SglangSettings
 from services.engine.sglang.step_times import StepTimes
@@ -88,6 +89,8 @@ class SglangWorker:
         self._http: SglangHttp | None = None
         self._reports: asyncio.Server | None = None
         self._poller: asyncio.Task[None] | None = None
+        self._beats = Beats()
+        self._listener: asyncio.Task[None] | None = None
         self._folder: RunFolder | None = None
 
     def __repr__(self) -> str:
@@ -146,12 +149,14 @@ class SglangWorker:
         await self._until_pools_known()
         self._check_pools()
         self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
+        self._listener = asyncio.create_task(self._fail_when_silent(), name="sglang-beats")
 
     async def _stop(self) -> None:
         self.stopping = True
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+        tasks = [task for task in (self._poller, self._listener) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._http is not None and not self._broken.is_set():
             await self._http.abort_all()  # SGLang would let requests finish, for as long as they take
         if self._process is not None:
@@ -234,6 +239,11 @@ class SglangWorker:
         while True:
             await self._poll_load()
             await asyncio.sleep(_LOAD_POLL_S)
+
+    async def _fail_when_silent(self) -> None:
+        silent = await self._beats.until_silent()
+        log.critical("sglang_hangs pids=%s", ",".join(map(str, silent)))
+        self._broken.set()
 
     async def _poll_load(self) -> None:
         try:
@@ -391,6 +401,9 @@ class SglangWorker:
                 _bound(self._moved)
             case TreeEvents():
                 self._take_events(report)
+                return
+            case Beat():
+                self._beats.heard(report.pid)
                 return
         task = asyncio.ensure_future(self._tell())
         task.add_done_callback(lambda ended: ended.exception())

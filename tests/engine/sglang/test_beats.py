@@ -1,0 +1,47 @@
+"""A loop of the Handshake that stands still in a process of SGLang's ends that SGLang."""
+
+import asyncio
+import threading
+
+from services.engine.sglang import beats as beats_module
+from services.engine.sglang.beats import Beats
+from services.engine.sglang.loop_thread import LoopThread
+
+
+def test_who_was_heard_of_is_silent_after_so_many_looks():
+    beats = Beats()
+    assert [beats.look() for _ in range(200)] == [[]] * 200  # nobody has spoken yet
+    beats.heard(7)
+    assert [beats.look() for _ in range(59)] == [[]] * 59
+    beats.heard(7)
+    beats.heard(8)
+    assert [beats.look() for _ in range(59)] == [[]] * 59
+    beats.heard(8)
+    assert beats.look() == [7]
+
+
+def test_a_loop_beats_until_it_stands_still():
+    beaten, stands_still, ends = threading.Semaphore(0), threading.Event(), threading.Event()
+    thread = LoopThread("a-test")
+    thread.every(0.001, beaten.release)
+    for _ in range(3):
+        assert beaten.acquire(timeout=60)
+    thread.soon(lambda: (stands_still.set(), ends.wait()))
+    assert stands_still.wait(60)
+    while beaten.acquire(blocking=False):
+        pass
+    assert not beaten.acquire(timeout=0.05)
+    ends.set()
+    assert beaten.acquire(timeout=60)
+
+
+async def test_it_looks_until_somebody_is_silent(monkeypatch):
+    monkeypatch.setattr(beats_module, "_LOOK_S", 0.0)
+    beats = Beats()
+    watching = asyncio.create_task(beats.until_silent())
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert not watching.done()
+    beats.heard(4321)
+    async with asyncio.timeout(60):
+        assert await watching == [4321]
