@@ -13,6 +13,7 @@ import threading
 import traceback
 
 LOOKS = 20  # at a turn, until its limit is over
+_STALLED_LOOKS = LOOKS // 4
 
 
 class TurnWatch:
@@ -23,6 +24,11 @@ class TurnWatch:
         self._turn = 0
         self._resting = True
         self._seen = 0
+
+    @property
+    def stalled(self) -> bool:
+        """It has been in one turn for a quarter of its limit: it may hang, or have its reasons."""
+        return self.looks >= _STALLED_LOOKS
 
     def begins(self) -> None:
         """What the thread did before is done."""

@@ -188,6 +188,7 @@ class RankLoad:
     draining: bool = False
     waiting_tokens: int = 0
     admitted_per_s: float = 0.0
+    stalled: bool = False
     # Not told to routers:
     reserved_pages: int = 0  # kept back for the growth of what runs
     retractions: int = 0  # since the rank's start, as `overtakes`

@@ -206,13 +206,14 @@ class Balance:
             self._failures[rank] = _Failure(penalty_s, now + penalty_s)
 
     def excluded(self, rank: RankKey) -> str:
-        """Why the rank must not be chosen now, "silent", "failed" or "draining"; empty: it may."""
+        """Why the rank must not be chosen now: "silent", "failed", "stalled" or "draining"; empty: it may."""
         if rank in self._silent:
             return "silent"
         failure = self._failures.get(rank)
         if failure is not None and self.clock() < failure.until_s:
             return "failed"
-        return "draining" if self.load(rank).draining else ""
+        load = self.load(rank)
+        return "stalled" if load.stalled else "draining" if load.draining else ""
 
     def forget(self, rank: RankKey) -> None:
         """The rank went away or began a new life: nothing known of it holds any longer.

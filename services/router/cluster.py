@@ -168,12 +168,18 @@ class Cluster:
         return [(role, key) for key, (role, _) in self._missed.items()]
 
     def is_up(self, view: RankView) -> bool:
-        """Whether the rank is registered or speaks, and has not just failed or gone silent; it may be full
-        or draining."""
+        """Whether the rank is registered or speaks, and has not just failed, gone silent or stalled.
+
+        It may be full or draining.
+        """
         rank = view.registration.id.key
         if view.registration.role is Role.DECODE and not self._connections.is_connected(rank):
             return False
-        return view.state is RankState.LIVE and self._balance.excluded(rank) not in ("silent", "failed")
+        return view.state is RankState.LIVE and self._balance.excluded(rank) not in (
+            "silent",
+            "failed",
+            "stalled",
+        )
 
     def status(self) -> list[RankStatus]:
         """Of every rank of our model, decode ranks first."""

@@ -232,6 +232,7 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
         draining=load.draining,
         waiting_tokens=load.waiting_tokens,
         admitted_per_s=load.admitted_per_s,
+        stalled=load.stalled,
     )
 
 
@@ -254,4 +255,5 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         draining=pb.draining,
         waiting_tokens=pb.waiting_tokens,
         admitted_per_s=finite("load.admitted_per_s", pb.admitted_per_s),
+        stalled=pb.stalled,
     )

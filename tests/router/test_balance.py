@@ -343,6 +343,8 @@ def test_a_local_success_says_nothing_of_a_prefill_rank(balance):
 
 
 def test_a_rank_that_drains_is_excluded(balance):
+    balance.report(D0, RankLoad(stalled=True))
+    assert balance.excluded(D0) == "stalled"
     balance.report(D0, RankLoad(draining=True))
     assert balance.excluded(D0) == "draining"
     balance.failed(D0)

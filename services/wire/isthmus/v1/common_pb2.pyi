@@ -105,7 +105,7 @@ class RankAddress(_message.Message):
     def __init__(self, id: _Optional[_Union[RankId, _Mapping]] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
 class RankLoad(_message.Message):
-    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s")
+    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class RankLoad(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_tokens: int
@@ -132,4 +133,5 @@ class RankLoad(_message.Message):
     draining: bool
     waiting_tokens: int
     admitted_per_s: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ...) -> None: ...
+    stalled: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ...) -> None: ...
