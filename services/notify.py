@@ -1,7 +1,7 @@
 """A child process tells its parent how it is: sd_notify(3), which systemd understands too.
 
     X_WAITING=1 --> READY=1 --> STOPPING=1        and WATCHDOG=1 every few seconds
-    STATUS=why it cannot start
+    STATUS=why it cannot start, or go on
 
 X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it.
 Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread, which a parent that forks must not
@@ -87,7 +87,7 @@ class Notifier:
     def serves(self) -> None:
         self.send(_READY)
 
-    def cannot_start(self, why: str) -> None:
+    def ends(self, why: str) -> None:
         """Whoever probes our parent is told."""
         self.send(_STATUS + " ".join(why.split())[:_MAX_STATUS_CHARS])
 

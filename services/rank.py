@@ -10,6 +10,7 @@ server, a registration and a port for each rank. A rank's generation is drawn at
 """
 
 import asyncio
+import faulthandler
 import logging
 import math
 import random
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
 _AFTER_GRACE_S = 15.0
+# For one with a thread that hangs, from when that is noticed: less than decode's fence margin.
+_HUNG_END_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +103,18 @@ def main(module: str, make_roles: MakeRoles) -> None:
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
     notifier = Notifier()
-    with refusing(prog, notifier.cannot_start):
+    with refusing(prog, notifier.ends):
         if config.rank_index is None:
             sys.exit(supervise(config, module))
         telemetry.setup_logging(f"{config.worker}/{config.rank_index}", config.log_level)
         configs = rank_configs(config)
         own_ids = [own_rank_id(rank) for rank in configs]
-        asyncio.run(run_ranks(configs, own_ids, make_roles(config, own_ids), notifier))
+        roles = make_roles(config, own_ids)
+        try:
+            asyncio.run(run_ranks(configs, own_ids, roles, notifier, _end_soon))
+        except RankFailed as error:  # whose stack tells nothing
+            notifier.ends(str(error))
+            sys.exit(f"{prog}: {error}")
 
 
 def supervise(config: RankConfig, module: str) -> int:
@@ -149,6 +157,7 @@ async def run_ranks(
     own_ids: Sequence[RankId],
     roles: Sequence[RankRole],
     notifier: Notifier | None = None,
+    end_soon: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError, Unavailable as open_rank."""
     notifier, stopping = notifier or Notifier(), rpc.stop_on_signals()
@@ -163,7 +172,7 @@ async def run_ranks(
         stack.push_async_callback(asyncio.to_thread, _setup_tracing(configs[0], own_ids, roles[0].role))
         ranks = []
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
-            opening = open_rank(config, own_id, role, page, stopping, notifier.waits)
+            opening = open_rank(config, own_id, role, page, stopping, notifier.waits, end_soon)
             try:
                 rank = await stack.enter_async_context(opening)
             except StoppedEarly:
@@ -231,20 +240,21 @@ async def open_rank(
     page: MetricsPage,
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
+    end_soon: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
     """A rank from its engine's start to its engine's stop.
 
     Raises ConfigError, Unavailable where another start may do, and StoppedEarly.
 
     It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd
-    is missing.
+    is missing, `end_soon` when a thread of the engine's hangs.
     """
     stopping = stopping or asyncio.Event()
     failed, engine = asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
         await _start(engine, stopping)
         stack.push_async_callback(engine.stop)
-        watchdog = asyncio.create_task(_note_crash(engine, failed))
+        watchdog = asyncio.create_task(_note_crash(engine, failed, end_soon))
         stack.callback(watchdog.cancel)
         services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
@@ -290,9 +300,15 @@ class RankFailed(Exception):
     """Ends the process with an error, so that the supervisor starts a new life."""
 
 
-async def _note_crash(engine: Engine, failed: asyncio.Event) -> None:
-    await engine.crashed()
+async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[[], None]) -> None:
+    if await engine.crashed():
+        end_soon()
     failed.set()
+
+
+def _end_soon() -> None:
+    """The process ends, or is ended: no thread of it may write when others think that it is gone."""
+    faulthandler.dump_traceback_later(_HUNG_END_S, exit=True)
 
 
 async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:

@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, own_id, loading=None, crash=None):
         self.own_id = own_id
         self.real = decode_engine(CONFIG.engine_settings(Role.DECODE), own_id)
-        self.loading, self.crash = loading, crash or asyncio.Event()
+        self.loading, self.crash, self.hangs = loading, crash or asyncio.Event(), False
         self.life = []
 
     def __getattr__(self, name):
@@ -49,6 +49,7 @@ class Engine:
 
     async def crashed(self):
         await self.crash.wait()
+        return self.hangs
 
 
 async def no_requests(): ...
@@ -59,8 +60,8 @@ def role_of(engine):
     return RankRole(Role.DECODE, engine, lambda registry: services)
 
 
-def run(own_id, engine):
-    return run_ranks([CONFIG], [own_id], [role_of(engine)])
+def run(own_id, engine, **options):
+    return run_ranks([CONFIG], [own_id], [role_of(engine)], **options)
 
 
 @pytest.fixture
@@ -106,6 +107,20 @@ async def test_an_engine_that_dies_while_etcd_is_away_ends_the_rank(stopping, mo
         async with asyncio.timeout(WITHIN_S):
             await running
     assert engine.life == ["starting", "started", "stopped"]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_rank_with_a_thread_that_hangs_is_to_end_soon(stopping, hangs):
+    own_id, told = own_rank_id(CONFIG), []
+    engine = Engine(own_id)
+    engine.hangs = hangs
+    running = asyncio.create_task(run(own_id, engine, end_soon=lambda: told.append(True)))
+    await until(lambda: "started" in engine.life)
+    engine.crash.set()
+    with pytest.raises(RankFailed):
+        async with asyncio.timeout(WITHIN_S):
+            await running
+    assert told == [True] * hangs
 
 
 async def test_a_start_that_fails_says_why(stopping):

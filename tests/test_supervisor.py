@@ -178,7 +178,7 @@ def refusing_after(marks: Path, gate: Path, what: str) -> list[str]:
         "    sys.exit()\n"
         "if first:\n"
         "    getattr(notifier, sys.argv[3])()\n"
-        "with refusing('rank', notifier.cannot_start):\n"
+        "with refusing('rank', notifier.ends):\n"
         "    raise ConfigError('the port is taken by somebody')\n"
     )
     return [sys.executable, "-c", code, str(marks), str(gate), what]

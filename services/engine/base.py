@@ -60,8 +60,11 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """End every request with Unavailable and stop the thread; returns when it has. May be repeated."""
 
-    async def crashed(self) -> None:
-        """Returns when the engine can never work again; the process should end and be restarted."""
+    async def crashed(self) -> bool:
+        """Returns when the engine can never work again; the process should end and be restarted.
+
+        True: within seconds, for a thread of it hangs, and may write to other ranks when it goes on.
+        """
 
     def load(self) -> RankLoad:
         """A snapshot; cheap, never blocks."""

@@ -2,6 +2,9 @@
 
 Hello --> checked --> our Hello --> KvTicket | RenewLease | Abort ... --> link_lost when the stream ends
                           Status | AbortAck <-- queue <-- the sender's thread
+
+When that thread is given up no word comes any more, so every stream ends: decode then has its pages back by
+fence time, and need not wait for a word.
 """
 
 import asyncio
@@ -11,7 +14,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from services.errors import ProtocolError
+from services.errors import ProtocolError, Unavailable
 from services.kv.types import Room
 from services.transfer.hello import check_hello, read_hello
 from services.transfer.room import Send
@@ -21,6 +24,8 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_GONE = "the rank sends no KV any more"
+
 _Messages = AsyncIterator[handshake_pb2.HandshakeMessage]
 _Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
 
@@ -28,8 +33,10 @@ _Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
 class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
     """To be served with rpc.ErrorInterceptor, which answers what is raised here."""
 
-    def __init__(self, sender: KvSender) -> None:
+    def __init__(self, sender: KvSender, sender_gone: asyncio.Event | None = None) -> None:
+        """`sender_gone` is set when nobody waits for the sender's thread any more."""
         self._sender = sender
+        self._sender_gone = sender_gone or asyncio.Event()
         self._link_ids = itertools.count()
 
     async def Connect(
@@ -37,13 +44,18 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
         request_iterator: _Messages,
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Raises ProtocolError when the two ranks do not fit, or decode breaks the protocol."""
+        """Raises:
+        ProtocolError: the two ranks do not fit, or decode breaks the protocol.
+        Unavailable: the sender's thread is given up.
+        """
+        if self._sender_gone.is_set():
+            raise Unavailable(_GONE)
         link_id = next(self._link_ids)
         outbox: _Outbox = asyncio.Queue()
         await self._greet(link_id, request_iterator, outbox)
         writer = asyncio.create_task(_write(outbox, context), name=f"handshake-{link_id}")
         try:
-            await self._read(link_id, request_iterator)
+            await self._read_while_it_lasts(link_id, request_iterator)
         finally:
             self._sender.link_lost(link_id)
             writer.cancel()
@@ -65,6 +77,18 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
         outbox.put_nowait(own.message(self._sender.clock()))
         self._sender.hello(link_id, peer, _send_into(outbox))
         log.info("kv_link_up decode=%s link=%d", peer.rank, link_id)
+
+    async def _read_while_it_lasts(self, link_id: int, messages: _Messages) -> None:
+        reading = asyncio.ensure_future(self._read(link_id, messages))
+        gone = asyncio.ensure_future(self._sender_gone.wait())
+        try:
+            await asyncio.wait([reading, gone], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise Unavailable(_GONE)
+            await reading
+        finally:
+            reading.cancel()
+            gone.cancel()
 
     async def _read(self, link_id: int, messages: _Messages) -> None:
         async for message in messages:

@@ -1,4 +1,4 @@
-"""A decode rank whose engine hangs in native code, while its loop runs on and says that it is well."""
+"""A rank of which one thread hangs in native code, while its loop runs on and says that it is well."""
 
 import os
 
@@ -10,22 +10,26 @@ from processes.harness import ProcessCluster, prompt_of, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 DECODE = ["decode-0/0", "decode-1/0"]
-# In place of a kernel that never ends. The file says of which worker; its rank hangs in its next step.
+# In place of a kernel, or a transport call, that never ends. The file says of which worker; its rank hangs in
+# its next one.
 HANG = """
 import ctypes, sys
 from pathlib import Path
 
 if any(text.startswith("--rank-index=") for text in sys.orig_argv):
     from services.engine.fake import FakeRunner
+    from services.transfer.local import LocalTransport
 
-    run = FakeRunner.run
+    def hanging(verb):
+        def hang_or_do(self, *arguments):
+            while "--worker=" + Path({file!r}).read_text() in sys.orig_argv:
+                ctypes.CDLL(None).sleep(1000)
+            return verb(self, *arguments)
 
-    def hang_or_run(self, chunks):
-        while "--worker=" + Path({file!r}).read_text() in sys.orig_argv:
-            ctypes.CDLL(None).sleep(1000)
-        return run(self, chunks)
+        return hang_or_do
 
-    FakeRunner.run = hang_or_run
+    FakeRunner.run = hanging(FakeRunner.run) if "services.decode" in sys.orig_argv else FakeRunner.run
+    LocalTransport.write = hanging(LocalTransport.write)
 """
 
 
@@ -64,3 +68,21 @@ async def test_a_hung_engine_loses_its_streams_and_its_rank_is_started_again(tmp
             return not await cluster.running(cluster.rank_names)
 
         await until(idle, "nothing is left of them")
+
+
+async def test_a_hung_sender_loses_its_requests_and_its_rank_is_started_again(tmp_path, model_dir, hung):
+    flags = ("--step-limit-s=10",)
+    async with ProcessCluster(
+        tmp_path / "data", model_dir, rank_flags=flags, prefill_workers=2, decode_dp_size=1
+    ) as cluster:
+        before = cluster.rank("prefill-0/0")
+        hung.write_text("prefill-0")
+        streams = [cluster.open(prompt_of(i), 30) for i in range(12)]
+        await until(lambda: cluster.events("sender_hangs", before.name), "the rank notices")
+        hung.write_text("nobody")  # the next life is well, and this one sleeps on
+        for stream in streams:
+            await stream.exact()
+        after = await cluster.restarted(before)
+        assert after.lives == 2 and not cluster.events("rank_hangs")  # it has ended by itself
+        await cluster.until_used(before.name, await cluster.generation(before.name))
+        await cluster.assert_nothing_held()

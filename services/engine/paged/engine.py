@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.events import Event
@@ -94,7 +94,9 @@ class PagedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._crashed = asyncio.Event()
+        self._hangs = False
         self._warm_up_s = 0.0
+        self._watches: list[TurnWatch] = []
         self._watching: list[asyncio.Task[None]] = []
 
     # -- the boundary -----------------------------------------------------------------------------
@@ -148,13 +150,14 @@ class PagedEngine:
             watching.cancel()
         self._cache_events.close()
 
-    async def crashed(self) -> None:
+    async def crashed(self) -> bool:
         """Returns when the engine's thread, or the sender's, has died of a bug or hangs; the process should
-        end and be restarted."""
+        end and be restarted. True: one hangs."""
         await self._crashed.wait()
+        return self._hangs
 
     def load(self) -> RankLoad:
-        return self._load
+        return replace(self._load, stalled=any(watch.stalled for watch in self._watches))
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         while True:
@@ -232,9 +235,12 @@ class PagedEngine:
         `abandon` gives the thread up, for which nobody waits any more, and returns where it hangs.
         """
 
+        self._watches.append(watch)
+
         async def fail_when_it_hangs() -> None:
             await until_it_hangs(watch, limit_s)
             log.critical("%s limit_s=%g\n%s", error.event, limit_s, abandon())
+            self._hangs = True
             self._fail_all(error)
 
         self._watching.append(asyncio.create_task(fail_when_it_hangs(), name=error.event))

@@ -40,6 +40,7 @@ class PagedPrefillEngine(PagedEngine):
         self._open_transport = open_transport
         self._own_id = own_id
         self._sender: KvSender | None = None
+        self._sender_gone = asyncio.Event()
 
     @property
     def sender(self) -> KvSender:
@@ -47,7 +48,7 @@ class PagedPrefillEngine(PagedEngine):
         return self._sender
 
     def handshake(self) -> HandshakeService:
-        return HandshakeService(self.sender)
+        return HandshakeService(self.sender, self._sender_gone)
 
     def load(self) -> RankLoad:
         return replace(super().load(), open_rooms=self._sender.open_rooms if self._sender is not None else 0)
@@ -70,7 +71,11 @@ class PagedPrefillEngine(PagedEngine):
         self._sender = sender
         if self._limits.step_limit_s > 0:
             limit_s = min(self._limits.step_limit_s, _MAX_SENDER_LIMIT_S)
-            self._watch(sender.watch, limit_s, sender.abandon, SenderHangs())
+            self._watch(sender.watch, limit_s, self._abandon_sender, SenderHangs())
+
+    def _abandon_sender(self) -> str:
+        self._sender_gone.set()
+        return self.sender.abandon()
 
     async def _stop_transfers(self) -> bool:
         return self._sender is None or await asyncio.to_thread(self._sender.stop)
@@ -131,17 +136,17 @@ class _Computed:
     """What the engine says of one prompt."""
 
     def __init__(self) -> None:
-        self._result: asyncio.Future[tuple[Reserved, Token]] = asyncio.get_running_loop().create_future()
+        self._said: asyncio.Queue[tuple[Reserved, Token]] = asyncio.Queue()
 
     async def wait(self) -> tuple[Reserved, Token]:
-        return await self._result
+        return await self._said.get()
 
     async def attend(self, mailbox: Mailbox) -> None:
         """Raises what the sequence fails with, also when it is computed and its room still open."""
         reserved, token = await mailbox.get(), await mailbox.get()
         if not isinstance(reserved, Reserved) or not isinstance(token, Token):
             raise ProtocolError(f"expected Reserved and Token, got {reserved!r} and {token!r}")
-        self._result.set_result((reserved, token))
+        self._said.put_nowait((reserved, token))
         raise ProtocolError(f"{await mailbox.get()!r} came after the only token")
 
 

@@ -58,8 +58,9 @@ class SglangRank:
     async def stop(self) -> None:
         await self._worker.stop()
 
-    async def crashed(self) -> None:
+    async def crashed(self) -> bool:
         await self._worker.crashed()
+        return False
 
     def load(self) -> RankLoad:
         return self._worker.load(self._own_id.rank)
