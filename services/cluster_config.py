@@ -48,6 +48,9 @@ class ClusterConfig:
         64, "tokens per block of the cluster's prefix index", bounds=Bounds(at_least=1)
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least level that is logged")
+    log_format: Literal["text", "json"] = setting(
+        "text", "json: each line is a JSON object, those of libraries and child processes too"
+    )
     otlp_endpoint: str | None = setting(None, "send OpenTelemetry spans to http://HOST:PORT")
     trace_sample_ratio: float = setting(
         1.0, "share of the traces that begin here that is recorded", bounds=Bounds(at_least=0, at_most=1)

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from services import json_lines
 from services.errors import ConfigError, Unavailable
 
 T = TypeVar("T")
@@ -159,7 +161,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One sentence, without the usage: with thirty flags nobody would find the sentence."""
-        self.exit(2, f"{self.prog}: {message} (--help lists every flag)\n")
+        text = f"{self.prog}: {message} (--help lists every flag)"
+        if json_lines.FLAG in sys.argv:  # nothing has been set up yet
+            text = json_lines.json_line(text, self.prog, time.time(), "ERROR")
+        self.exit(2, f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
     with refusing(prog, notifier.ends):
         if config.rank_index is None:
             sys.exit(supervise(config, module))
-        telemetry.setup_logging(f"{config.worker}/{config.rank_index}", config.log_level)
+        telemetry.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
         configs = rank_configs(config)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
@@ -119,7 +119,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
 
 def supervise(config: RankConfig, module: str) -> int:
     """Run every rank of a worker as a process of its own; returns the exit code."""
-    telemetry.setup_logging(config.worker, config.log_level)
+    telemetry.log_service(config.worker, config.log_level, config.log_format)
     config.certificates()  # its ranks would refuse them one by one
     num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {

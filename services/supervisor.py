@@ -242,7 +242,8 @@ class _Rank:
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the
-    # ranks. preexec_fn is safe here because a supervisor has one thread.
+    # ranks. preexec_fn is safe here because a supervisor has one thread
+    # (and, with JSON logs, one that waits for a process's end: json_lines.py).
     parent = os.getpid()
     return subprocess.Popen(
         command,

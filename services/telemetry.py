@@ -1,7 +1,8 @@
 """What a process says about itself: log lines, metrics for Prometheus, traces for OpenTelemetry.
 
-A log line is `time level service logger event key=value ...`; inside `request_context(id)` every line of
-the same task also carries `request_id=...`. Traces cost nothing until an OTLP endpoint is set.
+A log line is `time level service logger event key=value ...`, or with --log-format=json an object of these;
+inside `request_context(id)` every line of the same task also carries `request_id=...`. Traces cost nothing
+until an OTLP endpoint is set.
 
 One request is one trace; each service's span is the parent of the next one's, by the traceparent in its call:
 
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import socket
 import sys
 import threading
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import metadata
+from types import TracebackType
 
 import prometheus_client
 from opentelemetry import trace
@@ -41,6 +44,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from services import json_lines
 from services.errors import Aborted, ConfigError
 from services.ports import bindable, host_port
 
@@ -66,7 +70,8 @@ def request_context(request_id: str) -> Iterator[None]:
 def event(logger: logging.Logger, name: str, level: int = logging.INFO, **fields: object) -> None:
     """Log `name key=value ...`; a value with spaces, quotes or control characters is quoted as JSON."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s", " ".join([name, *(f"{key}={_text(value)}" for key, value in fields.items())]))
+        text = " ".join([name, *(f"{key}={_text(value)}" for key, value in fields.items())])
+        logger.log(level, "%s", text, extra={"event": name, "fields": fields})
 
 
 def _text(value: object) -> str:
@@ -107,15 +112,69 @@ class _LineFormatter(logging.Formatter):
         return f"{color}{line}\x1b[0m" if color else line
 
 
-def setup_logging(service: str, level: str = "INFO", color: bool | None = None) -> None:
+class _JsonFormatter(logging.Formatter):
+    """One object a line: an event's fields are its own, by their names."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, object] = {
+            "time": json_lines.timestamp(record.created),
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+        }
+        if (name := getattr(record, "event", None)) is not None:
+            said["event"] = name
+            fields: Mapping[str, object] = getattr(record, "fields", {})
+            said |= {f"{key}_" if key in said else key: _plain(value) for key, value in fields.items()}
+        else:
+            said["message"] = record.getMessage()
+        if request_id := getattr(record, "request_id", ""):
+            said.setdefault("request_id", request_id)
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            said["stack"] = record.stack_info
+        return json.dumps(said)
+
+
+def _plain(value: object) -> str | int | float | bool | None:
+    """As JSON has it, which knows neither infinity nor our types."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value if value is None or type(value) in (str, int, bool) else str(value)  # type: ignore[return-value]
+
+
+def setup_logging(
+    service: str, level: str = "INFO", log_format: str = "text", color: bool | None = None
+) -> None:
     """Send every log line to stderr; replaces what was set up before.
 
-    `service` names the process in each line ("decode-0/1"); `color` None means: on a terminal.
+    `service` names the process in each line ("decode-0/1"); `log_format` is text or json; `color` None means:
+    on a terminal. Of what others write there json_lines.lay_pipe makes JSON.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
-    handler.setFormatter(_LineFormatter(service, sys.stderr.isatty() if color is None else color))
+    colors = sys.stderr.isatty() if color is None else color
+    handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _LineFormatter(service, colors))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(log_format == "json")
+
+
+def log_service(service: str, level: str, log_format: str) -> None:
+    """Set logging up for the whole of a service's process, its libraries and its children."""
+    setup_logging(service, level, log_format)
+    if log_format == "json":
+        json_lines.lay_pipe(service)
+        sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback is one object, too."""
+    logging.getLogger("uncaught").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
 
 class OnLoop(Collector):

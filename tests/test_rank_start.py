@@ -156,7 +156,7 @@ async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, mon
 @pytest.mark.parametrize(("flag", "told"), [(None, math.inf), (900.0, 900.0)])
 def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(flag, told, monkeypatch):
     calls = []
-    monkeypatch.setattr(rank.telemetry, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(rank.telemetry, "log_service", lambda *_: None)
     monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
     rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode")
     ((_, _, _, _, timeout_s, _),) = calls

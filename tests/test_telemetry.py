@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import logging
+import math
 import re
 import threading
 import urllib.request
 from importlib import metadata
+from pathlib import Path
 
 import prometheus_client
 import pytest
@@ -104,6 +107,38 @@ async def test_each_task_logs_its_own_request_id(capsys):
         'served b c request_id="b c"',
         "after",
     }
+
+
+def test_as_json_a_line_has_an_event_s_fields_by_their_names(capsys):
+    telemetry.setup_logging("decode-0/1", "info", "json")
+    with telemetry.request_context("r"):
+        telemetry.event(logger, "said", tokens=3, share=1 / 3, worst=math.nan, who=Path("/a"), service="x")
+        logger.info("plain %s", "words")
+    event, plain = map(json.loads, capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", event.pop("time"))
+    assert event == {
+        "level": "INFO",
+        "service": "decode-0/1",
+        "logger": "services.somewhere",
+        "event": "said",
+        "tokens": 3,
+        "share": 0.333333,
+        "worst": "nan",
+        "who": "/a",
+        "service_": "x",  # the line's own stays
+        "request_id": "r",
+    }
+    assert (plain["message"], plain["request_id"]) == ("plain words", "r")
+
+
+def test_as_json_a_traceback_stays_in_its_line(capsys):
+    telemetry.setup_logging("s", "info", "json")
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        logger.exception("failed")
+    said = json.loads(capsys.readouterr().err)
+    assert said["message"] == "failed" and said["exception"].endswith("KeyError: 'lost'")
 
 
 def test_a_traceback_follows_its_line(capsys):

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from services import telemetry
+from services import json_lines, telemetry
 from services.errors import ConfigError, IsthmusError
 
 COMMANDS = {
@@ -31,7 +31,10 @@ def main() -> None:
         wanted_help = name in ("", "-h", "--help", "help")
         print(_usage(), file=sys.stdout if wanted_help else sys.stderr)
         sys.exit(0 if wanted_help else 2)
-    telemetry.setup_logging("isthmus", "warning")
+    log_format = "json" if json_lines.FLAG in arguments else "text"
+    telemetry.setup_logging("isthmus", "warning", log_format)
+    if log_format == "json":
+        json_lines.lay_pipe("isthmus", descriptors=(2,))  # what a command has to say is on the other one
     try:
         code = _run(name, arguments)
         sys.stdout.flush()

@@ -8,11 +8,13 @@ standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
 import asyncio
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from services import json_lines
 from services.cli.local_cluster import LocalCluster, Shape
 from services.config import load, setting
 from services.ports import check_port, host_port
@@ -42,6 +44,7 @@ class UpConfig:
     tls_ca: Path | None = setting(None, "PEM of the authority of the services' certificates")
     tls_cert: Path | None = setting(None, "PEM of the certificate of all services; turns TLS on")
     tls_key: Path | None = setting(None, "PEM of its key")
+    log_format: Literal["text", "json"] = setting("text", "of what the services log; json: an object a line")
     rank_flag: tuple[str, ...] = _passed_on("rank")
     router_flag: tuple[str, ...] = _passed_on("router")
     flag: tuple[str, ...] = _passed_on("service")
@@ -63,7 +66,11 @@ class UpConfig:
             host=self.host,
             port=self.port,
             http_port=self.http_port,
-            common_flags=(*self._tls_flags(), *(f"--{flag}" for flag in self.flag)),
+            common_flags=(
+                f"--log-format={self.log_format}",
+                *self._tls_flags(),
+                *(f"--{flag}" for flag in self.flag),
+            ),
             rank_flags=tuple(f"--{flag}" for flag in self.rank_flag),
             router_flags=tuple(f"--{flag}" for flag in self.router_flag),
             ready_timeout_s=None,  # a large model loads for as long as it does; Ctrl-C is at hand
@@ -103,8 +110,10 @@ async def _up(config: UpConfig) -> int:
     signals = _Signals()
 
     def show_line(name: str, line: str) -> None:
+        as_json = config.log_format == "json"
+        text = json_lines.json_line(line, name, time.time()) if as_json else f"{name:<9}| {line}"
         try:
-            print(f"{name:<9}| {line}", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
         except BrokenPipeError:
             signals.stopping.set()
 

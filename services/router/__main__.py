@@ -23,7 +23,7 @@ def main() -> None:
     config = load(RouterConfig, prog=_PROG)
     with refusing(_PROG):
         name = config.name or f"router-{secrets.token_hex(3)}"
-        telemetry.setup_logging(name, config.log_level)
+        telemetry.log_service(name, config.log_level, config.log_format)
         _do_without_torch()
         asyncio.run(_run(config, name))
 

@@ -1,0 +1,140 @@
+"""Log lines as JSON objects, one a line, whoever writes them: `--log-format=json`.
+
+    our own logging --JSON--+
+    gRPC's C++ core, NIXL --+--> descriptors 1 and 2 --> pipe --> this file, a process of its own --> stderr
+    child processes --------+
+
+What is no JSON object becomes the `message` of one. The process outlives us: what we write in our last
+moment, in a crash too, comes through. It ends when nobody has the pipe open any more. This file is run by
+its path, without our packages: it is there within milliseconds.
+"""
+
+import atexit
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+FLAG = "--log-format=json"
+_PIPED = "ISTHMUS_JSON_LINES"  # in the environment: whoever started us has laid a pipe
+_DRAIN_S = 2.0  # a child of ours may hold the pipe open for longer than we wait
+_CHUNK_BYTES = 1 << 16
+_LONGEST_BYTES = 1 << 20  # what is longer comes in pieces
+_STDOUT, _STDERR = 1, 2
+# absl/log: severity, date and time, thread, file and line.
+_ABSL = re.compile(r"([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ([\w.+-]+:\d+)\] (.*)", re.DOTALL)
+_SEVERITIES = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+
+
+def timestamp(seconds: float) -> str:
+    """UTC, with milliseconds."""
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+def json_line(line: str, service: str, now: float, level: str = "INFO") -> str:
+    """`line` itself if it is a JSON object, else one that has it as its message."""
+    if _is_object(line):
+        return line
+    logger = "output"
+    if (found := _ABSL.fullmatch(line)) is not None:
+        level, logger, line = _SEVERITIES[found[1]], found[2], found[3]
+    said = {"time": timestamp(now), "level": level, "service": service, "logger": logger, "message": line}
+    return json.dumps(said)
+
+
+def _is_object(line: str) -> bool:
+    if not line.startswith("{"):
+        return False
+    try:
+        return isinstance(json.loads(line, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is Python's JSON, and nobody else's")
+
+
+def lay_pipe(service: str, descriptors: Sequence[int] = (_STDOUT, _STDERR)) -> None:
+    """From now on what is written to `descriptors`, by us or by a child, comes out of stderr as JSON objects.
+
+    Nothing where whoever started us has done so. Should the process at the other end be killed, what follows
+    goes to where it went before.
+    """
+    if os.environ.get(_PIPED):
+        return
+    reading, writing = os.pipe()
+    before = [(number, os.dup(number)) for number in descriptors]
+    # A session of its own: neither Ctrl-C nor a supervisor that kills a process group takes our last words.
+    reader = subprocess.Popen(
+        [sys.executable, "-P", "-S", "-E", __file__, service],
+        stdin=reading,
+        stdout=_STDERR,
+        start_new_session=True,
+    )
+    os.close(reading)
+    for number in descriptors:
+        os.dup2(writing, number)
+    os.close(writing)
+    os.environ[_PIPED] = str(os.getpid())
+
+    def restore() -> None:
+        for number, saved in before:
+            os.dup2(saved, number)
+
+    def drain() -> None:
+        """In the end: in a container everything is killed once its first process has gone."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads
+                stream.flush()
+        restore()
+        with suppress(subprocess.TimeoutExpired):
+            reader.wait(_DRAIN_S)
+
+    def watch() -> None:
+        reader.wait()
+        restore()
+
+    atexit.register(drain)
+    threading.Thread(target=watch, name="json-lines", daemon=True).start()
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    pending = b""
+    while chunk := os.read(stream.fileno(), _CHUNK_BYTES):
+        *lines, pending = (pending + chunk).split(b"\n")
+        yield from lines
+        if len(pending) >= _LONGEST_BYTES:
+            yield pending
+            pending = b""
+    yield pending
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    (service,) = sys.argv[1:]
+    for line in _lines(sys.stdin.buffer):
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            _write(json_line(text, service, time.time()) + "\n")
+
+
+def _write(line: str) -> None:
+    try:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads any more, and nobody would read that
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
