@@ -242,7 +242,7 @@ class EngineCore:
     def _admit(self) -> bool:
         """True when a sequence came in."""
         admitted = False
-        while self._batch_may_grow():
+        while self._gate and self._batch_may_grow():
             seq = self._gate.next(self._active, self._may_receive())
             if seq is None:
                 break
