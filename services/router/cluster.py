@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -253,6 +253,11 @@ class Cluster:
         """
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
+
+    def siblings(self, ranks: Iterable[RankKey]) -> frozenset[RankKey]:
+        """All ranks of their workers, as far as they are known, and they themselves."""
+        workers = {rank.worker for rank in ranks}
+        return frozenset(ranks).union(rank for rank in self._mirror.ranks if rank.worker in workers)
 
     def explain(self, prompt: HashedPrompt, conversation_id: str, max_wait_s: float) -> Explained:
         """As `place`, with every rank compared. Raises Unavailable where the ranks know no plan in common."""

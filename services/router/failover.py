@@ -16,6 +16,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from services import telemetry
@@ -156,7 +157,7 @@ class FailoverStream:
         max_wait_s = self._allowed_wait_s(remaining_s) if is_first else math.inf
         progress.attempts += 1
         progress.tokens_when_placed = len(progress.output_ids)
-        placed = self._cluster.place(prompt, checked.memory_key, frozenset(progress.excluded), max_wait_s)
+        placed = self._placed(prompt, max_wait_s)
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed), self._prompt)
         progress.outgrown_s = None
@@ -165,6 +166,18 @@ class FailoverStream:
         now = self._clock()
         progress.route_s += now - began
         progress.sent_s = now - progress.began_s
+
+    def _placed(self, prompt: HashedPrompt, max_wait_s: float) -> Placed:
+        """Raises as `Cluster.place`.
+
+        Where a rank failed this request, ranks of other workers come first: what ends one often ends all of
+        its worker, and the router hears of one after the other.
+        """
+        key, failed = self._checked.memory_key, frozenset(self._progress.excluded)
+        if failed:
+            with suppress(Unavailable, NoCapacity):
+                return self._cluster.place(prompt, key, self._cluster.siblings(failed), max_wait_s)
+        return self._cluster.place(prompt, key, failed, max_wait_s)
 
     def _command(self, placed: Placed) -> StartCommand:
         checked = self._checked

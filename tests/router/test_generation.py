@@ -83,6 +83,9 @@ class LosingCluster:
     async def turn(self, prompt, conversation_id, excluded):
         pass
 
+    def siblings(self, ranks):
+        return ranks  # each is a worker of its own
+
     def place(self, prompt, conversation_id, excluded, max_wait_s):
         self.excluded.append({rank.worker for rank in excluded})
         if len(self.excluded) == 6:
