@@ -160,6 +160,20 @@ class Admitted:
     digested_pages: int = 0  # of what moved; not told to routers
 
     @property
+    def reused_tokens(self) -> int:
+        """Of the prompt, by whoever computed it: never the sum of both ranks' prefixes."""
+        return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
+
+    @property
+    def delta_tokens(self) -> int:
+        """That crossed."""
+        return self.prompt_tokens - self.decode_prefix_len if self.plan is Plan.REMOTE else 0
+
+    @property
+    def kv_bytes_saved(self) -> int:
+        return self.kv_bytes_prompt - self.kv_bytes_moved
+
+    @property
     def rank_s(self) -> float:
         """From the request's arrival at the decode rank to its first token."""
         queues_s = self.decode_queue_s + self.prefill_queue_s

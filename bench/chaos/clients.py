@@ -97,9 +97,8 @@ class Clients:
         try:
             async for response in call:
                 yield Piece(tuple(response.token_ids))
-                if response.HasField("finish"):
-                    decode = response.finish.placement.decode
-                    yield Piece(decode_rank=f"{decode.worker}/{decode.rank}")
+                for placement in response.finish.placements[-1:]:
+                    yield Piece(decode_rank=f"{placement.decode.worker}/{placement.decode.rank}")
         except grpc.aio.AioRpcError as error:
             raise ClientError(error.code().name, error.details() or "") from error
         finally:
@@ -228,6 +227,6 @@ async def _pieces_of(response: httpx.Response) -> AsyncGenerator[Piece, None]:
                 )
             for choice in event["choices"]:
                 yield Piece(tuple(choice.get("token_ids") or ()))
-            if "isthmus" in event:
-                yield Piece(decode_rank=event["isthmus"]["decode_rank"] or "")
+            for placement in event.get("isthmus", {"placements": ()})["placements"][-1:]:
+                yield Piece(decode_rank=placement["decode_rank"])
     raise ClientError("HTTP cut off", "the stream ended without [DONE]")

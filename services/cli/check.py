@@ -56,7 +56,8 @@ def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
     """What is wrong with how the second turn was served; "" when nothing is."""
     if second.usage.decode_prefix_len:
         return ""
-    before, after = first.placement.decode, second.placement.decode
+    before = (first.placements[-1] if first.placements else first.placement).decode  # where it ended
+    after = second.placement.decode
     if (before.worker, before.rank) != (after.worker, after.rank):
         return "the second turn went to another decode rank: `isthmus explain` tells the prices"
     return "the decode rank lacks the first turn's KV: is its cache on, and the prompt longer than a page?"

@@ -63,12 +63,26 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
 
 
 def _print_usage(finish: generation_pb2.Finish) -> None:
-    usage, decode = finish.usage, finish.placement.decode
+    first_token = f"first token after {1e3 * finish.stages.first_token_s:.1f} ms"
+    print(f"{_used(finish.placement, finish.usage)}; {first_token}", file=sys.stderr)
+    if len(finish.placements) < 2:
+        return
+    for number, placement in enumerate(finish.placements, start=1):
+        print(f"placement {number}: {_used(placement, placement.usage)}", file=sys.stderr)
+    totals = finish.totals
     print(
-        f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}: "
+        f"in all: {totals.computed_tokens} computed, KV moved {format_bytes(totals.kv_bytes_moved)}, "
+        f"saved {format_bytes(totals.kv_bytes_saved)}",
+        file=sys.stderr,
+    )
+
+
+def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> str:
+    decode, plan = placement.decode, common_pb2.Plan.Name(placement.plan).removeprefix("PLAN_").lower()
+    return (
+        f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}, plan {plan}: "
         f"{usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
         f"KV moved {format_bytes(usage.kv_bytes_moved)}, saved {format_bytes(usage.kv_bytes_saved)}; "
-        f"{usage.completion_tokens} generated; first token after {1e3 * finish.stages.first_token_s:.1f} ms",
-        file=sys.stderr,
+        f"{usage.completion_tokens} generated"
     )

@@ -8,7 +8,6 @@ package. No text of a prompt or an answer is recorded.
 from prometheus_client import CollectorRegistry, Histogram
 
 from services import telemetry
-from services.kv.types import Plan
 from services.request import MAX_ID_CHARS
 from services.router.progress import Progress
 from services.router.trace_attributes import Attributes
@@ -59,10 +58,8 @@ def answered(progress: Progress, model: str) -> Attributes:
     if progress.first_token_s is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = progress.first_token_s
     if (admitted := progress.admitted) is not None:
-        local = admitted.plan is Plan.LOCAL
-        reused = admitted.decode_prefix_len if local else admitted.prefill_prefix_len
         attributes["gen_ai.usage.input_tokens"] = admitted.prompt_tokens
-        attributes["gen_ai.usage.cache_read.input_tokens"] = reused
+        attributes["gen_ai.usage.cache_read.input_tokens"] = admitted.reused_tokens
     return attributes
 
 

@@ -34,7 +34,7 @@ from services.router.detokenizer import Detokenizer
 from services.router.failover import FailoverStream
 from services.router.finish import finish_of
 from services.router.metrics import RouterMetrics
-from services.router.progress import Checked, Progress
+from services.router.progress import Checked, Progress, Served
 from services.router.prompt import PromptEncoder
 from services.router.stages import Stages, stages_of
 from services.router.stop_strings import StopStrings
@@ -231,7 +231,7 @@ class Generator:
             self._tell_story(progress, outcome)
 
     def _tell_story(self, progress: Progress, outcome: str) -> None:
-        admitted, placed = progress.admitted, progress.placed
+        admitted, placed = progress.admitted, progress.first_placed
         self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
         if progress.span.is_recording():
             told = gen_ai.answered(progress, self._model_name)
@@ -255,6 +255,8 @@ class Generator:
             ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
             transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",
             attempts=progress.attempts,
+            moved_to=",".join(str(later.placed.decision.chosen.decode.id) for later in progress.served[1:])
+            or "-",
         )
 
 
@@ -307,9 +309,10 @@ class _Answer:
     def _note_admitted(self, admitted: Admitted) -> None:
         progress = self._progress
         assert progress.placed is not None
-        if progress.admitted is None:
-            progress.admitted = admitted
+        progress.served.append(Served(progress.placed, admitted, progress.tokens_when_placed))
+        if len(progress.served) == 1:
             self._metrics.admitted(progress.placed, admitted)
+        self._metrics.transferred(admitted)
         self._cluster.admitted(self._checked.request_id, progress.placed, admitted)
 
     def _note_tokens(self, num_tokens: int) -> None:
@@ -371,7 +374,7 @@ class _Answer:
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress
         progress.finish_reason = reason
-        response.finish.CopyFrom(finish_of(progress, reason, matched, len(self._prompt.ids), self._drift))
+        response.finish.CopyFrom(finish_of(progress, reason, matched, self._drift))
         all_ids = self._prompt.ids + array("I", progress.output_ids)
         if self._checked.memory_key:
             self._memory.remember(self._checked.memory_key, all_ids)

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from services import telemetry
 from services.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
 from services.index.mirror import Mirror
-from services.kv.types import Plan, RankId, Role
+from services.kv.types import RankId, Role
 from services.request import Admitted, FinishReason
 from services.router.cluster import Cluster, Placed
 from services.router.gen_ai import GenAiMetrics
@@ -116,8 +116,14 @@ class RouterMetrics:
             "drift", "Tokens of past turns that did not come back as they were generated.", registry
         )
         self._completion = self._tokens("completion", "Generated tokens.", registry)
-        self._moved = Counter("isthmus_kv_moved_bytes", "KV bytes that crossed.", registry=registry)
-        self._saved = Counter("isthmus_kv_saved_bytes", "KV bytes that needed not cross.", registry=registry)
+        self._moved = Counter(
+            "isthmus_kv_moved_bytes",
+            "KV bytes that crossed, for all placements of a request.",
+            registry=registry,
+        )
+        self._saved = Counter(
+            "isthmus_kv_saved_bytes", "KV bytes that needed not cross, likewise.", registry=registry
+        )
         self._moves = Counter(
             "isthmus_request_moves",
             "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
@@ -183,11 +189,13 @@ class RouterMetrics:
         self._prompt.inc(admitted.prompt_tokens)
         self._prompt_length.observe(admitted.prompt_tokens)
         self._computed.inc(admitted.computed_tokens)
-        local = admitted.plan is Plan.LOCAL
-        self._reused.inc(admitted.decode_prefix_len if local else admitted.prefill_prefix_len)
-        self._moved.inc(admitted.kv_bytes_moved)
-        self._saved.inc(admitted.kv_bytes_prompt - admitted.kv_bytes_moved)
+        self._reused.inc(admitted.reused_tokens)
         self._hits.admitted(placed, admitted)
+
+    def transferred(self, admitted: Admitted) -> None:
+        """Account for the bytes of any placement."""
+        self._moved.inc(admitted.kv_bytes_moved)
+        self._saved.inc(admitted.kv_bytes_saved)
 
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""

@@ -149,28 +149,45 @@ def usage_json(usage: generation_pb2.Usage) -> Json:
 
 
 def isthmus_json(finish: generation_pb2.Finish) -> Json:
-    """What OpenAI has no place for: where the request ran and what crossed the isthmus."""
-    usage, placement = finish.usage, finish.placement
+    """What OpenAI has no place for: where the request ran and what crossed the isthmus. What stands outside
+    of `placements` and `totals` is of the first placement, as OpenAI's usage is."""
+    usage = finish.usage
     return {
         "finish_reason": common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
+        **_where(finish.placement),
+        **_kv_json(usage),
+        "computed_tokens": usage.computed_tokens,
+        "drift_tokens": usage.drift_tokens if usage.HasField("drift_tokens") else None,
+        "matched_stop": finish.matched_stop or None,
+        "placements": [_placement_json(placement) for placement in finish.placements],
+        "totals": _numbers(finish.totals),
+        "stages": _numbers(finish.stages),
+    }
+
+
+def _where(placement: generation_pb2.Placement) -> Json:
+    return {
         "plan": _PLANS.get(placement.plan),
         "decode_rank": _rank_name(placement.decode) if placement.HasField("decode") else None,
         "prefill_rank": _rank_name(placement.prefill) if placement.HasField("prefill") else None,
         "reason": placement.reason,
         "predicted_prefix_len": placement.predicted_prefix_len,
-        "decode_prefix_len": usage.decode_prefix_len,
-        "delta_tokens": usage.delta_tokens,
-        "prefill_prefix_len": usage.prefill_prefix_len,
-        "computed_tokens": usage.computed_tokens,
-        "kv_bytes_moved": usage.kv_bytes_moved,
-        "kv_bytes_saved": usage.kv_bytes_saved,
-        "drift_tokens": usage.drift_tokens if usage.HasField("drift_tokens") else None,
-        "matched_stop": finish.matched_stop or None,
-        "stages": {
-            field.name: getattr(finish.stages, field.name)
-            for field in generation_pb2.StageTimes.DESCRIPTOR.fields
-        },
     }
+
+
+def _placement_json(placement: generation_pb2.Placement) -> Json:
+    usage = placement.usage
+    names = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens")
+    return {**_where(placement), **{name: getattr(usage, name) for name in names}, **_kv_json(usage)}
+
+
+def _kv_json(usage: generation_pb2.Usage) -> Json:
+    names = ("decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved")
+    return {name: getattr(usage, name) for name in names}
+
+
+def _numbers(message: generation_pb2.Totals | generation_pb2.StageTimes) -> Json:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _finite(logprob: float) -> float:

@@ -28,6 +28,15 @@ class Checked:
         return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A placement that generated."""
+
+    placed: Placed
+    admitted: Admitted  # what it had and did
+    first_output: int  # tokens that placements before it had generated
+
+
 @dataclass(slots=True)
 class Progress:
     """What has become of one request so far."""
@@ -39,8 +48,8 @@ class Progress:
     route_s: float = 0.0
     first_token_s: float | None = None
     output_ids: list[int] = field(default_factory=list)
-    admitted: Admitted | None = None  # of the first placement: what the usage speaks of
-    placed: Placed | None = None
+    served: list[Served] = field(default_factory=list)
+    placed: Placed | None = None  # where it is now
     attempts: int = 0
     tokens_when_placed: int = 0  # that it had when it was placed last
     # Since a placement last got on:
@@ -55,6 +64,16 @@ class Progress:
     aborted: bool = False
     operation: str = "text_completion"  # or chat: what was asked for
     finish_reason: FinishReason | None = None
+
+    @property
+    def admitted(self) -> Admitted | None:
+        """Of the first placement that generated: what the usage speaks of."""
+        return self.served[0].admitted if self.served else None
+
+    @property
+    def first_placed(self) -> Placed | None:
+        """Where `admitted` was; where nobody has generated, where it is now."""
+        return self.served[0].placed if self.served else self.placed
 
     def begin_anew(self) -> None:
         """What failed before does not count any more."""

@@ -1,7 +1,7 @@
 """What the router's span of a request tells: where it went, at what price, and what came of it.
 
-Words are the log's and the API's. The stages add up to `first_token_s`. Prices are those of the last
-placement, what was delivered is the first admission's, as in the usage.
+Words are the log's and the API's. The stages add up to `first_token_s`. All is of the first placement that
+generated, as in the usage; `placements` is how many did.
 """
 
 from services.request import Admitted
@@ -17,13 +17,14 @@ def attributes_of(progress: Progress) -> Attributes:
         "request_id": progress.request_id,
         "completion_tokens": len(progress.output_ids),
         "attempts": progress.attempts,
+        "placements": len(progress.served),
     }
     if progress.first_token_s is not None:
         attributes["first_token_s"] = progress.first_token_s
     if progress.stages is not None:
         attributes |= {f"stage.{name}_s": seconds for name, seconds in progress.stages.seconds()}
-    if progress.placed is not None:
-        attributes |= _placed(progress.placed)
+    if progress.first_placed is not None:
+        attributes |= _placed(progress.first_placed)
     if progress.admitted is not None:
         attributes |= _admitted(progress.admitted)
     return attributes

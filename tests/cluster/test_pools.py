@@ -83,7 +83,7 @@ async def test_a_request_goes_where_prompt_and_answer_fit(etcd_endpoint, model_d
             prompt = [number, *PROMPT]
             tokens, finish = await generate(cluster, 300, prompt)
             assert tokens == continuation(prompt, 300)
-            assert (finish.reason, finish.placement.decode.worker) == (LENGTH, "decode-1")
+            assert (finish.reason, finish.placements[-1].decode.worker) == (LENGTH, "decode-1")
         assert await explained(cluster, 300) == ({"decode-1"}, {"decode-0": TOO_SMALL})
         assert (await explained(cluster, 40))[1] == {}
         assert (await explained(cluster, 3_000))[1] == {}  # it fits nobody
@@ -110,7 +110,9 @@ async def test_at_the_end_of_a_pool_a_request_goes_on_in_a_larger_one(
             prompt = [number, *PROMPT[1:]]
             tokens, finish = await generate(cluster, max_tokens, prompt)
             assert tokens == continuation(prompt, num_tokens), max_tokens
-            assert (finish.reason, finish.placement.decode.worker) == (reason, f"decode-{moves}"), max_tokens
+            assert (finish.reason, finish.placements[-1].decode.worker) == (reason, f"decode-{moves}"), (
+                max_tokens
+            )
             assert finish.usage.completion_tokens == num_tokens
             moves_so_far += moves
             page = await samples(cluster.routers[0], cluster)
@@ -206,7 +208,7 @@ async def test_a_real_answer_that_moves_is_the_references(etcd_endpoint, cluster
     async with FakeCluster(etcd_endpoint, directory, cluster_name, **settings, **pools_of(*HOLDS)) as cluster:
         tokens, finish = await generate(cluster, 200, prompt)
         count_near_ties(reference_generation(directory, tuple(prompt), 200), tokens)
-        assert (len(tokens), finish.placement.decode.worker) == (200, "decode-2")
+        assert (len(tokens), finish.placements[-1].decode.worker) == (200, "decode-2")
         hot = {"temperature": 3.0, "seed": 5, "presence_penalty": 0.5}
         moved, _ = await generate(cluster, 200, prompt, **hot)
     async with FakeCluster(etcd_endpoint, directory, f"{cluster_name}-whole", **settings) as cluster:

@@ -113,6 +113,7 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
             "request_id": "mine",
             "outcome": "finished",
             "attempts": 1,
+            "placements": 1,
             "completion_tokens": 8,
             "decode": f"{placement.decode.worker}/{placement.decode.rank}",
             "prefill": "prefill-0/0",

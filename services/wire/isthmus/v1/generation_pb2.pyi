@@ -106,32 +106,56 @@ class StageTimes(_message.Message):
     def __init__(self, tokenize_s: _Optional[float] = ..., route_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., router_queue_s: _Optional[float] = ..., first_decode_step_s: _Optional[float] = ..., relay_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decode", "prefill", "plan", "predicted_prefix_len", "reason")
+    __slots__ = ("decode", "prefill", "plan", "predicted_prefix_len", "reason", "usage")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     plan: _common_pb2.Plan
     predicted_prefix_len: int
     reason: str
-    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., predicted_prefix_len: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    usage: Usage
+    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., predicted_prefix_len: _Optional[int] = ..., reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "delta_tokens", "kv_bytes_moved", "kv_bytes_saved")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_SAVED_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    completion_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    delta_tokens: int
+    kv_bytes_moved: int
+    kv_bytes_saved: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "matched_stop", "usage", "placement", "stages")
+    __slots__ = ("reason", "matched_stop", "usage", "placement", "stages", "placements", "totals")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     matched_stop: str
     usage: Usage
     placement: Placement
     stages: StageTimes
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ...) -> None: ...
+    placements: _containers.RepeatedCompositeFieldContainer[Placement]
+    totals: Totals
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish", "prompt_token_ids")

@@ -1,0 +1,42 @@
+"""What `isthmus generate --usage` says at the end."""
+
+from services.cli.generate import _print_usage
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+
+def usage_of(prompt_tokens, reused_tokens, completion_tokens, moved=0):
+    return generation_pb2.Usage(
+        prompt_tokens=prompt_tokens,
+        reused_tokens=reused_tokens,
+        computed_tokens=prompt_tokens - reused_tokens,
+        completion_tokens=completion_tokens,
+        kv_bytes_moved=moved,
+    )
+
+
+def placement_of(worker, plan, usage):
+    return generation_pb2.Placement(decode=common_pb2.RankId(worker=worker, rank=1), plan=plan, usage=usage)
+
+
+FIRST = placement_of("d0", common_pb2.PLAN_LOCAL, usage_of(29, 16, 6))
+SECOND = placement_of("d1", common_pb2.PLAN_REMOTE, usage_of(35, 0, 34, moved=2048))
+
+
+def test_a_request_that_stayed_takes_a_line(capsys):
+    _print_usage(generation_pb2.Finish(usage=usage_of(29, 16, 6), placement=FIRST, placements=[FIRST]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("29 prompt tokens on d0/1, plan local: 16 reused, 13 computed, ")
+    assert line.endswith("6 generated; first token after 0.0 ms")
+
+
+def test_of_one_that_moved_each_placement_is_told(capsys):
+    totals = generation_pb2.Totals(computed_tokens=48, kv_bytes_moved=2048)
+    usage = usage_of(29, 16, 40)
+    finish = generation_pb2.Finish(usage=usage, placement=FIRST, placements=[FIRST, SECOND], totals=totals)
+    _print_usage(finish)
+    billed, first, second, in_all = capsys.readouterr().err.splitlines()
+    assert billed.startswith("29 prompt tokens on d0/1") and "40 generated; first token" in billed
+    assert first.startswith("placement 1: 29 prompt tokens on d0/1, plan local: ")
+    assert second.startswith("placement 2: 35 prompt tokens on d1/1, plan remote: 0 reused, 35 computed, ")
+    assert second.endswith("34 generated") and "KV moved 2.0 KiB" in second
+    assert in_all == "in all: 48 computed, KV moved 2.0 KiB, saved 0 B"
