@@ -47,6 +47,9 @@ Where a router speaks of a rank, `role`, `worker` and `rank` are that rank's.
 Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
 tenant or error text is ever a label.
 
+With engine sglang the pages of ranks have SGLang's own metrics (`sglang:...`) as well, each on that of its DP
+rank, and `isthmus_sglang_metrics_up`, 0 where SGLang could not be asked.
+
 `gen_ai_server_...` are OpenTelemetry's conventions for generative AI, with its names and edges, for what
 looks for them; ours say more. The router's spans follow the conventions as well (`gen_ai.request.model`,
 `gen_ai.usage.input_tokens` ...), beside attributes of our own.
@@ -116,8 +119,9 @@ def rows(registry: CollectorRegistry) -> Iterator[Row]:
             owner = collector if isinstance(collector, MetricWrapperBase) else metric
             suffix = {"counter": "_total", "info": "_info"}.get(metric.type, "")
             labels = tuple(getattr(owner, "_labelnames", None) or ())
-            if metric.type == "info":  # it has its labels with its value
-                labels = tuple(metric.samples[0].labels)
+            if metric.type == "info" or (metric.type == "histogram" and not labels):
+                # They are with its values alone.
+                labels = tuple(name for name in metric.samples[0].labels if name != "le")
             yield Row(metric.name + suffix, metric.type, labels, metric.documentation)
 
 

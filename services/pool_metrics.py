@@ -1,11 +1,16 @@
 """What a rank of either role shows Prometheus: its load, read when scraped, and its requests' ends."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from services.errors import DeadlineExceeded, PeerFailed
@@ -99,9 +104,28 @@ class PoolCollector(Collector):
             "blocks.",
             load.unreadable_events,
         )
+        steps = HistogramMetricFamily(
+            "isthmus_engine_step_seconds",
+            "Engine steps by duration: kind decode, of single tokens only, and prompt. Engine sglang: "
+            "decode, by the mean of each quarter of a second.",
+            labels=["kind"],
+        )
+        for kind, counted in (("decode", load.decode_steps), ("prompt", load.prompt_steps)):
+            steps.add_metric([kind], buckets=list(counted.cumulative()), sum_value=counted.sum_s)
+        yield steps
         yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)
         yield GaugeMetricFamily(
             "isthmus_compute_tokens_per_second",
             "Moving average of the rate at which prompts are computed; 0: not measured yet.",
             load.prefill_tokens_per_s,
         )
+
+
+class EngineCollector(Collector):
+    """What an engine's libraries count themselves."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()

@@ -38,6 +38,7 @@ from services.intake import Intake
 from services.kv.block_hash import SCHEME
 from services.kv.types import Generation, RankAddress, RankId, Role
 from services.notify import Notifier
+from services.pool_metrics import EngineCollector
 from services.ports import bindable, host_port
 from services.rank_config import RankConfig
 from services.transfer.hello import VERSION as HANDSHAKE_VERSION
@@ -256,6 +257,7 @@ async def open_rank(
         stack.push_async_callback(engine.stop)
         watchdog = asyncio.create_task(_note_crash(engine, failed, end_soon))
         stack.callback(watchdog.cancel)
+        page.registry.register(EngineCollector(engine.metrics))
         services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
         listen = host_port(bindable(config.host), config.port)

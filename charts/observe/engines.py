@@ -21,6 +21,11 @@ def _quantile(share: float, metric: str, by: str) -> str:
     return f"histogram_quantile({share}, {_rate(f'{metric}_bucket', f'le, {by}')})"
 
 
+def _quantile_of_steps(share: float) -> str:
+    steps = f'isthmus_engine_step_seconds_bucket{{{RANK}, kind="decode"}}'
+    return f"histogram_quantile({share}, sum by (le, {_BY_RANK}) (rate({steps}{_RATE})))"
+
+
 def engines() -> Dashboard:
     pages = f"isthmus_kv_pages{{{RANK}}}"
     return board(
@@ -101,6 +106,13 @@ def engines() -> Dashboard:
                         "Moving average. On decode ranks it is the pause between tokens; it grows with the "
                         "batch.",
                         Query(_now("isthmus_step_seconds"), _NAME),
+                    ),
+                    graph(
+                        "Slow engine steps",
+                        "s",
+                        "95 of 100 steps of single tokens took no longer than this. Far above the mean, a few "
+                        "steps are long, which users see as pauses.",
+                        Query(_quantile_of_steps(0.95), _NAME),
                     ),
                     graph(
                         "Tokens computed by ranks",

@@ -23,6 +23,11 @@ _ERRORS = (
 )
 
 
+def _lengths(metric: str) -> tuple[Query, ...]:
+    shares = ((0.5, "half"), (0.95, "95 %"), (0.99, "99 %"))
+    return tuple(Query(_quantile(share, metric), legend) for share, legend in shares)
+
+
 def overview() -> Dashboard:
     return board(
         "isthmus-overview",
@@ -153,6 +158,20 @@ def overview() -> Dashboard:
                         "short",
                         "Output tokens per second over all streams.",
                         Query(_rate("isthmus_completion_tokens_total"), "generated"),
+                    ),
+                    graph(
+                        "Length of prompts",
+                        "short",
+                        "Prompt tokens: half, 95 and 99 of 100 requests had no more. Longer prompts cost prefill "
+                        "time and KV pages.",
+                        *_lengths("isthmus_request_prompt_tokens"),
+                    ),
+                    graph(
+                        "Length of answers",
+                        "short",
+                        "Tokens generated for a request: half, 95 and 99 of 100 had no more. Longer answers hold "
+                        "places in decode batches for longer.",
+                        *_lengths("isthmus_request_output_tokens"),
                     ),
                     graph(
                         "Requests that had to move",

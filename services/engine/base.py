@@ -9,8 +9,10 @@ choice of peer. Seen from a service, a decode request is one iterator:
 Closing the iterator gives every page back, whatever ended it: success, error, cancel, deadline.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Protocol
+
+from prometheus_client.core import Metric
 
 from services.kv.types import CacheEvents, KvLayout, PageBooks, Plan, RankAddress, RankLoad, Rendezvous
 from services.request import GenerationRequest, Output, PrefillResult
@@ -68,6 +70,10 @@ class Engine(Protocol):
 
     def load(self) -> RankLoad:
         """A snapshot; cheap, never blocks."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """What libraries of the engine's count themselves, by names of theirs. Called by any thread, once it
+        has started; may block for seconds."""
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         """What the radix tree gained and lost, from the first page on. One consumer."""

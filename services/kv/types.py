@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
+from services.kv.step_histogram import NO_STEPS, StepHistogram
+
 PageId = NewType("PageId", int)
 BlockHash = NewType("BlockHash", int)  # 64-bit sequence hash of an index block
 Generation = NewType("Generation", int)  # 64-bit random id of one life of a rank
@@ -198,6 +200,8 @@ class RankLoad:
     lent_runs: int = 0  # in how many runs of neighbours they were lent
     open_rooms: int = 0  # transfers of a prefill rank that are not over
     unreadable_events: int = 0  # since the start, of what another's engine told of its cache
+    decode_steps: StepHistogram = NO_STEPS  # since the start, of single tokens only
+    prompt_steps: StepHistogram = NO_STEPS  # that computed prompts, too
 
     @property
     def queue_wait_s(self) -> float:

@@ -80,6 +80,12 @@ async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_di
     assert value(decode, "isthmus_decode_prefix_tokens_total", rank="0") == total("decode_prefix_len")
     assert value(decode, "isthmus_decode_generated_tokens_total") == total("completion_tokens")
     assert value(decode, "isthmus_decode_received_bytes_total") == total("kv_bytes_moved")
+    decode_steps = value(decode, "isthmus_engine_step_seconds_count", kind="decode")
+    assert 0 < decode_steps <= total("completion_tokens")
+    assert value(decode, "isthmus_engine_step_seconds_bucket", kind="decode", le="+Inf") == decode_steps
+    assert value(decode, "isthmus_engine_step_seconds_count", kind="prompt") == 0
+    assert value(prefill, "isthmus_engine_step_seconds_count", kind="prompt") > 0
+    assert value(prefill, "isthmus_engine_step_seconds_sum", kind="prompt") > 0
     assert value(prefill, "isthmus_prefill_sent_bytes_total") == total("kv_bytes_moved")
     assert value(prefill, "isthmus_prefill_computed_tokens_total") == total("computed_tokens")
     for rank in (decode, prefill):
@@ -112,6 +118,7 @@ def test_histograms_reach_as_far_as_a_request_may_wait():
             if edge != "+Inf" and not sample.name.startswith("gen_ai_"):  # theirs are given
                 edges[sample.name] = max(edges[sample.name], float(edge))
     assert edges.pop("isthmus_itl_seconds_bucket") == 5.0  # of one step
+    assert edges.pop("isthmus_engine_step_seconds_bucket") == 30.0
     for name in ("prompt", "output"):
         assert edges.pop(f"isthmus_request_{name}_tokens_bucket") == 2**20
     config = RouterConfig(model="m")

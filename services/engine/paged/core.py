@@ -22,6 +22,7 @@ from services.engine.paged.step_time import StepTimes
 from services.engine.paged.waiting_queue import place_in_line
 from services.errors import InvalidRequest, NoCapacity
 from services.kv.prefix_cache import PrefixCache
+from services.kv.step_histogram import NO_STEPS
 from services.kv.types import PageBooks, RankLoad
 from services.request import FinishReason
 
@@ -58,6 +59,7 @@ class EngineCore:
         self._events: list[tuple[Sequence, Event]] = []
         self._step_s = 0.0
         self._step_times = StepTimes()
+        self._decode_steps = self._prompt_steps = NO_STEPS
         self.failed_steps = 0  # in a row
         self.retractions = 0
 
@@ -204,6 +206,8 @@ class EngineCore:
             lent_pages=self.cache.lent_pages,
             lent_runs=self.cache.lent_runs,
             reserved_pages=self._gate.reserved_pages,
+            decode_steps=self._decode_steps,
+            prompt_steps=self._prompt_steps,
         )
 
     def check(self) -> PageBooks:
@@ -446,3 +450,7 @@ class EngineCore:
         self._step_s = took_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * took_s
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
         self._step_times.note(num_decoding, prompt_tokens, took_s)
+        if prompt_tokens:
+            self._prompt_steps = self._prompt_steps.with_steps(took_s)
+        else:
+            self._decode_steps = self._decode_steps.with_steps(took_s)

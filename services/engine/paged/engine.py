@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+
+from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.events import Event
@@ -158,6 +160,9 @@ class PagedEngine:
 
     def load(self) -> RankLoad:
         return replace(self._load, stalled=any(watch.stalled for watch in self._watches))
+
+    def metrics(self) -> Iterable[Metric]:
+        return ()
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         while True:

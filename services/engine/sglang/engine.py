@@ -11,9 +11,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from services.engine.base import RemotePrefill
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
@@ -64,6 +66,9 @@ class SglangRank:
 
     def load(self) -> RankLoad:
         return self._worker.load(self._own_id.rank)
+
+    def metrics(self) -> Iterable[Metric]:
+        return self._worker.metrics(self._own_id.rank)
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         events = self._worker.events[self._own_id.rank]

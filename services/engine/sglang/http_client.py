@@ -20,7 +20,7 @@ class SglangHttp:
     """Made and used on one loop."""
 
     def __init__(self, port: int) -> None:
-        self._base = f"http://127.0.0.1:{port}"
+        self.base = f"http://127.0.0.1:{port}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -32,7 +32,7 @@ class SglangHttp:
 
     async def healthy(self) -> bool:
         try:
-            async with self._session.get(f"{self._base}/health", timeout=_timeout()) as response:
+            async with self._session.get(f"{self.base}/health", timeout=_timeout()) as response:
                 return bool(response.status == 200)
         except _CLIENT_ERRORS:
             return False
@@ -40,7 +40,7 @@ class SglangHttp:
     async def get(self, path: str) -> Any:
         """Raises Unavailable."""
         try:
-            async with self._session.get(f"{self._base}{path}", timeout=_timeout()) as response:
+            async with self._session.get(f"{self.base}{path}", timeout=_timeout()) as response:
                 response.raise_for_status()
                 return await response.json()
         except _CLIENT_ERRORS as error:
@@ -53,7 +53,7 @@ class SglangHttp:
             InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
             Unavailable: SGLang itself is gone.
         """
-        url = f"{self._base}/generate"
+        url = f"{self.base}/generate"
         try:
             async with self._session.post(url, json={**body, "stream": True}) as response:
                 if response.status != 200:
@@ -75,7 +75,7 @@ class SglangHttp:
 
     async def _abort(self, which: dict[str, Any]) -> None:
         try:
-            await self._session.post(f"{self._base}/abort_request", json=which, timeout=_timeout())
+            await self._session.post(f"{self.base}/abort_request", json=which, timeout=_timeout())
         except _CLIENT_ERRORS:
             return
 

@@ -174,9 +174,8 @@ class SglangSettings:
             "--skip-server-warmup",
             "--log-level-http=warning",  # not one line per poll of ours
             "--incremental-streaming-output",
+            "--enable-metrics",  # passed on; and without it an answer does not say how long it queued
         ]
-        if self.role is Role.PREFILL:
-            arguments.append("--enable-metrics")  # else an answer does not say how long it queued
         if self.dtype is not None:
             arguments.append(f"--dtype={self.dtype}")
         arguments += self._cache_arguments() + self._device_arguments()

@@ -17,8 +17,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from services.engine.queue_rate import QueueRate
-from services.engine.sglang import loads
+from services.engine.sglang import loads, own_metrics
 from services.engine.sglang.beats import Beats
 from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.model_shape import ModelShape
@@ -349,10 +351,15 @@ class SglangWorker:
         return replace(
             told,
             step_s=self._step_times.step_s(dp_rank),
+            decode_steps=self._step_times.histogram(dp_rank),
             admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
             retractions=self._retractions[dp_rank],
             unreadable_events=self._rebuilders[dp_rank].unreadable.total(),
         )
+
+    def metrics(self, dp_rank: int) -> Iterator[Metric]:
+        """SGLang's own; any thread may ask, and waits."""
+        return own_metrics.read(f"{self.http.base}/metrics", dp_rank)
 
     def note_admitted(self, dp_rank: int) -> None:
         """A request that may have waited there is through."""

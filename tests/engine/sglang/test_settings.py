@@ -39,9 +39,9 @@ def test_prefill_without_a_cache(tmp_path):
     assert not any("decode" in text for text in arguments)
 
 
-def test_only_prefill_tells_how_long_a_request_queued(tmp_path):
-    assert "--enable-metrics" in settings(tmp_path, role=Role.PREFILL).arguments(7000)
-    assert "--enable-metrics" not in settings(tmp_path).arguments(7000)
+@pytest.mark.parametrize("role", Role)
+def test_sglang_counts_for_itself_and_tells_how_long_a_request_queued(tmp_path, role):
+    assert "--enable-metrics" in settings(tmp_path, role=role).arguments(7000)
 
 
 def test_the_users_arguments_come_last_and_whole(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from services.engine.sglang.step_times import StepTimes
+from services.kv.step_histogram import StepHistogram
 
 
 def totals(steps, total_us):
@@ -29,3 +30,12 @@ def test_a_rank_that_rests_keeps_its_average():
     for _ in range(3):
         times.note(0, totals(10, 50_000))
     assert times.step_s(0) == pytest.approx(0.005)
+
+
+def test_steps_are_counted_by_the_mean_of_those_between_two_looks():
+    times = StepTimes()
+    times.note(0, totals(10, 50_000))
+    times.note(0, totals(10, 50_000))
+    times.note(0, totals(14, 250_000))  # 50 ms each
+    assert times.histogram(0) == StepHistogram().with_steps(0.005, 10).with_steps(0.05, 4)
+    assert times.histogram(1) == StepHistogram()
