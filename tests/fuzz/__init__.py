@@ -1,0 +1,1 @@
+"""A differential fuzz: small clusters of real torch ranks, every token checked against transformers."""

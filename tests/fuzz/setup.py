@@ -1,0 +1,83 @@
+"""What cluster a round of the fuzz runs on."""
+
+import random
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from checkpoints import shaped_checkpoint
+from cluster.harness import FakeCluster
+
+SHAPES = (
+    *("llama3-rope", "yarn", "tied-qwen3", "biased", "head-dim-128", "one-kv-head"),
+    *("groups-of-7", "vocabulary-517", "three-layers", "head-dim-6"),
+)
+_PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`tight`: sequences are let in as if they were to generate nothing more, so that pools overflow.
+    `kills`: ranks are killed all the while, and started again. `rank`: settings of all ranks."""
+
+    shape: str
+    plans: tuple[str, ...]
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    tight: bool
+    kills: bool
+    rank: MappingProxyType[str, Any]
+
+    def __str__(self) -> str:
+        rank = " ".join(f"{name}={value}" for name, value in self.rank.items())
+        flags = "".join(f" {name}" for name in ("tight", "kills") if getattr(self, name))
+        return (
+            f"{self.shape} {'+'.join(self.plans)} decode={self.decode} prefill={self.prefill}{flags} {rank}"
+        )
+
+    def cluster(self, etcd: str, name: str) -> FakeCluster:
+        directory = shaped_checkpoint(self.shape)
+        return FakeCluster(
+            etcd,
+            directory,
+            name,
+            decode=self.decode,
+            prefill=self.prefill,
+            plans=self.plans,
+            engine="torch",
+            model=str(directory),
+            index_block=64,
+            num_threads=1,
+            **self.rank,
+        )
+
+
+def draw_setup(chance: random.Random) -> Setup:
+    tight = chance.random() < 0.4
+    kills = not tight and chance.random() < 0.35
+    page_size = chance.choice([1, 2, 4, 16, 32, 64])
+    return Setup(
+        shape=chance.choice(SHAPES),
+        plans=chance.choice(_PLANS),
+        decode=chance.choice([(1, 1), (1, 1, 1)] if kills else [(1,), (2,), (1, 1), (3,)]),
+        prefill=(1, 1) if kills else chance.choice([(1,), (1, 1)]),
+        tight=tight,
+        kills=kills,
+        rank=MappingProxyType(_draw_rank(chance, page_size, tight)),
+    )
+
+
+def _draw_rank(chance: random.Random, page_size: int, tight: bool) -> dict[str, Any]:
+    pool_tokens = chance.choice([96, 128, 160] if tight else [96, 128, 192, 256, 512, 1024])
+    return {
+        "page_size": page_size,
+        "kv_pages": max(3, pool_tokens // page_size),
+        "chunk_size": chance.choice([1, 7, 16, 33, 64, 512]),
+        "max_running_requests": chance.choice([4, 8, 32] if tight else [1, 2, 4, 8, 32]),
+        "decode_cache": chance.choice(["on", "on", "on", "off"]),
+        "prefill_cache": chance.choice(["on", "on", "on", "off"]),
+        "transport": chance.choice(["local", "local", "local", "nixl"]),
+        "kv_digest_share": chance.choice([0.0, 1.0]),
+        "itl_target_ms": chance.choice([None, None, None, 5.0]),
+        "protected_cache_share": chance.choice([0.0, 0.3, 1.0]),
+    }
