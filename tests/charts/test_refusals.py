@@ -46,6 +46,7 @@ BY_SCHEMA = {
     "half a GPU": ({"decode": {"gpus": 0.5}}, "/decode/gpus"),
     "a path that is none": ({"model": {"path": "models/x"}}, "/model/path"),
     "a path with a slash at its end": ({"model": {"path": "/models/x/"}}, "/model/path"),
+    "a state that etcd does not know": ({"etcd": {"initialClusterState": "old"}}, "initialClusterState"),
     "two members of etcd": ({"etcd": {"replicas": 2}}, "/etcd/replicas"),
     "an etcd that loses consistency": ({"etcd": {"image": {"tag": "v3.5.1"}}}, "/etcd/image/tag"),
     "an etcd without /livez": ({"etcd": {"image": {"tag": "v3.5.10"}}}, "/etcd/image/tag"),

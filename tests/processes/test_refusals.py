@@ -23,7 +23,7 @@ REFUSED = {
     ),
     "no certificate": (
         ["services.prefill", *FAKE, "--tls-cert=no-such-file", "--tls-key=no-such-file"],
-        "isthmus-prefill: cannot read no-such-file",
+        "isthmus-prefill: cannot read the TLS file no-such-file",
     ),
 }
 
