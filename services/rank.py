@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services import build_info, rpc, supervisor, telemetry
+from services import build_info, descriptors, rpc, supervisor, telemetry
 from services.certificates import CertificateCollector
 from services.config import load, refusing, to_flags
 from services.engine.base import Engine
@@ -105,6 +105,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
     config = load(RankConfig, prog=prog)
     notifier = Notifier()
     with refusing(prog, notifier.ends):
+        descriptors.raise_limit()
         if config.rank_index is None:
             sys.exit(supervise(config, module))
         telemetry.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 
-from services import health, rpc, telemetry
+from services import descriptors, health, rpc, telemetry
 from services.config import load, refusing
 from services.health import Health, Lifecycle, Phase, joint_health
 from services.notify import Notifier
@@ -25,6 +25,7 @@ def main() -> None:
         name = config.name or f"router-{secrets.token_hex(3)}"
         telemetry.log_service(name, config.log_level, config.log_format)
         _do_without_torch()
+        telemetry.event(log, "open_files", limit=descriptors.raise_limit())
         asyncio.run(_run(config, name))
 
 

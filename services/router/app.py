@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services import build_info, rpc, telemetry
+from services import build_info, descriptors, rpc, telemetry
 from services.certificates import CertificateCollector
 from services.errors import ConfigError, root_cause
 from services.index import garbage
@@ -31,6 +32,7 @@ from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.end_of_sequence import EndOfSequence
 from services.router.generation import Generator
+from services.router.http_connection import BoundedConnection, HttpBounds
 from services.router.http_tls import HttpTls
 from services.router.key_refusals import KeyRefusals
 from services.router.metrics import RankCollector, RouterMetrics
@@ -130,7 +132,7 @@ async def open_router(
         registry.register(telemetry.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
-        http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys))
+        http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys, metrics))
         registry.register(CertificateCollector(config.certificates()))
         labels = {
             telemetry.CLUSTER_LABEL: config.cluster,
@@ -238,12 +240,23 @@ class HttpFront:
 
 @contextlib.asynccontextmanager
 async def _serve_http(
-    config: RouterConfig, service: GenerationService, defaults: SamplingDefaults, api_keys: ApiKeys | None
+    config: RouterConfig,
+    service: GenerationService,
+    defaults: SamplingDefaults,
+    api_keys: ApiKeys | None,
+    metrics: RouterMetrics,
 ) -> AsyncIterator[HttpFront]:
     try:
         listener = listen(config.host, config.http_port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host_port(config.host, config.http_port)}: {error}") from error
+    num_connections = config.http_max_connections or descriptors.limit() // 2
+    bounds = HttpBounds(
+        config.http_header_timeout_s,
+        config.http_body_timeout_s,
+        num_connections,
+        surplus=min(64, num_connections // 4),
+    )
     settings = uvicorn.Config(
         openai_app(service, defaults=defaults, keys=api_keys, allowed_origins=config.allowed_origins),
         log_config=None,
@@ -252,12 +265,14 @@ async def _serve_http(
         # A proxy that pools connections must be the one to close them: who sends on one that we are closing
         # sees a reset.
         timeout_keep_alive=config.http_keep_alive_s,
+        http=partial(BoundedConnection, bounds, metrics.connection_ended),  # type: ignore[arg-type]
         timeout_graceful_shutdown=int(config.grace_s),
     )
     if (tls := config.tls()) is not None:
         settings.load()
         settings.ssl = HttpTls(tls)
     server = _HttpServer(settings)
+    metrics.connections.set_function(lambda: len(server.server_state.connections))
     front = HttpFront(listener.getsockname()[1], server, asyncio.create_task(server.serve([listener])))
     try:
         yield front

@@ -56,6 +56,20 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(at_least=1),
     )
 
+    http_header_timeout_s: float = setting(
+        20.0, "seconds that the head of an HTTP request may take to come", bounds=Bounds(above=0)
+    )
+
+    http_body_timeout_s: float = setting(
+        60.0, "seconds that the body of an HTTP request may take to come", bounds=Bounds(above=0)
+    )
+
+    http_max_connections: int = setting(
+        0,
+        "HTTP connections, idle ones too, above which one is refused; 0: half of the open files allowed",
+        bounds=Bounds(at_least=0),
+    )
+
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",

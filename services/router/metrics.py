@@ -13,6 +13,7 @@ from services.kv.types import RankId, Role
 from services.request import Admitted, FinishReason
 from services.router.cluster import Cluster, Placed
 from services.router.gen_ai import GenAiMetrics
+from services.router.http_connection import ENDS
 from services.router.key_refusals import FRONTS, REASONS
 from services.router.progress import Progress
 from services.router.stages import STAGES
@@ -140,10 +141,26 @@ class RouterMetrics:
         )
         self._hits = _HitMetrics(registry)
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
+        self.connections = Gauge(
+            "isthmus_http_connections", "HTTP connections, idle ones too.", registry=registry
+        )
+        self._ended_connections = Counter(
+            "isthmus_http_connections_ended",
+            "HTTP connections that the router ended: full, above their number; slow_head and slow_body, for "
+            "a request that took too long to come; unread, for an answer that nobody read.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in ENDS:
+            self._ended_connections.labels(reason)
 
     def received(self) -> None:
         """A request has come; nothing is known of it yet."""
         self._received.inc()
+
+    def connection_ended(self, reason: str) -> None:
+        """`reason`: one of ENDS."""
+        self._ended_connections.labels(reason).inc()
 
     def rejected(self, error: IsthmusError) -> None:
         """A request was refused at the door."""

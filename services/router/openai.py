@@ -35,6 +35,7 @@ from services.errors import (
     ProtocolError,
 )
 from services.router.api_keys import ApiKeys, HttpDoor
+from services.router.http_framing import OneLength
 from services.router.openai_answer import (
     AnswerFormat,
     ChatFormat,
@@ -139,7 +140,7 @@ def openai_app(
             allow_headers=("*",),
             expose_headers=(REQUEST_ID, "Retry-After"),
         )
-    return RequestIds(app, generation.is_running)
+    return RequestIds(OneLength(app), generation.is_running)
 
 
 class _OpenAiApi:

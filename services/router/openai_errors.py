@@ -33,8 +33,18 @@ class BodyTooLong(InvalidRequest):
     """Nothing of it is read any more."""
 
 
+class TooSlow(InvalidRequest):
+    """It did not come in time."""
+
+
+class ConnectionsFull(NoCapacity):
+    """There are too many connections, whatever is asked for on this one."""
+
+
 _STATUSES: Mapping[type[Exception], tuple[int, str]] = {
     BodyTooLong: (413, "invalid_request_error"),
+    TooSlow: (408, "invalid_request_error"),
+    ConnectionsFull: (503, "unavailable_error"),
     InvalidRequest: (400, "invalid_request_error"),
     Unauthenticated: (401, "invalid_request_error"),
     NotFound: (404, "invalid_request_error"),
@@ -57,10 +67,10 @@ _FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prom
 
 async def answer_error(request: Request, error: Exception) -> Response:
     body = error_json(error, "messages" if request.url.path == CHATS_PATH else "prompt")
-    return JSONResponse(body, status_code=_status(error)[0], headers=_headers(error))
+    return JSONResponse(body, status_code=status_of(error), headers=headers_of(error))
 
 
-def _headers(error: Exception) -> dict[str, str]:
+def headers_of(error: Exception) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}  # RFC 9110, 11.6.1: every 401 has it
     wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
@@ -83,6 +93,10 @@ def error_json(error: Exception, prompt_param: str = "prompt") -> Json:
 
 def _error_object(message: str, error_type: str, param: str | None, code: int | str) -> Json:
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def status_of(error: Exception) -> int:
+    return _status(error)[0]
 
 
 def _status(error: Exception) -> tuple[int, str]:
