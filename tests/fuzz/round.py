@@ -107,7 +107,6 @@ class Round:
             model.context,
             model.capacity,
             logits,
-            may_move=self.setup.kills,
         )
         faults, near_ties = find_faults(text, answer)
         self.counts["near_ties"] += near_ties

@@ -32,8 +32,7 @@ class Answer:
 class Text:
     """A prompt, what it was asked with, and `logits` [tokens, vocab_size]: those from which transformers
     chooses after the prompt and each token of the answer but the last. `context` is the model's, `capacity`
-    what the largest pool holds of one sequence. `may_move`: ranks were killed, so the
-    placement told may be another than the one that usage is of."""
+    what the largest pool holds of one sequence."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -41,7 +40,6 @@ class Text:
     context: int
     capacity: int
     logits: Floats
-    may_move: bool = False
 
     def ends(self, token_id: int, num_tokens: int) -> bool:
         """Whether a token that came as so-manieth stops the answer."""
@@ -115,15 +113,29 @@ def _end(text: Text, token_ids: list[int]) -> str:
 
 
 def _wrong_usage(text: Text, answer: Answer) -> list[str]:
+    """Of the whole, of which the client is told, and of each placement that it came to be by."""
     if answer.finish is None:
         return []
-    usage = answer.finish.usage
-    remote = answer.finish.placement.plan == common_pb2.PLAN_REMOTE and not text.may_move
+    finish, num_tokens = answer.finish, len(answer.token_ids)
+    wrong = _wrong_identities(finish.usage, finish.placement.plan, len(text.prompt_ids), num_tokens)
+    length = len(text.prompt_ids)
+    for placement in finish.placements:
+        usage = placement.usage
+        wrong += _wrong_identities(usage, placement.plan, length, usage.completion_tokens)
+        length += usage.completion_tokens
+    if finish.placements and length != len(text.prompt_ids) + num_tokens:
+        wrong.append(f"placements of {length - len(text.prompt_ids)} tokens")
+    return [f"wrong usage, {what}: {' '.join(str(finish).split())}" for what in wrong]
+
+
+def _wrong_identities(
+    usage: generation_pb2.Usage, plan: common_pb2.Plan, prompt_tokens: int, completion_tokens: int
+) -> list[str]:
+    remote = plan == common_pb2.PLAN_REMOTE
     identities = {
-        "prompt_tokens": usage.prompt_tokens == len(text.prompt_ids),
-        "completion_tokens": usage.completion_tokens == len(answer.token_ids),
+        "prompt_tokens": usage.prompt_tokens == prompt_tokens,
+        "completion_tokens": usage.completion_tokens == completion_tokens,
         "reused + computed": usage.prompt_tokens == usage.reused_tokens + usage.computed_tokens,
         "prefix + delta": not remote or usage.prompt_tokens == usage.decode_prefix_len + usage.delta_tokens,
     }
-    told = " ".join(str(usage).split())
-    return [f"wrong usage, {name}: {told}" for name, holds in identities.items() if not holds]
+    return [name for name, holds in identities.items() if not holds]
