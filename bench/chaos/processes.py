@@ -74,6 +74,7 @@ class Processes:
     _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.log_file.write_text("")
         self.cluster = LocalCluster(self.shape, self.note)
 
     async def __aenter__(self) -> Self:
