@@ -33,6 +33,7 @@ class Checked:
 
 class Oracle:
     def __init__(self, checkpoint: Path) -> None:
+        torch.set_num_threads(1)  # threads that spin for each other crawl on a machine that has other work
         self._model = AutoModelForCausalLM.from_pretrained(
             checkpoint, local_files_only=True, attn_implementation="sdpa"
         ).eval()
