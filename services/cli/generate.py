@@ -64,7 +64,8 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
 
 def _print_usage(finish: generation_pb2.Finish) -> None:
     first_token = f"first token after {1e3 * finish.stages.first_token_s:.1f} ms"
-    print(f"{_used(finish.placement, finish.usage)}; {first_token}", file=sys.stderr)
+    reason = common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+    print(f"{_used(finish.placement, finish.usage)}; {first_token}; ended by {reason}", file=sys.stderr)
     if len(finish.placements) < 2:
         return
     for number, placement in enumerate(finish.placements, start=1):

@@ -23,10 +23,17 @@ SECOND = placement_of("d1", common_pb2.PLAN_REMOTE, usage_of(35, 0, 34, moved=20
 
 
 def test_a_request_that_stayed_takes_a_line(capsys):
-    _print_usage(generation_pb2.Finish(usage=usage_of(29, 16, 6), placement=FIRST, placements=[FIRST]))
+    _print_usage(
+        generation_pb2.Finish(
+            reason=common_pb2.FINISH_REASON_CAPACITY,
+            usage=usage_of(29, 16, 6),
+            placement=FIRST,
+            placements=[FIRST],
+        )
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("29 prompt tokens on d0/1, plan local: 16 reused, 13 computed, ")
-    assert line.endswith("6 generated; first token after 0.0 ms")
+    assert line.endswith("6 generated; first token after 0.0 ms; ended by capacity")
 
 
 def test_of_one_that_moved_each_placement_is_told(capsys):
