@@ -1,7 +1,7 @@
 """What a rank of either role shows Prometheus: its load, read when scraped, and its requests' ends."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter
@@ -14,6 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from services.errors import DeadlineExceeded, PeerFailed
+from services.kv.kv_path import KvPath
 from services.kv.types import RankLoad
 
 _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -59,6 +60,19 @@ class RequestMetrics:
             self._requests.labels(outcome).inc()
 
 
+def _kv_paths(paths: Sequence[KvPath]) -> Iterator[Metric]:
+    if paths:
+        metric = GaugeMetricFamily(
+            "isthmus_kv_path",
+            "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
+            "unknown, lanes are the transport's own words.",
+            labels=["kind", "reach", "lanes"],
+        )
+        for path in paths:
+            metric.add_metric([path.kind.value, path.reach, path.lanes], 1)
+        yield metric
+
+
 class PoolCollector(Collector):
     def __init__(self, load: Callable[[], RankLoad]) -> None:
         self._load = load
@@ -69,6 +83,7 @@ class PoolCollector(Collector):
         for state in ("free", "cached", "locked", "private", "quarantined"):
             pages.add_metric([state], getattr(load.books, state))
         yield pages
+        yield from _kv_paths(load.kv_paths)
         yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
         yield GaugeMetricFamily(

@@ -13,6 +13,7 @@ from services.engine.paged.decode import Lease
 from services.errors import ConfigError
 from services.kv.types import Role
 from services.ports import check_port, is_wildcard
+from services.transfer.nixl_settings import NixlSettings, parameters_of
 
 _NOT_SGLANG = (
     "itl_target_ms",
@@ -67,6 +68,18 @@ class RankConfig(ClusterConfig):
         0.3, "of the pool, kept for prefixes asked for more than once", bounds=Bounds(at_least=0, at_most=1)
     )
     transport: Literal["nixl", "local"] = setting("nixl", "how KV crosses; local: same host only")
+    nixl_backend: Literal["UCX", "LIBFABRIC", "MOONCAKE", "UCCL"] = setting(
+        "UCX", "NIXL's plugin that moves KV, if NIXL has it; tried with UCX alone"
+    )
+    nixl_parameter: tuple[str, ...] = setting(
+        (),
+        "of that plugin, NAME=VALUE: ucx_devices=mlx5_0:1",
+        split=False,
+        bounds=Bounds(pattern=r"[A-Za-z_][A-Za-z0-9_]*=.+", form="NAME=VALUE"),
+    )
+    expect_kv_path: Literal["any", "rdma"] = setting(
+        "any", "rdma: KV that crosses by TCP is warned of, and an alert tells (prefill)"
+    )
     chunk_size: int = setting(512, "prompt tokens computed per step", bounds=Bounds(at_least=1))
     max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
     itl_target_ms: float | None = setting(
@@ -116,6 +129,9 @@ class RankConfig(ClusterConfig):
             )
         if self.engine != "fake" and not self.model:
             raise ConfigError(f"--model is required with --engine={self.engine}")
+        parameters_of(self.nixl_parameter)
+        if self.transport != "nixl" and (self.nixl_parameter or self.nixl_backend != "UCX"):
+            raise ConfigError(f"--nixl-backend and --nixl-parameter are not for --transport={self.transport}")
         if self.engine_arg and self.engine != "sglang":
             raise ConfigError("--engine-arg is for --engine=sglang")
         if self.engine == "torch" and self.dp_size > 1 and self.device.startswith("cuda:"):
@@ -167,6 +183,9 @@ class RankConfig(ClusterConfig):
             protected_cache_share=self.protected_cache_share,
             digest_share=self.kv_digest_share,
             transport=self.transport,
+            nixl=NixlSettings(
+                self.nixl_backend, parameters_of(self.nixl_parameter), self.expect_kv_path == "rdma"
+            ),
             limits=Limits(
                 self.max_running_requests,
                 self.chunk_size,

@@ -8,8 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from services.decode.metrics import DecodeMetrics
 from services.errors import KvCorrupt, NoCapacity, PeerFailed
+from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.types import RankLoad
-from services.pool_metrics import RequestMetrics
+from services.pool_metrics import PoolCollector, RequestMetrics
+from services.prefill.metrics import PrefillMetrics
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,26 @@ def test_pages_that_came_changed_are_a_failed_transfer_that_is_counted_by_itself
     assert registry.get_sample_value("isthmus_transfer_failures_total") == 1
     mismatches = registry.get_sample_value("isthmus_kv_digest_mismatches_total")
     assert mismatches == isinstance(error, KvCorrupt)
+
+
+def test_each_way_of_kv_is_a_series_once_it_is_known():
+    paths = []
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(lambda: RankLoad(kv_paths=tuple(paths))))
+
+    def value(kind, reach, lanes):
+        return registry.get_sample_value("isthmus_kv_path", {"kind": kind, "reach": reach, "lanes": lanes})
+
+    assert value("tcp", "inter-node", "tcp/eth0") is None
+    paths += [
+        KvPath(KvPathKind.TCP, "inter-node", "tcp/eth0"),
+        KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "cma/memory"),
+    ]
+    assert value("tcp", "inter-node", "tcp/eth0") == value("shared_memory", "intra-node", "cma/memory") == 1
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_what_is_expected_of_it_is_a_series_from_the_start(expected):
+    registry = CollectorRegistry()
+    PrefillMetrics(registry, SimpleNamespace(load=RankLoad), expects_rdma=expected)
+    assert registry.get_sample_value("isthmus_kv_rdma_expected") == expected

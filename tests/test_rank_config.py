@@ -12,6 +12,7 @@ from services.prefill.role import prefill_role
 from services.rank import own_rank_id
 from services.rank_config import RankConfig
 from services.supervisor import rank_commands
+from services.transfer.nixl_settings import NixlSettings
 
 
 def config_of(*flags):
@@ -38,6 +39,18 @@ def test_the_protected_share_reaches_the_engine():
 
 def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
     assert config_of("--kv-digest-share=0.25").engine_settings(Role.DECODE).digest_share == 0.25
+
+
+def test_what_nixl_is_told_reaches_the_engine():
+    flags = (
+        "--nixl-backend=LIBFABRIC",
+        "--nixl-parameter=a=1",
+        "--nixl-parameter=b=x,y",
+        "--expect-kv-path=rdma",
+    )
+    nixl = config_of(*flags).engine_settings(Role.PREFILL).nixl
+    assert nixl == NixlSettings("LIBFABRIC", {"a": "1", "b": "x,y"}, expects_rdma=True)
+    assert config_of().engine_settings(Role.DECODE).nixl == NixlSettings("UCX", {})
 
 
 def test_the_limit_of_a_step_reaches_the_engine():
@@ -77,6 +90,9 @@ def test_a_rank_says_what_its_engine_lacks(monkeypatch):
         {"metrics_port": 70000},
         {"health_port": -1},
         {"restart_timeout_s": 0.0},
+        {"nixl_parameter": ("a=1", "a=2")},
+        {"nixl_backend": "LIBFABRIC", "transport": "local"},
+        {"nixl_parameter": ("a=1",), "transport": "local"},
         {"port": 65535, "dp_size": 2},
         {"host": "0.0.0.0"},
         {"host": "::"},

@@ -55,8 +55,19 @@ async def _read_etcd(config: IndexConfig) -> str:
 
 def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
     """`behind`: what is known of the rank. Pages are in use (of which evictable) / all; `pending`: prompt
-    tokens."""
-    headings = (*_BASE, "behind", "trust", "running", "waiting", "pending", "tokens/s", "pages", "note")
+    tokens; `KV by`: what a prefill rank's KV has crossed by, once some has."""
+    headings = (
+        *_BASE,
+        "behind",
+        "trust",
+        "running",
+        "waiting",
+        "pending",
+        "tokens/s",
+        "pages",
+        "KV by",
+        "note",
+    )
     table = format_table(headings, [_answered(rank) for rank in answer.ranks])
     lines = [f"the index is {answer.staleness_s:.3f} s behind the ranks"]
     if answer.degraded:
@@ -82,6 +93,7 @@ def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
         rank.pending_tokens,
         f"{rank.prefill_tokens_per_s:.0f}",
         f"{load.used_pages}+{load.cached_pages}/{load.total_pages}",
+        ", ".join(sorted({path.kind for path in load.kv_paths})),
         _note(rank),
     )
 

@@ -1,7 +1,7 @@
 """Which engine: the one place that imports an engine's libraries, and only when it is chosen."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from services.errors import ConfigError
 from services.kv.types import RankId, Role
 from services.rpc import TlsConfig, open_channel
 from services.transfer.choose import open_transport
+from services.transfer.nixl_settings import NixlSettings
 
 if TYPE_CHECKING:
     from services.engine.sglang.worker import SglangWorker
@@ -38,6 +39,7 @@ class EngineSettings:
     transport: str
     limits: Limits
     lease: Lease
+    nixl: NixlSettings = field(default_factory=NixlSettings)
     protected_cache_share: float = 0.3
     digest_share: float = 0.0
     fake_step_s: float = 0.0
@@ -82,7 +84,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId, tls: TlsConfig | Non
     """The decode engine that the settings name, not started. Raises ConfigError."""
     return PagedDecodeEngine(
         _runner_factory(settings),
-        lambda: open_transport(settings.transport),
+        lambda: open_transport(settings.transport, settings.nixl),
         own_id,
         limits=settings.limits,
         cache=_cache(settings),
@@ -96,7 +98,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
     """The prefill engine that the settings name, not started. Raises ConfigError."""
     return PagedPrefillEngine(
         _runner_factory(settings),
-        lambda: open_transport(settings.transport),
+        lambda: open_transport(settings.transport, replace(settings.nixl, tells_paths=True)),
         own_id,
         limits=settings.limits,
         cache=_cache(settings),
@@ -133,6 +135,7 @@ def _sglang_worker(
         advertise_host=settings.advertise_host,
         engine_args=settings.engine_args,
         tls=tls,
+        nixl=settings.nixl,
     )
     return SglangWorker(sglang_settings, {own_id.rank: own_id for own_id in own_ids})
 

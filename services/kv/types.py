@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
+from services.kv.kv_path import KvPath
 from services.kv.step_histogram import NO_STEPS, StepHistogram
 
 PageId = NewType("PageId", int)
@@ -191,6 +192,7 @@ class RankLoad:
     waiting_tokens: int = 0
     admitted_per_s: float = 0.0
     stalled: bool = False
+    kv_paths: tuple[KvPath, ...] = ()  # of a prefill rank: by what it has written
     # Not told to routers:
     reserved_pages: int = 0  # kept back for the growth of what runs
     retractions: int = 0  # since the rank's start, as `overtakes`

@@ -1,6 +1,6 @@
 """What a prefill rank shows Prometheus beside its pool."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.engine.base import PrefillEngine
 from services.pool_metrics import SECONDS, PoolCollector, RequestMetrics
@@ -8,9 +8,16 @@ from services.request import PrefillResult
 
 
 class PrefillMetrics(RequestMetrics):
-    def __init__(self, registry: CollectorRegistry, engine: PrefillEngine) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, engine: PrefillEngine, *, expects_rdma: bool = False
+    ) -> None:
         super().__init__(registry)
         registry.register(PoolCollector(engine.load))
+        Gauge(
+            "isthmus_kv_rdma_expected",
+            "1 where KV is to cross by RDMA: --expect-kv-path=rdma.",
+            registry=registry,
+        ).set(expects_rdma)
         self._prefix_tokens = Counter(
             "isthmus_prefill_prefix_tokens", "Prompt tokens found in this rank's cache.", registry=registry
         )

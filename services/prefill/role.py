@@ -29,7 +29,8 @@ def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
 
 def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
-        service = PrefillService(engine, own_id, PrefillMetrics(registry, engine))
+        metrics = PrefillMetrics(registry, engine, expects_rdma=config.expect_kv_path == "rdma")
+        service = PrefillService(engine, own_id, metrics)
 
         def register(server: grpc.aio.Server) -> None:
             prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NewType, Protocol
 
 from services.errors import PeerFailed
+from services.kv.kv_path import KvPath
 from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory
 
@@ -53,6 +54,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """What both sides must agree on: "nixl" or "local"."""
+
+    @property
+    def paths(self) -> Sequence[KvPath]:
+        """By what our writes that have landed went, as far as that is known. Any thread may ask."""
 
     def register(self, memory: PoolMemory, page_bytes: int) -> None:
         """Make our pool readable and writable by the transport. Called once, before all else.

@@ -2,9 +2,12 @@
 
 from services.errors import ConfigError
 from services.transfer.base import Transport
+from services.transfer.nixl_settings import NixlSettings
+
+_DEFAULTS = NixlSettings()
 
 
-def open_transport(name: str) -> Transport:
+def open_transport(name: str, nixl: NixlSettings = _DEFAULTS) -> Transport:
     """A transport with nothing registered; to be called on the thread that will own it.
 
     Raises:
@@ -19,5 +22,5 @@ def open_transport(name: str) -> Transport:
             from services.transfer.nixl import NixlTransport
         except ImportError as error:
             raise ConfigError(f"the nixl transport cannot be loaded: {error}") from error
-        return NixlTransport()
+        return NixlTransport(settings=nixl)
     raise ConfigError(f"the transport must be nixl or local, got {name!r}")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.errors import ConfigError, PeerFailed
+from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory
 from services.transfer.base import PeerName
@@ -35,6 +36,8 @@ _libc.process_vm_writev.argtypes = [
     ctypes.c_ulong,
     ctypes.c_ulong,
 ]
+
+_PATH = KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "process_vm_writev")
 
 _REASONS = {
     errno.ESRCH: "its process is gone",
@@ -114,10 +117,15 @@ class LocalTransport:
         self._memory: PoolMemory | None = None
         self._page_bytes = 0
         self._peers: dict[PeerName, tuple[_Process, PoolMemory]] = {}
+        self._paths: tuple[KvPath, ...] = ()
 
     @property
     def name(self) -> str:
         return "local"
+
+    @property
+    def paths(self) -> tuple[KvPath, ...]:
+        return self._paths
 
     def register(self, memory: PoolMemory, page_bytes: int) -> None:
         if memory.kind != "DRAM":
@@ -152,6 +160,7 @@ class LocalTransport:
         if not process.alive:  # its pid may be another's by now
             raise PeerFailed(f"the peer's process {process.pid} is gone")
         _copy(process.pid, source, target)
+        self._paths = (_PATH,)
         return _LandedWrite(int(source[:, 1].sum()))
 
     def close(self) -> None:

@@ -22,21 +22,27 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 from nixl import _bindings
 from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 from services.errors import ConfigError, PeerFailed
+from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory
 from services.transfer.base import PeerName, Unsettled
 from services.transfer.extents import Extents, extents_of
+from services.transfer.nixl_settings import UCX, NixlSettings
+from services.transfer.ucx_log import ucx_log
+
+log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 2.0
 _POLL_S = 0.001
 _PROGRESS_PAUSE_US = 1000  # UCX's events end it early
+_DEFAULTS = NixlSettings()
 
 # The bindings have no common base for their errors.
 _NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -55,7 +61,14 @@ def _renaming(what: str, error_class: type[Exception] = PeerFailed) -> Iterator[
 class NixlWrite:
     """Implements services.transfer.base.Write."""
 
-    def __init__(self, agent: nixl_agent, handle: nixl_xfer_handle, size_bytes: int) -> None:
+    def __init__(
+        self,
+        agent: nixl_agent,
+        handle: nixl_xfer_handle,
+        size_bytes: int,
+        on_landed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._on_landed = on_landed
         self._agent = agent
         self._handle = handle
         self._size_bytes = size_bytes
@@ -91,6 +104,8 @@ class NixlWrite:
         except Unsettled:
             self._state = "ERR"
             raise
+        if self._state == "DONE":
+            self._on_landed()
 
     def _ended(self) -> bool:
         try:
@@ -102,8 +117,11 @@ class NixlWrite:
 class NixlTransport:
     """Implements services.transfer.base.Transport. Making one takes about half a second."""
 
-    def __init__(self, name_prefix: str = "isthmus") -> None:
-        self._agent = open_agent(f"{name_prefix}-{secrets.token_hex(8)}")
+    def __init__(self, name_prefix: str = "isthmus", settings: NixlSettings = _DEFAULTS) -> None:
+        """Raises ConfigError, where NIXL has no such backend, for one."""
+        self._settings = settings
+        self._agent = open_agent(f"{name_prefix}-{secrets.token_hex(8)}", settings)
+        self._paths: tuple[KvPath, ...] = ()
         self._memory: PoolMemory | None = None
         self._page_bytes = 0
         self._registered: _bindings.nixlRegDList | None = None
@@ -113,6 +131,10 @@ class NixlTransport:
     @property
     def name(self) -> str:
         return "nixl"
+
+    @property
+    def paths(self) -> tuple[KvPath, ...]:
+        return self._paths
 
     def register(self, memory: PoolMemory, page_bytes: int) -> None:
         region = (memory.base_address, memory.num_pages * page_bytes, memory.device_id, "")
@@ -149,13 +171,19 @@ class NixlTransport:
             handle = self._agent.initialize_xfer(
                 "WRITE", self._descriptors(source, self._memory), self._descriptors(target, memory), peer
             )
-        write = NixlWrite(self._agent, handle, int(source[:, 1].sum()))
+        write = NixlWrite(self._agent, handle, int(source[:, 1].sum()), self._look_at_paths)
         try:
             write.post()
         except Unsettled:
             write.release()
             raise
         return write
+
+    def _look_at_paths(self) -> None:
+        known, self._paths = self._paths, known_paths(self._agent.name, self._page_bytes, self._settings)
+        for path in self._paths:
+            if path not in known:
+                self._settings.tell(path)
 
     def close(self) -> None:
         try:
@@ -173,18 +201,37 @@ class NixlTransport:
         return self._agent.get_xfer_descs(np.hstack((extents, device)), memory.kind)
 
 
-def open_agent(name: str) -> nixl_agent:
-    """An agent with the UCX backend and a progress thread that sleeps when there is nothing to do.
+def known_paths(agent: str, piece_bytes: int, settings: NixlSettings) -> tuple[KvPath, ...]:
+    """By what pieces of that size have been written by an agent that `settings` made."""
+    if settings.backend != UCX:
+        return (KvPath(KvPathKind.UNKNOWN, "", settings.backend),)
+    return ucx_log().paths(agent, piece_bytes) if settings.tells_paths else ()
+
+
+def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
+    """An agent with a backend and a progress thread that sleeps when there is nothing to do.
 
     Raises:
         ConfigError: it cannot be started.
     """
     _quieten()
-    with _renaming("cannot start a NIXL agent", ConfigError):
+    with _renaming("cannot start a NIXL agent", ConfigError), telling_paths(settings):
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+        _check_backend(agent, settings.backend)
         let_sleep(agent, one_thread=True)
-        agent.create_backend("UCX")
+        agent.create_backend(settings.backend, settings.parameters)
     return agent
+
+
+def telling_paths(settings: NixlSettings) -> AbstractContextManager[None]:
+    """Around the making of a process's first agent, for `known_paths`."""
+    return ucx_log().told_to_ucx() if settings.tells_paths else nullcontext()
+
+
+def _check_backend(agent: nixl_agent, backend: str) -> None:
+    plugins = agent.get_plugin_list()
+    if backend not in plugins:
+        raise ConfigError(f"--nixl-backend={backend}: NIXL has no such plugin here, but {', '.join(plugins)}")
 
 
 def let_sleep(agent: nixl_agent, *, one_thread: bool) -> None:

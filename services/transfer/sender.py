@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
+from services.kv.kv_path import KvPath
 from services.kv.page_digest import ReadPages
 from services.kv.types import KvLayout, KvTicket, PageId, PoolMemory, RankId, Room
 from services.transfer.base import Transport
@@ -82,6 +83,7 @@ class KvSender:
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         self._hello: Hello | None = None
+        self._transport: Transport | None = None
         self._rooms: RoomTable | None = None
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
 
@@ -118,6 +120,11 @@ class KvSender:
         """What the handshake server answers with; there once started."""
         assert self._hello is not None, "the sender has not been started"
         return self._hello
+
+    @property
+    def kv_paths(self) -> tuple[KvPath, ...]:
+        """By what has crossed; empty before the first write has landed."""
+        return tuple(self._transport.paths) if self._transport is not None else ()
 
     @property
     def bytes_moved_total(self) -> int:
@@ -215,6 +222,7 @@ class KvSender:
             transport = self._open_transport()
             transport.register(self._memory, self._layout.page_bytes)
             self._hello = self._make_hello(transport)
+            self._transport = transport
             self._rooms = RoomTable(
                 transport,
                 self._layout,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from services.errors import ProtocolError
+from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.types import (
     Generation,
     GroupKind,
@@ -34,6 +35,7 @@ _Name = TypeVar("_Name")
 
 _PLAN_TO_PROTO = {Plan.REMOTE: common_pb2.PLAN_REMOTE, Plan.LOCAL: common_pb2.PLAN_LOCAL}
 _PLAN_FROM_PROTO: dict[int, Plan] = {number: plan for plan, number in _PLAN_TO_PROTO.items()}
+_PATH_KINDS = {kind.value: kind for kind in KvPathKind}
 _ROLE_TO_PROTO = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
 _ROLE_FROM_PROTO: dict[int, Role] = {number: role for role, number in _ROLE_TO_PROTO.items()}
 _KIND_TO_PROTO = {
@@ -233,6 +235,10 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
         waiting_tokens=load.waiting_tokens,
         admitted_per_s=load.admitted_per_s,
         stalled=load.stalled,
+        kv_paths=[
+            common_pb2.KvPath(kind=path.kind.value, reach=path.reach, lanes=path.lanes)
+            for path in load.kv_paths
+        ],
     )
 
 
@@ -256,4 +262,10 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         waiting_tokens=pb.waiting_tokens,
         admitted_per_s=finite("load.admitted_per_s", pb.admitted_per_s),
         stalled=pb.stalled,
+        kv_paths=tuple(_kv_path_from_proto(path) for path in pb.kv_paths),
     )
+
+
+def _kv_path_from_proto(pb: common_pb2.KvPath) -> KvPath:
+    """A kind that a later version has made is none that we know."""
+    return KvPath(_PATH_KINDS.get(pb.kind, KvPathKind.UNKNOWN), pb.reach, pb.lanes)

@@ -134,6 +134,20 @@ def test_memory_is_locked_only_where_that_is_asked_for():
     assert decode["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
+def test_a_device_for_rdma_is_expected_to_be_used():
+    device = {"rdma": {"resource": "rdma/hca"}}
+    assert render(merged(LEAST, {"prefill": device})).config("prefill").expect_kv_path == "rdma"
+    assert render(LEAST).config("prefill").expect_kv_path == "any"
+    assert (
+        render(merged(LEAST, {"decode": device})).config("decode").expect_kv_path == "any"
+    )  # it writes nothing
+    unsure = merged(LEAST, {"prefill": device | {"flags": {"expect-kv-path": "any"}}})
+    assert render(unsure).config("prefill").expect_kv_path == "any"
+    nixl = {"nixl-parameter": ["ucx_devices=mlx5_0:1,mlx5_1:1"], "nixl-backend": "UCX"}
+    objects = render(merged(LEAST, {"prefill": {"flags": nixl}}))
+    assert objects.config("prefill").nixl_parameter == ("ucx_devices=mlx5_0:1,mlx5_1:1",)
+
+
 def test_what_a_gpu_pod_may_need_of_its_node():
     needs = {
         "podSecurityContext": {"runAsUser": 0, "runAsNonRoot": False, "supplementalGroups": [44]},

@@ -21,7 +21,7 @@ def of_role(role):
 
 
 def a_value(flag):
-    return "off" if flag.endswith("-cache") else 0.25
+    return "off" if flag.endswith("-cache") else "rdma" if flag == "expect-kv-path" else 0.25
 
 
 BY_SCHEMA = {
@@ -270,7 +270,7 @@ def test_a_member_whose_claim_was_deleted_may_be_replaced(chart_copy):
 
 def test_each_role_has_flags_of_its_own():
     assert set(of_role("decode")) >= {"decode-cache", "itl-target-ms", "kv-digest-share"}
-    assert of_role("prefill") == ["prefill-cache"]
+    assert of_role("prefill") == ["prefill-cache", "expect-kv-path"]
     own = {role: {"flags": {flag: a_value(flag) for flag in of_role(role)}} for role in ("decode", "prefill")}
     objects = render(merged(LEAST, own))
     assert (objects.config("decode").decode_cache, objects.config("prefill").prefill_cache) == ("off", "off")

@@ -16,7 +16,7 @@ PROMPTS = [[(i * 7 + n) % 500 for i in range(41)] for n in range(6)]
 @pytest.fixture
 def spoiling(monkeypatch):
     monkeypatch.setattr(SpoilingTransport, "spoils", 0)
-    monkeypatch.setattr(choose, "open_transport", lambda name: SpoilingTransport())
+    monkeypatch.setattr(choose, "open_transport", lambda name, nixl: SpoilingTransport())
     return SpoilingTransport
 
 

@@ -22,7 +22,7 @@ PAGES = 6
 @pytest.fixture
 def spoiling(monkeypatch):
     monkeypatch.setattr(SpoilingTransport, "spoils", 0)
-    monkeypatch.setattr(choose, "open_transport", lambda name: SpoilingTransport())
+    monkeypatch.setattr(choose, "open_transport", lambda name, nixl: SpoilingTransport())
     return SpoilingTransport
 
 

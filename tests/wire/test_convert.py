@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import InvalidRequest, ProtocolError
+from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.types import (
     Generation,
     GroupKind,
@@ -78,7 +79,18 @@ tickets = st.builds(
 )
 # The wire adds locked and private pages up, so only books without locked pages come back the same.
 books = st.builds(PageBooks, uint32, uint32, uint32, st.just(0), uint32, uint32)
-loads = st.builds(RankLoad, uint32, uint32, uint64, books, seconds, seconds, st.booleans())
+kv_paths = st.builds(KvPath, st.sampled_from(KvPathKind), st.text(), st.text())
+loads = st.builds(
+    RankLoad,
+    uint32,
+    uint32,
+    uint64,
+    books,
+    seconds,
+    seconds,
+    st.booleans(),
+    kv_paths=st.lists(kv_paths, max_size=3).map(tuple),
+)
 
 max_tokens_and_min = st.one_of(
     st.tuples(st.none(), st.integers(0, 2**31 - 1)),
@@ -236,6 +248,11 @@ def test_locked_pages_are_counted_as_used():
     pb = convert.load_to_proto(load)
     assert pb.used_pages == 7
     assert convert.load_from_proto(pb).books.balanced
+
+
+def test_a_way_of_kv_that_a_later_version_knows_is_unknown_to_us():
+    pb = common_pb2.RankLoad(kv_paths=[common_pb2.KvPath(kind="tachyons", lanes="t/0")])
+    assert convert.load_from_proto(pb).kv_paths == (KvPath(KvPathKind.UNKNOWN, "", "t/0"),)
 
 
 def test_an_unset_sampling_field_takes_its_default():

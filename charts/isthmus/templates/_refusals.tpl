@@ -12,7 +12,7 @@
 {{- fail (printf "model.path %s must lie in model.mountPath %s" $model.path $model.mountPath) -}}
 {{- end -}}
 {{- $ofDecode := list "decode-cache" "itl-target-ms" "write-lease-s" "fence-margin-s" "kv-digest-share" -}}
-{{- $ofRole := dict "prefill" (list "prefill-cache") "decode" $ofDecode -}}
+{{- $ofRole := dict "prefill" (list "prefill-cache" "expect-kv-path") "decode" $ofDecode -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $worker := index $.Values $role -}}
 {{- $gpus := int $worker.gpus -}}

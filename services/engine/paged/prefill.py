@@ -51,7 +51,9 @@ class PagedPrefillEngine(PagedEngine):
         return HandshakeService(self.sender, self._sender_gone)
 
     def load(self) -> RankLoad:
-        return replace(super().load(), open_rooms=self._sender.open_rooms if self._sender is not None else 0)
+        if self._sender is None:
+            return super().load()
+        return replace(super().load(), open_rooms=self._sender.open_rooms, kv_paths=self._sender.kv_paths)
 
     async def start(self) -> None:
         await super().start()

@@ -43,12 +43,13 @@ from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.prefill_streams import PrefillStreams
 from services.engine.sglang.process_reporter import process_reporter
 from services.engine.sglang.replicas import TpPlace, is_counted
-from services.engine.sglang.reports import Active, Beat, Moved
+from services.engine.sglang.reports import Active, Beat, Moved, PathFound
 from services.errors import IsthmusError, ProtocolError
+from services.kv.kv_path import KvPath
 from services.kv.types import Generation, GroupKind, KvGroup, KvLayout, PoolMemory, RankId
 from services.ports import bindable, host_port
 from services.transfer.hello import Hello
-from services.transfer.nixl import let_sleep
+from services.transfer.nixl import known_paths, let_sleep, telling_paths
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -91,9 +92,13 @@ class IsthmusKVManager(NixlKVManager):
         self._posted: dict[int, tuple[int, int]] = {}  # room -> pages, bytes
         self._unwritten: dict[int, tuple[Any, ...]] = {}  # room -> CUDA events to wait for
         self._unusable: dict[str, str] = {}  # decode's agent -> why it cannot be written to
+        self._nixl = self._settings.nixl(tells_paths=mode == DisaggregationMode.PREFILL)
+        self._paths: tuple[KvPath, ...] = ()
+        self._paths_lock = threading.Lock()
         if server_args.device == "cpu":
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
-        super().__init__(args, mode, server_args, is_mla_backend)
+        with telling_paths(self._nixl):
+            super().__init__(args, mode, server_args, is_mla_backend)
         process_reporter().report(self._active())
         self._loop_thread.every(BEAT_S, lambda: process_reporter().report(Beat(os.getpid())))
 
@@ -309,7 +314,21 @@ class IsthmusKVManager(NixlKVManager):
         self._unwritten.pop(bootstrap_room, None)
         if status == KVPoll.Success:  # before anybody can see the success
             process_reporter().report(Moved(bootstrap_room, pages, size))
+            if pages:
+                self._report_paths()
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
+
+    def _report_paths(self) -> None:
+        """Several of SGLang's threads conclude transfers."""
+        with self._paths_lock:
+            piece_bytes = min(map(int, self.kv_args.kv_item_lens))
+            paths = known_paths(self.agent.name, piece_bytes, self._nixl)
+            for path in paths:
+                if path not in self._paths:
+                    self._nixl.tell(path)
+                    report = PathFound(self._dp_rank, path.kind.value, path.reach, path.lanes)
+                    process_reporter().report(report)
+            self._paths = paths
 
     def check_ticket_of(self, room: int, num_pages: int) -> None:
         """Fail the room unless every ticket of it covers the `num_pages` that prefill will send, and to

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.errors import ConfigError
 from services.rpc import TlsConfig
+from services.transfer.nixl_settings import UCX, NixlSettings
 
 VARIABLE = "ISTHMUS_SGLANG_PLUGIN"
 
@@ -27,6 +28,11 @@ class PluginSettings:
     tls_key: str = ""
     tls_mutual: bool = False
     tls_server_name: str = ""
+    nixl_backend: str = UCX
+    expects_rdma: bool = False
+
+    def nixl(self, tells_paths: bool) -> NixlSettings:
+        return NixlSettings(self.nixl_backend, {}, self.expects_rdma, tells_paths)
 
     def tls(self) -> TlsConfig | None:
         if not (self.tls_ca or self.tls_cert):

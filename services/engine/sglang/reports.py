@@ -61,6 +61,16 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class PathFound:
+    """A prefill process has written KV by a way by which it had not before."""
+
+    dp_rank: int
+    path_kind: str  # `kind` is the report's own
+    reach: str
+    lanes: str
+
+
+@dataclass(frozen=True, slots=True)
 class TreeEvents:
     """What a DP rank's radix tree gained and lost: SGLang's events, in order, as plain values."""
 
@@ -75,8 +85,10 @@ class Beat:
     pid: int
 
 
-Report = Active | TicketSent | Moved | TreeEvents | Beat
-_KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in (Active, TicketSent, Moved, TreeEvents, Beat)}
+Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat
+_KINDS: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (Active, TicketSent, Moved, PathFound, TreeEvents, Beat)
+}
 
 
 def encode_report(report: Report) -> bytes:

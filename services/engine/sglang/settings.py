@@ -4,13 +4,14 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from services.errors import ConfigError
 from services.kv.types import Role
 from services.rpc import TlsConfig
+from services.transfer.nixl_settings import NixlSettings
 
 # The service decides these: a value of the user's would break what it relies on.
 _OURS = (
@@ -112,6 +113,8 @@ IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothin
 # For an abort that prefill does not acknowledge; environ.py's default is the least that is safe.
 _RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 _LEAST_RELEASE_TIMEOUT_S = 30.0
+_NIXL_BACKEND = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
+_NIXL_PARAMETERS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
 # managers/tp_worker.py: max_req_input_len.
 _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
@@ -146,6 +149,7 @@ class SglangSettings:
     advertise_host: str
     engine_args: tuple[str, ...] = ()
     tls: TlsConfig | None = None
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
     def __post_init__(self) -> None:
         for text in self.engine_args:
@@ -261,6 +265,7 @@ class SglangSettings:
             _RELEASE_TIMEOUT: _release_timeout_s(inherited.get(_RELEASE_TIMEOUT, "")),
             # We close idle connections, never SGLang: a request could meet one that is being closed.
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
+            **_nixl_environment(self.nixl, inherited),
         }
         if self.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -286,6 +291,15 @@ class SglangSettings:
             last = min(first + threads, cores) - 1
             sets.append(str(first) if first == last else f"{first}-{last}")
         return "|".join(sets)
+
+
+def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """SGLang reads NIXL's settings there (environ.py). Raises ConfigError when others stand there."""
+    told = {_NIXL_BACKEND: nixl.backend, _NIXL_PARAMETERS: json.dumps(nixl.parameters)}
+    for name, value in told.items():
+        if inherited.get(name, value) != value:
+            raise ConfigError(f"{name}={inherited[name]}: say it by --nixl-backend and --nixl-parameter")
+    return told
 
 
 def _check_argument(text: str) -> None:

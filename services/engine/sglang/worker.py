@@ -26,13 +26,23 @@ from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.model_shape import ModelShape
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.process import SglangProcess
-from services.engine.sglang.reports import Active, Beat, Moved, Report, TicketSent, TreeEvents, serve_reports
+from services.engine.sglang.reports import (
+    Active,
+    Beat,
+    Moved,
+    PathFound,
+    Report,
+    TicketSent,
+    TreeEvents,
+    serve_reports,
+)
 from services.engine.sglang.run_folder import RunFolder
 from services.engine.sglang.settings import SglangSettings
 from services.engine.sglang.step_times import StepTimes
 from services.engine.sglang.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
 from services.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
+from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.types import (
     CacheEvents,
     GroupKind,
@@ -76,6 +86,7 @@ class SglangWorker:
         self._active: dict[tuple[int, int, int, int], Active] = {}
         self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
         self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
+        self._paths: dict[int, dict[KvPath, None]] = {}  # by DP rank, in the order in which they were found
         self._told = asyncio.Condition()
         self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
@@ -280,6 +291,8 @@ class SglangWorker:
             tls_key=paths[2],
             tls_mutual=tls is not None and tls.mutual,
             tls_server_name="" if tls is None else tls.server_name,
+            nixl_backend=settings.nixl.backend,
+            expects_rdma=settings.nixl.expects_rdma,
         )
 
     def _rebuilder(self) -> TreeEventRebuilder:
@@ -355,6 +368,7 @@ class SglangWorker:
             admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
             retractions=self._retractions[dp_rank],
             unreadable_events=self._rebuilders[dp_rank].unreadable.total(),
+            kv_paths=tuple(self._paths.get(dp_rank, ())),
         )
 
     def metrics(self, dp_rank: int) -> Iterator[Metric]:
@@ -406,6 +420,10 @@ class SglangWorker:
                 count, size = self._moved.get(report.room, (0, 0))
                 self._moved[report.room] = (count + 1, size + report.size_bytes)
                 _bound(self._moved)
+            case PathFound():
+                path = KvPath(KvPathKind(report.path_kind), report.reach, report.lanes)
+                self._paths.setdefault(report.dp_rank, {})[path] = None
+                return
             case TreeEvents():
                 self._take_events(report)
                 return

@@ -9,6 +9,7 @@ from services.engine.sglang.directory import directory_from_proto, directory_to_
 from services.engine.sglang.reports import (
     Active,
     Moved,
+    PathFound,
     Reporter,
     TicketSent,
     TreeEvents,
@@ -43,6 +44,7 @@ async def test_reports_come_whole_and_in_order(tmp_path):
         ACTIVE,
         TicketSent(2**62, 32, 3),
         Moved(2**62, 3, 12288),
+        PathFound(1, "rdma", "inter-node", "rc_mlx5/mlx5_0:1"),
         big,
         *(Moved(n, 1, 1) for n in range(99)),
     ]

@@ -1,11 +1,14 @@
 """What SGLang is started with, and what is refused beforehand."""
 
+import json
+
 import pytest
 
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
 from services.engine.sglang.settings import IDLE_CONNECTION_S
 from services.errors import ConfigError
 from services.kv.types import Role
+from services.transfer.nixl_settings import NixlSettings
 from sglang_settings import sglang_settings
 
 
@@ -261,3 +264,13 @@ STRETCHED = (["--context-length=131072"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEX
 )
 def test_sglang_is_told_of_a_context_that_it_would_not_find(tmp_path, stated, engine_args, expected):
     assert settings(tmp_path, engine_args=engine_args).stretching(stated, 131072) == expected
+
+
+def test_sglang_s_nixl_is_told_what_ours_would_be(tmp_path):
+    backend, parameters = "SGLANG_DISAGGREGATION_NIXL_BACKEND", "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
+    nixl = NixlSettings("LIBFABRIC", {"a": "1"})
+    told = settings(tmp_path, nixl=nixl).environment({backend: "LIBFABRIC"})
+    assert (told[backend], json.loads(told[parameters])) == ("LIBFABRIC", {"a": "1"})
+    assert settings(tmp_path).environment({})[backend] == "UCX"
+    with pytest.raises(ConfigError, match=f"{backend}=UCX: say it by --nixl-backend"):
+        settings(tmp_path, nixl=nixl).environment({backend: "UCX"})

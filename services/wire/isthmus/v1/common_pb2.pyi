@@ -105,7 +105,7 @@ class RankAddress(_message.Message):
     def __init__(self, id: _Optional[_Union[RankId, _Mapping]] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
 class RankLoad(_message.Message):
-    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled")
+    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class RankLoad(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_PER_S_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    KV_PATHS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_tokens: int
@@ -134,4 +135,15 @@ class RankLoad(_message.Message):
     waiting_tokens: int
     admitted_per_s: float
     stalled: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ...) -> None: ...
+    kv_paths: _containers.RepeatedCompositeFieldContainer[KvPath]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ...) -> None: ...
+
+class KvPath(_message.Message):
+    __slots__ = ("kind", "reach", "lanes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    reach: str
+    lanes: str
+    def __init__(self, kind: _Optional[str] = ..., reach: _Optional[str] = ..., lanes: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,44 @@
+"""What NIXL is to move KV with. Needs no NIXL."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.errors import ConfigError
+from services.kv.kv_path import KvPath, KvPathKind
+
+log = logging.getLogger(__name__)
+
+UCX = "UCX"
+
+
+@dataclass(frozen=True, slots=True)
+class NixlSettings:
+    backend: str = UCX
+    parameters: dict[str, str] = field(default_factory=dict)  # of that backend
+    expects_rdma: bool = False
+    tells_paths: bool = False  # whoever writes: UCX's log is then read by us
+
+    def tell(self, path: KvPath) -> None:
+        """A line of our log, at the first write that went so."""
+        is_slow = self.expects_rdma and path.kind is KvPathKind.TCP
+        said = "expected=rdma" if self.expects_rdma else "expected=any"
+        log.log(
+            logging.WARNING if is_slow else logging.INFO,
+            "kv_path kind=%s reach=%s lanes=%r %s",
+            path.kind,
+            path.reach or "unknown",
+            path.lanes,
+            said,
+        )
+
+
+def parameters_of(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE, each name once. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name in found:
+            raise ConfigError(f"--nixl-parameter={text}: {name} is given twice")
+        found[name] = value
+    return found

@@ -1,0 +1,76 @@
+"""UCX's log of this process, kept in memory and read from time to time: there alone it says how it writes.
+
+UCX has one file for its log, stdout unless it is told another, and opens it when it is loaded, with the first
+agent. Whoever sets UCX_LOG_FILE himself keeps his file, and is told of no path.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from services.kv.kv_path import KvPath
+from services.transfer.ucx_tables import UcxTables
+
+log = logging.getLogger(__name__)
+
+_KEPT_BYTES = 1 << 20
+_libc = ctypes.CDLL(None)
+
+
+class UcxLog:
+    """Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("ucx-log")  # open as long as the process: UCX writes to it
+        self._read_bytes = 0
+        self._rest = ""
+        self._tables = UcxTables()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def told_to_ucx(self) -> Iterator[None]:
+        """While the first agent is made. Children must not inherit it: they could not open the file, and UCX
+        would not let them live."""
+        settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
+        if any(name in os.environ for name in settings):
+            yield
+            return
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name in settings:
+                os.environ.pop(name, None)
+
+    def paths(self, agent: str, piece_bytes: int) -> tuple[KvPath, ...]:
+        """What is known by now; empty: nothing. What UCX says beside its tables goes to our log."""
+        with self._lock:
+            for line in self._tables.feed(self._new_lines()):
+                log.warning("ucx %s", line)
+            return self._tables.paths(agent, piece_bytes)
+
+    def _new_lines(self) -> list[str]:
+        _libc.fflush(None)  # UCX's stream has a buffer
+        size = os.fstat(self._file).st_size
+        if size <= self._read_bytes:
+            return []
+        text = os.pread(self._file, size - self._read_bytes, self._read_bytes).decode(errors="replace")
+        self._forget(size)
+        *lines, self._rest = (self._rest + text).split("\n")
+        return [line.rstrip() for line in lines if line.strip()]
+
+    def _forget(self, size: int) -> None:
+        """UCX writes on where it was; what lies before becomes a hole, which takes no memory."""
+        if size - self._read_bytes > _KEPT_BYTES:
+            os.ftruncate(self._file, 0)
+        self._read_bytes = size
+
+
+@cache
+def ucx_log() -> UcxLog:
+    """The process's."""
+    return UcxLog()

@@ -1,0 +1,78 @@
+"""What NIXL is told, and what it tells: in a process of its own, for UCX reads its environment once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import services
+from services.errors import ConfigError
+from services.kv.kv_path import KvPath, KvPathKind
+from services.kv.transfer_plan import PageMove
+from services.transfer.choose import open_transport
+from services.transfer.nixl_settings import NixlSettings, parameters_of
+
+SCRIPT = Path(__file__).parent / "told_paths.py"
+
+
+def told(**environment):
+    env = {**os.environ, **environment, "PYTHONPATH": str(Path(services.__file__).parents[1])}
+    result = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("tls", "kind", "level"),
+    [("self,sm,cma,tcp", "shared_memory", "INFO"), ("tcp", "tcp", "WARNING")],
+)
+def test_the_way_is_told_once_something_has_landed(tls, kind, level):
+    answer, log = told(UCX_TLS=tls)
+    assert (answer["before"], answer["landed"]) == ([], True)
+    assert answer["path"][:2] == [kind, "intra-node"]
+    lines = [line for line in log.splitlines() if "kv_path" in line]
+    assert len(lines) == 1  # not one a write
+    assert lines[0].startswith(f"{level} kv_path kind={kind} reach=intra-node lanes='{answer['path'][2]}'")
+    assert answer["inherited"] == []  # children could not open the file
+
+
+@pytest.mark.nixl
+def test_who_has_ucx_write_elsewhere_is_told_nothing(tmp_path):
+    answer, _ = told(UCX_TLS="tcp", UCX_LOG_FILE=str(tmp_path / "ucx-%p.log"), UCX_PROTO_INFO="y")
+    assert (answer["path"], answer["landed"]) == (None, True)
+    assert any("tcp/" in file.read_text() for file in tmp_path.glob("*.log"))
+
+
+@pytest.mark.nixl
+def test_a_backend_that_nixl_has_not_is_refused_with_those_that_it_has():
+    with pytest.raises(
+        ConfigError, match=r"--nixl-backend=MOONCAKE: NIXL has no such plugin here, but .*UCX"
+    ):
+        open_transport("nixl", NixlSettings(backend="MOONCAKE"))
+
+
+@pytest.mark.nixl
+def test_a_parameter_reaches_the_backend():
+    with pytest.raises(ConfigError, match="cannot start a NIXL agent"):
+        open_transport("nixl", NixlSettings(parameters={"ucx_error_handling_mode": "whatever"}))
+    open_transport("nixl", NixlSettings(parameters={"num_workers": "2"})).close()
+
+
+def test_the_local_transport_knows_its_way(make_pool):
+    pool = make_pool(4, 512, seed=1)
+    transport = open_transport("local")
+    transport.register(pool.memory, 512)
+    assert transport.paths == ()
+    peer = transport.add_peer(transport.metadata(), pool.memory)
+    transport.write(peer, [PageMove(0, 1, 1)])
+    assert transport.paths == (KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "process_vm_writev"),)
+
+
+def test_parameters_are_names_and_values():
+    assert parameters_of(["a=1", "b=x=y"]) == {"a": "1", "b": "x=y"}
+    with pytest.raises(ConfigError, match="a is given twice"):
+        parameters_of(["a=1", "a=2"])
