@@ -92,6 +92,7 @@ def rules(tmp_path):
 
 
 @pytest.mark.observe
+@pytest.mark.timeout(600)  # promtool computes days, minute by minute
 @pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
 def test_promtool_agrees(rules, cases):
     assert PROMTOOL, "make observe-check installs promtool; or set PROMTOOL"
