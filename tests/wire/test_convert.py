@@ -131,7 +131,7 @@ commands = st.builds(
     StartCommand,
     requests,
     addresses,
-    st.none() | st.floats(1e-9, 1e9),
+    st.none() | st.floats(1e-9, MAX_TIMEOUT_S),
     st.text(max_size=8),
 )
 admissions = st.builds(
