@@ -134,7 +134,7 @@ class Round:
             await killing
 
     async def _kill_until(self, over: asyncio.Event, cluster: FakeCluster) -> None:
-        """One rank at a time, so that one of each role is left; it is back before the next."""
+        """One rank at a time, so that one of each role is left; the router has it back before the next."""
         chance = random.Random(self._chance.random())
         while not over.is_set():
             name = chance.choice(sorted(cluster.ranks))
@@ -143,6 +143,7 @@ class Round:
             await asyncio.sleep(chance.choice([0.0, 0.3]))
             worker, _, index = name.partition("/")
             await cluster.start_rank(worker.partition("-")[0], worker, int(index))
+            await cluster.until_placeable(timeout_s=60.0)
             await _first_of(over, chance.choice([0.5, 1.5]))
 
     async def _close_books(self, cluster: FakeCluster) -> None:

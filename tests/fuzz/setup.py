@@ -1,7 +1,7 @@
 """What cluster a round of the fuzz runs on."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ SHAPES = (
     *("llama3-rope", "yarn", "tied-qwen3", "biased", "head-dim-128", "one-kv-head"),
     *("groups-of-7", "vocabulary-517", "three-layers", "head-dim-6"),
 )
+_ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
 
 
@@ -37,7 +38,7 @@ class Setup:
 
     def cluster(self, etcd: str, name: str) -> FakeCluster:
         directory = shaped_checkpoint(self.shape)
-        return FakeCluster(
+        cluster = FakeCluster(
             etcd,
             directory,
             name,
@@ -50,6 +51,9 @@ class Setup:
             num_threads=1,
             **self.rank,
         )
+        # Ranks are killed faster than a client would want to try again: a slow request meets many.
+        cluster.router_config = replace(cluster.router_config, max_attempts=_ATTEMPTS)
+        return cluster
 
 
 def draw_setup(chance: random.Random) -> Setup:
