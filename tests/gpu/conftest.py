@@ -6,12 +6,6 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.timeout(300))
-
-
 @pytest.fixture(scope="session")
 def device():
     name = os.environ.get("ISTHMUS_GPU_DEVICE", "cuda")

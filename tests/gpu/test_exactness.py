@@ -9,6 +9,8 @@ from services.cli.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.request import SamplingParams
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
 NUM_TOKENS = 24
 
 

@@ -8,6 +8,8 @@ from engine.torch.sequences import PageTables, Sequence, generate
 from reference import check_half_precision, random_prompt
 from services.engine.torch.runner import TorchRunner
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
 NUM_TOKENS = 24
 
 

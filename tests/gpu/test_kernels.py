@@ -10,6 +10,8 @@ from services.engine.torch.agreement import require_agreement, require_causal
 from services.engine.torch.device import open_device
 from services.engine.torch.parts import OnDevice
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
 # Each is compiled once. The kernels multiply in tf32x3, which is float32 but for the last bits.
 LAYOUTS = [
     Layout(torch.bfloat16, 128, 4),

@@ -8,6 +8,8 @@ from reference import count_near_ties, random_prompt, reference_generation
 from services.kv.types import Plan
 from services.request import GenerationRequest, SamplingParams
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
 PAGE_SIZE, NUM_TOKENS = 16, 24
 
 

@@ -16,6 +16,8 @@ from services.kv.transfer_plan import PageMove
 from services.kv.types import PoolMemory
 from services.transfer.choose import open_transport
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
 NUM_PAGES, PAGE_BYTES = 3000, 64 << 10
 
 
