@@ -218,7 +218,7 @@ class Cluster:
             return self._hash(ids, tenant, more_tokens)
         return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
 
-    async def turn(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankKey]) -> None:
+    async def turn(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankId]) -> None:
         """Returns when the prompt may be placed: of those that come together the cheapest first. The caller
         awaits nothing before it has placed it and said that it was `sent`. Raises as `place`."""
         await self._burst.turn(self._asked(prompt, conversation_id, excluded))
@@ -242,7 +242,7 @@ class Cluster:
         self,
         prompt: HashedPrompt,
         conversation_id: str,
-        excluded: frozenset[RankKey],
+        excluded: frozenset[RankId],
         max_wait_s: float = math.inf,
     ) -> Placed:
         """Choose the ranks and the plan for a prompt that is to wait no longer than `max_wait_s`.
@@ -254,10 +254,10 @@ class Cluster:
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
 
-    def siblings(self, ranks: Iterable[RankKey]) -> frozenset[RankKey]:
+    def siblings(self, ranks: Iterable[RankId]) -> frozenset[RankId]:
         """All ranks of their workers, as far as they are known, and they themselves."""
-        workers = {rank.worker for rank in ranks}
-        return frozenset(ranks).union(rank for rank in self._mirror.ranks if rank.worker in workers)
+        workers, known = {rank.worker for rank in ranks}, self._mirror.ranks.items()
+        return frozenset(ranks).union(view.registration.id for key, view in known if key.worker in workers)
 
     def explain(self, prompt: HashedPrompt, conversation_id: str, max_wait_s: float) -> Explained:
         """As `place`, with every rank compared. Raises Unavailable where the ranks know no plan in common."""
@@ -320,7 +320,7 @@ class Cluster:
         self,
         prompt: HashedPrompt,
         conversation_id: str,
-        excluded: frozenset[RankKey],
+        excluded: frozenset[RankId],
         max_wait_s: float = math.inf,
     ) -> Asked:
         self._refresh()
@@ -372,10 +372,10 @@ class Cluster:
             self._mirror.rank_staleness_s(key),
         )
 
-    def _exclusion(self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankKey]) -> str:
+    def _exclusion(self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankId]) -> str:
         """Why a rank cannot be chosen; empty when it can."""
         key = rank.id.key
-        if key in excluded:
+        if rank.id in excluded:  # in this life
             return "it failed this request"
         if rank.draining:
             return "draining"

@@ -230,7 +230,7 @@ class FailoverStream:
             failed = chosen.decode.id
         else:
             failed = chosen.prefill.id
-        progress.excluded.add(failed.key)
+        progress.excluded.add(failed)
         self._cluster.failed(failed)
         progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
         if progress.output_ids and not self._can_move(placed):

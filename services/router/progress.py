@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
-from services.kv.types import RankKey
+from services.kv.types import RankId
 from services.request import Admitted, FinishReason, SamplingParams
 from services.router.cluster import Placed
 from services.router.decode_client import OutputStream
@@ -54,7 +54,7 @@ class Progress:
     tokens_when_placed: int = 0  # that it had when it was placed last
     # Since a placement last got on:
     failures: int = 0
-    excluded: set[RankKey] = field(default_factory=set)
+    excluded: set[RankId] = field(default_factory=set)  # lives of ranks: who starts again may be tried
     gave_time: bool = False  # to ranks that failed, when there were no others
     sent_s: float = 0.0  # to the rank it is with, from `began_s`
     stages: Stages | None = None  # up to the first token

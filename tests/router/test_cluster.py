@@ -376,7 +376,17 @@ async def test_whether_an_answer_with_penalties_may_move_is_the_ranks_word(two_d
                 for i in (0, 1)
             )
         )
-        assert two_decodes.place(prompt, "", frozenset({D1_KEY})).moves_penalties is moves
+        assert two_decodes.place(prompt, "", frozenset({D1.registration.id})).moves_penalties is moves
+
+
+async def test_a_rank_that_failed_a_request_may_have_it_again_once_it_has_started_anew(two_decodes):
+    """Killed again and again, ranks of a small cluster would all be left out though all of them serve."""
+    prompt, own = await two_decodes.hash((1, 2), ""), [D0.registration.id, D1.registration.id]
+    with pytest.raises(Unavailable, match="2 it failed this request"):
+        two_decodes.place(prompt, "", frozenset(own))
+    earlier = replace(own[1], generation=Generation(own[1].generation + 1))
+    assert two_decodes.place(prompt, "", frozenset({own[0], earlier})).decision.chosen.decode.id == own[1]
+    assert two_decodes.siblings({earlier}) == {earlier, *own}
 
 
 class Pins(dict[str, Pin]):
