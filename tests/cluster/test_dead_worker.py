@@ -9,14 +9,14 @@ from services.engine.fake import continuation
 async def test_a_worker_of_many_ranks_that_ends_loses_no_request(etcd_endpoint, cluster_name, model_dir):
     """What ran there goes to another worker at once, and not from one of its dying ranks to the next."""
     cluster = FakeCluster(
-        etcd_endpoint, model_dir, cluster_name, decode=(6, 1), max_running_requests=64, fake_step_s=0.02
+        etcd_endpoint, model_dir, cluster_name, decode=(6, 1), max_running_requests=64, fake_step_s=0.03
     )
     async with cluster:
         prompts = [[number, *range(20)] for number in range(30)]
         asked = [asyncio.create_task(cluster.generate(prompt, 100)) for prompt in prompts]
         dying = [name for name in cluster.ranks if name.startswith("decode-0/")]
         async with asyncio.timeout(20):
-            while not all(cluster.ranks[name].engine.load().running >= 3 for name in dying):
+            while not all(cluster.ranks[name].engine.load().running for name in dying):
                 await asyncio.sleep(0.01)
         async with asyncio.TaskGroup() as deaths:
             for name in dying:  # not quite at the same moment: the router hears of one after the other
@@ -24,5 +24,6 @@ async def test_a_worker_of_many_ranks_that_ends_loses_no_request(etcd_endpoint, 
                 await asyncio.sleep(0.05)
         answers = await asyncio.gather(*asked)
         assert [tokens for tokens, _ in answers] == [continuation(prompt, 100) for prompt in prompts]
-        assert {finish.placement.decode.worker for _, finish in answers} == {"decode-1"}
+        ways = [[placement.decode.worker for placement in finish.placements] for _, finish in answers]
+        assert all(way[-1] == "decode-1" and way.count("decode-0") <= 1 for way in ways), ways
         assert all(finish.usage.completion_tokens == 100 for _, finish in answers)
