@@ -60,17 +60,17 @@ class RequestMetrics:
             self._requests.labels(outcome).inc()
 
 
-def _kv_paths(paths: Sequence[KvPath]) -> Iterator[Metric]:
-    if paths:
-        metric = GaugeMetricFamily(
-            "isthmus_kv_path",
-            "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
-            "unknown, lanes are the transport's own words.",
-            labels=["kind", "reach", "lanes"],
-        )
-        for path in paths:
-            metric.add_metric([path.kind.value, path.reach, path.lanes], 1)
-        yield metric
+def _kv_paths(paths: Sequence[KvPath]) -> Metric:
+    """Without a sample where nothing was written yet, as on every decode rank."""
+    metric = GaugeMetricFamily(
+        "isthmus_kv_path",
+        "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
+        "unknown, lanes are the transport's own words.",
+        labels=["kind", "reach", "lanes"],
+    )
+    for path in paths:
+        metric.add_metric([path.kind.value, path.reach, path.lanes], 1)
+    return metric
 
 
 class PoolCollector(Collector):
@@ -83,7 +83,7 @@ class PoolCollector(Collector):
         for state in ("free", "cached", "locked", "private", "quarantined"):
             pages.add_metric([state], getattr(load.books, state))
         yield pages
-        yield from _kv_paths(load.kv_paths)
+        yield _kv_paths(load.kv_paths)
         yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
         yield GaugeMetricFamily(
