@@ -134,10 +134,12 @@ def test_without_its_reader_a_process_writes_where_it_did_before():
     assert (code, [line["message"] for line in said]) == (0, ["still here"])
 
 
-@pytest.mark.parametrize("module", ["services.router", "services.decode"])
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
-    [(["--no-such-flag=1"], 2, "no-such-flag"), (["--etcd-key=/nowhere"], 78, "isthmus-")],
+    ("module", "flags", "code", "message"),
+    [
+        ("services.router", ["--no-such-flag=1"], 2, "no-such-flag"),
+        ("services.decode", ["--etcd-key=/nowhere"], 78, "isthmus-"),
+    ],
 )
 def test_a_refusal_is_an_object_too(module, flags, code, message):
     worker = ["--model=/nowhere"] + (["--worker=w", "--rank-index=0"] if module == "services.decode" else [])
