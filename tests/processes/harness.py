@@ -37,7 +37,6 @@ RANK_FLAGS = (
     "--engine=fake",
     "--transport=local",
     f"--page-size={BLOCK}",
-    f"--kv-pages={KV_PAGES}",
     "--chunk-size=32",
     "--max-running-requests=16",
     "--fake-step-s=0.02",
@@ -104,7 +103,18 @@ class ProcessCluster:
     With `behind_proxies` every rank is reached through `proxies[name]` only.
     """
 
-    def __init__(self, data_dir, model_dir, *, rank_flags=(), router_flags=(), behind_proxies=False, **shape):
+    def __init__(
+        self,
+        data_dir,
+        model_dir,
+        *,
+        kv_pages=KV_PAGES,
+        rank_flags=(),
+        router_flags=(),
+        behind_proxies=False,
+        **shape,
+    ):
+        self._kv_pages = kv_pages
         self._behind_proxies = behind_proxies
         self.proxies: dict[str, FaultProxy] = {}
         if behind_proxies:
@@ -113,7 +123,7 @@ class ProcessCluster:
             model=model_dir,
             data_dir=data_dir,
             common_flags=COMMON_FLAGS,
-            rank_flags=(*RANK_FLAGS, *rank_flags),
+            rank_flags=(*RANK_FLAGS, f"--kv-pages={kv_pages}", *rank_flags),
             router_flags=(*ROUTER_FLAGS, *router_flags),
             **shape,
         )
@@ -277,7 +287,7 @@ class ProcessCluster:
         metrics = await self.metrics(rank)
         states = ("free", "cached", "locked", "private", "quarantined")
         books = {state: metrics[f"isthmus_kv_pages{{{state}}}"] for state in states}
-        assert sum(books.values()) == KV_PAGES, (rank, books)
+        assert sum(books.values()) == self._kv_pages, (rank, books)
         return books
 
     async def assert_nothing_held(self, ranks=None):

@@ -8,7 +8,8 @@ from processes.harness import ProcessCluster, prompt_of, until
 
 PREFILL = ["prefill-0/0", "prefill-1/0"]
 DECODE = ["decode-0/0", "decode-1/0"]
-SHAPE = dict(prefill_workers=2, decode_workers=2, decode_dp_size=1, behind_proxies=True)
+# Room for all streams beside as many pages in quarantine.
+SHAPE = dict(kv_pages=2048, prefill_workers=2, decode_workers=2, decode_dp_size=1, behind_proxies=True)
 # Pages in quarantine come back by the writer's word on a new stream, or not in the time of a test.
 FLAGS = ("--write-lease-s=300",)
 
