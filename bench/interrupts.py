@@ -4,5 +4,9 @@ import signal
 
 
 def end_as_by_ctrl_c() -> None:
-    """At SIGTERM too, which `timeout` and supervisors send. Call it first in a program's main thread."""
+    """At SIGTERM too, which `timeout` and supervisors send. Call it first in a program's main thread.
+
+    A shell starts what runs behind a `&` in a script with SIGINT ignored; here it is heeded.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import asyncio, tempfile
 from bench.interrupts import end_as_by_ctrl_c
@@ -17,8 +19,9 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def test_what_a_benchmark_made_goes_with_it_when_it_is_terminated():
-    command = [sys.executable, "-c", PROGRAM]
+@pytest.mark.parametrize("start", ["", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"])
+def test_what_a_benchmark_made_goes_with_it_when_it_is_terminated(start):
+    command = [sys.executable, "-c", start + PROGRAM]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         folder = Path(process.stdout.readline().strip())
         assert folder.is_dir()
