@@ -26,7 +26,8 @@ from services.request import SamplingParams
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
 GREEDY = SamplingParams(temperature=0)
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
+# Scores are sums of 128 products and about 10 at most: float32 rounds them by some 1e-6 each, as it does exp.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 
 @pytest.fixture(scope="module")
