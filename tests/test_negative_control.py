@@ -11,7 +11,7 @@ import pytest
 from mutations import MUTATIONS
 
 # Each run imports torch, and compiles a kernel.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 # What must notice each. The fake engine reads every slot of every page; the torch engine is compared
 # with transformers, over NIXL.

@@ -3,7 +3,11 @@
 import json
 import sys
 
+import pytest
+
 from bench import decode_cache, transfer
+
+pytestmark = pytest.mark.long
 
 
 def test_decode_cache_quickly(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ PREFILL = ["prefill-0/0", "prefill-1/0"]
 DECODE = ["decode-0/0", "decode-1/0"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_what_one_leaves_behind_the_other_takes_over(tmp_path, model_dir):
     shape = dict(routers=2, prefill_workers=2, decode_workers=2, decode_dp_size=1)

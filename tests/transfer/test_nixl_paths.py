@@ -28,7 +28,10 @@ def told(**environment):
 @pytest.mark.nixl
 @pytest.mark.parametrize(
     ("tls", "kind", "level"),
-    [("self,sm,cma,tcp", "shared_memory", "INFO"), ("tcp", "tcp", "WARNING")],
+    [
+        ("self,sm,cma,tcp", "shared_memory", "INFO"),
+        pytest.param("tcp", "tcp", "WARNING", marks=pytest.mark.long),
+    ],
 )
 def test_the_way_is_told_once_something_has_landed(tls, kind, level):
     answer, log = told(UCX_TLS=tls)
@@ -41,6 +44,7 @@ def test_the_way_is_told_once_something_has_landed(tls, kind, level):
 
 
 @pytest.mark.nixl
+@pytest.mark.long
 def test_who_has_ucx_write_elsewhere_is_told_nothing(tmp_path):
     answer, _ = told(UCX_TLS="tcp", UCX_LOG_FILE=str(tmp_path / "ucx-%p.log"), UCX_PROTO_INFO="y")
     assert (answer["path"], answer["landed"]) == (None, True)
