@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from bench.cache_ranks import DecodeSide
 from bench.cache_workload import Conversation, TokenIds, Workload, prompt_of
-from services.errors import IsthmusError
-from services.request import Admitted, GenerationRequest, SamplingParams
+from services.values.errors import IsthmusError
+from services.values.request import Admitted, GenerationRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -22,22 +22,24 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from bench.cache_workload import TokenIds
-from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import EngineSettings, decode_engine, prefill_engine
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
+from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import BlockHash, Generation, Plan, RankAddress, RankId, RankLoad
-from services.parent_death import dying_with_us
+from services.net import servers
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
-from services.request import Admitted, GenerationRequest, Output, SamplingParams
-from services.router.balance import Balance
-from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
-from services.router.placement import place
-from services.router.price import Weights
+from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.decision import place
+from services.router.placement.price import Weights
+from services.router.ranks.balance import Balance
+from services.values.kv import BlockHash
+from services.values.load import RankLoad
+from services.values.rank import Generation, Plan, RankAddress, RankId
+from services.values.request import Admitted, GenerationRequest, Output, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
 _MODEL_NAME = "bench"
@@ -275,7 +277,7 @@ async def serve_prefill(settings: RankSettings) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
         handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
 
-    server = await rpc.open_server("127.0.0.1:0", register, [])
+    server = await servers.open_server("127.0.0.1:0", register, [])
     print(json.dumps({"generation": own_id.generation, "endpoint": f"127.0.0.1:{server.port}"}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop()

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.kv.types import Plan
+from services.values.rank import Plan
 
 TokenIds = tuple[int, ...]
 

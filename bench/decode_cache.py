@@ -13,7 +13,7 @@ tokens on a model of 8 layers, hidden 512, float32; `--quick` is a smoke test on
 GPU: `--device cuda --layers 32 --hidden 3072 --heads 24 --kv-heads 8` is a model of 2.6 billion parameters in
 bfloat16. All four ranks are on that one GPU, and only one side works at a time.
 Prefill computes every prompt (plan remote), as in the runs that this follows; but in `turns` the price that
-routers use decides who computes a tail (services/router/placement.py).
+routers use decides who computes a tail (services/router/placement/decision.py).
 
 The runs that this follows had machines of their own for prefill. Here both ranks have one processor, so the
 side that answers more also has more computed beside it. `--prefill-cached` takes that out of the comparison:
@@ -39,7 +39,7 @@ from bench.checkpoint import Size, checkpoint
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, write_json
-from services.kv.types import Plan
+from services.values.rank import Plan
 
 SIDES = ("off", "on")
 LARGE = Size()

@@ -33,8 +33,8 @@ from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling import sample
-from services.kv.types import PageId
-from services.request import SamplingParams
+from services.values.kv import PageId
+from services.values.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 FIRST_ID = 5

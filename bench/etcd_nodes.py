@@ -4,8 +4,8 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from services.index.etcd_server import EmbeddedEtcd
-from services.ports import free_ports
+from services.etcd.embedded import EmbeddedEtcd
+from services.host.ports import free_ports
 
 NUM_NODES = 3
 

@@ -53,13 +53,13 @@ from bench.sglang_summary import (
     summary,
     table_rows,
 )
-from services import rpc
 from services.cli.client import responses
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
-from services.engine.sglang.settings import SglangSettings
-from services.errors import ConfigError, PeerFailed
-from services.kv.types import Role
+from services.engine.sglang.service.settings import SglangSettings
+from services.net import channels
+from services.values.errors import ConfigError, PeerFailed
+from services.values.rank import Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 POLICIES = ("power_of_two", "cache_aware")
@@ -147,7 +147,7 @@ async def run_ours(bench: Bench) -> Measured:
 
         async with (
             LocalCluster(shape, show_line) as cluster,
-            rpc.open_channel(cluster.router_endpoint()) as channel,
+            channels.open_channel(cluster.router_endpoint()) as channel,
         ):
 
             async def client(turn: Turn) -> AsyncIterator[TokenIds]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from services.errors import PeerFailed, Unavailable
+from services.values.errors import PeerFailed, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from typing import Any
 import aiohttp
 
 from bench.sglang_load import TokenIds, Turn
-from services.engine.sglang.http_client import SglangHttp
-from services.engine.sglang.settings import SglangSettings
-from services.errors import ConfigError, PeerFailed
-from services.kv.types import Role
-from services.parent_death import dying_with_us
-from services.ports import free_ports
+from services.engine.sglang.service.http_client import SglangHttp
+from services.engine.sglang.service.settings import SglangSettings
+from services.host.parent_death import dying_with_us
+from services.host.ports import free_ports
+from services.values.errors import ConfigError, PeerFailed
+from services.values.rank import Role
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PROBE, _WAITS = "bench.sglang_probe", "bench.sglang_waits"  # plugins

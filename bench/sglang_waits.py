@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.engine.sglang import idle_waits
+from services.engine.sglang.inside import idle_waits
 from services.transfer.nixl import let_sleep
 
 _MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"

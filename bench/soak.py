@@ -38,10 +38,10 @@ from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, verdict, write_json
 from bench.soak_load import QUIET_ABORTS, Outcomes, Soak, late_share
 from bench.soak_ranks import NUM_PAGES, PAGE_SIZE, Memory, Ranks
-from services import rpc
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
 from services.engine.fake import continuation
+from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
 RANK_FLAGS = (
@@ -108,7 +108,7 @@ async def soak(settings: Settings) -> Report:
         )
         async with LocalCluster(shape, ranks.note) as cluster:
             pids = ranks.pids | {"router": cluster.children["router"].process.pid}
-            async with rpc.open_channel(cluster.router_endpoint()) as channel:
+            async with channels.open_channel(cluster.router_endpoint()) as channel:
                 driver = Soak(generation_pb2_grpc.GenerationStub(channel), ranks, rng, expected)
                 return await _measure(driver, Memory(pids), 60.0 * settings.minutes)
 

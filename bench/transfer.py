@@ -3,7 +3,7 @@
     python -m bench.transfer --json FILE [--device cuda]
 
 Ours: page lists -> runs -> merged moves -> Transport.write -> poll until landed, as the sender does it
-(services/transfer/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
+(services/transfer/prefill/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
 memory, straight through nixl's own API. The two alternate within a run, over the same memory.
 A fresh pool gives contiguous runs; an aged one has seen turns come and go on both sides; scattered is
 the worst case, every page by itself. Digests: what each side of a checked transfer spends beside
@@ -36,12 +36,13 @@ from services.engine.torch.page_reader import page_reader
 from services.kv.page_allocator import PageAllocator
 from services.kv.page_digest import ReadPages, digest_of
 from services.kv.transfer_plan import runs_of
-from services.kv.types import Generation, KvTicket, PageId, PoolMemory, Room
 from services.transfer.base import PeerName
 from services.transfer.choose import open_transport
-from services.transfer.delta_write import DeltaWrite
 from services.transfer.host_memory import map_memory
 from services.transfer.nixl import NixlTransport, open_agent
+from services.transfer.prefill.delta_write import DeltaWrite
+from services.values.kv import KvTicket, PageId, PoolMemory
+from services.values.rank import Generation, Room
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 2 * MIB)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.__main__ import COMMANDS
-from services.cluster_config import ClusterConfig
-from services.config import Bounds, FlagDescription, describe
-from services.engine.sglang.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
-from services.rank_config import RankConfig
+from services.engine.sglang.service.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
+from services.rank.config import RankConfig
 from services.router.config import RouterConfig
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import Bounds, FlagDescription, describe
 
 REPOSITORY = Path(__file__).parent.parent
 REFERENCE = REPOSITORY / "docs" / "configuration.md"

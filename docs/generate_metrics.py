@@ -15,22 +15,26 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
-from services import build_info
-from services.certificates import CertificateCollector
 from services.decode.metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
-from services.index.etcd import Etcd
-from services.index.etcd_settings import EtcdSettings
+from services.etcd.client import Etcd
+from services.etcd.settings import EtcdSettings
 from services.index.keys import ClusterKeys
-from services.index.membership import Membership
 from services.index.metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
-from services.index.mirror import Mirror
 from services.index.pins import PinWriter
-from services.index.registry import Registration, Schema
-from services.kv.types import Generation, KvLayout, RankAddress, RankId, RankLoad, Role
+from services.index.read.mirror import Mirror
+from services.index.schema import Schema
+from services.index.write.membership import Membership
+from services.net.certificates import CertificateCollector
+from services.observe import build_info
 from services.prefill.metrics import PrefillMetrics
 from services.router.cluster import Cluster
-from services.router.metrics import RankCollector, RouterMetrics
+from services.router.openai.metrics import HttpMetrics
+from services.router.request.metrics import RankCollector, RouterMetrics
+from services.values.kv import KvLayout
+from services.values.load import RankLoad
+from services.values.rank import Generation, RankAddress, RankId, Role
+from services.values.registration import Registration
 
 TABLE = Path(__file__).parent / "metrics.md"
 _HEAD = """\
@@ -97,6 +101,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         made["router"].register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
         StalenessMetrics(made["router"])
         RouterMetrics(made["router"])
+        HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
         PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine()))
         DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine()))

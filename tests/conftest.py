@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services import telemetry
-from services.index.etcd_server import EmbeddedEtcd
+from services.etcd.embedded import EmbeddedEtcd
+from services.observe import telemetry
 
 pytest_plugins = ["longest", "mutations"]
 

@@ -19,7 +19,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
     """The first page of every write is another one than it should be."""
-    from services.transfer import delta_write
+    from services.transfer.prefill import delta_write
 
     merge_moves = delta_write.merge_moves
 
@@ -51,7 +51,8 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     from services.engine.paged.prefill import PagedPrefillEngine
-    from services.transfer import links, rooms
+    from services.transfer.decode import links
+    from services.transfer.prefill import rooms
 
     check_ticket, prefill = rooms.check_ticket, PagedPrefillEngine.prefill
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from services import errors
-from services.router.openai import openai_app
+from services.router.openai.routes import openai_app
+from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import RankId, TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import (

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 
-from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import EngineSettings, decode_engines, prefill_engines
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
-from services.kv.types import Plan, RankAddress, RankId
+from services.net import servers
+from services.net.tls import TlsConfig
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
-from services.request import Admitted, FinishReason, GenerationRequest, SamplingParams
+from services.values.rank import Plan, RankAddress, RankId
+from services.values.request import Admitted, FinishReason, GenerationRequest, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
 FAKE = EngineSettings(
@@ -51,7 +52,7 @@ class Pair:
         self,
         settings: EngineSettings = FAKE,
         prefill_settings: EngineSettings | None = None,
-        tls: rpc.TlsConfig | None = None,
+        tls: TlsConfig | None = None,
         dp_size: int = 1,
     ):
         self.settings = settings
@@ -59,7 +60,7 @@ class Pair:
         self.tls = tls
         self.dp_size = dp_size
         self.requests = 0
-        self.servers: list[rpc.RpcServer] = []
+        self.servers: list[servers.RpcServer] = []
         self.peers: list[RankAddress] = []
 
     async def __aenter__(self) -> "Pair":
@@ -101,7 +102,7 @@ class Pair:
             prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
             handshake_pb2_grpc.add_HandshakeServicer_to_server(engine.handshake(), server)
 
-        server = await rpc.open_server("127.0.0.1:0", register, [], self.tls)
+        server = await servers.open_server("127.0.0.1:0", register, [], self.tls)
         self._stack.push_async_callback(server.stop)
         self.servers.append(server)
         self.peers.append(RankAddress(own_id, f"127.0.0.1:{server.port}"))

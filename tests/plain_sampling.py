@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from services.engine.paged.runner import Chunk, Sampled
 from services.engine.torch.sampling import uniform
-from services.request import TokenLogprobs
+from services.values.request import TokenLogprobs
 
 Floats = NDArray[np.float64]
 

@@ -10,17 +10,17 @@ from contextlib import AsyncExitStack
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services import rpc
 from services.cli.client import responses
-from services.cli.local_cluster import LocalCluster, Shape
-from services.engine.sglang.run_folder import RunFolder
-from services.errors import IsthmusError
-from services.index.etcd import Etcd
-from services.index.etcd_settings import EtcdSettings
+from services.cli.local.cluster import LocalCluster, Shape
+from services.engine.sglang.service.run_folder import RunFolder
+from services.etcd.client import Etcd
+from services.etcd.settings import EtcdSettings
+from services.host.ports import free_ports
 from services.index.keys import ClusterKeys
-from services.index.registry import decode_registration
-from services.kv.types import RankKey
-from services.ports import free_ports
+from services.index.registrations import decode_registration
+from services.net import channels
+from services.values.errors import IsthmusError
+from services.values.rank import RankKey
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from sglang_settings import sglang_settings
 
@@ -73,7 +73,7 @@ class SglangCluster:
             print(self.log_path.read_text()[-20000:])
             raise
         self.channel = await self._stack.enter_async_context(
-            rpc.open_channel(self.processes.router_endpoint())
+            channels.open_channel(self.processes.router_endpoint())
         )
         self.stub = generation_pb2_grpc.GenerationStub(self.channel)
         return self
@@ -225,8 +225,8 @@ class AggregatedSglang:
         ours = ("--disaggregation", "--kv-events-config")
         arguments = [text for text in settings.arguments(port) if not text.startswith(ours)]
         # Their libraries come with SGLang, and this module is imported where that is not.
-        from services.engine.sglang.http_client import SglangHttp
-        from services.engine.sglang.process import SglangProcess
+        from services.engine.sglang.service.http_client import SglangHttp
+        from services.engine.sglang.service.process import SglangProcess
 
         self._folder = RunFolder.open()
         environment = self._folder.environment(settings.environment(os.environ))

@@ -1,7 +1,7 @@
 """Settings of one SGLang, for tests that change what they are about."""
 
-from services.engine.sglang.settings import SglangSettings
-from services.kv.types import Role
+from services.engine.sglang.service.settings import SglangSettings
+from services.values.rank import Role
 
 
 def sglang_settings(model, **changes):

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from services.engine.sglang.http_client import SglangHttp
 from services.engine.sglang.reports import Active, TicketSent
-from services.engine.sglang.worker import SglangWorker
-from services.kv.types import Generation, RankId
+from services.engine.sglang.service.http_client import SglangHttp
+from services.engine.sglang.service.worker import SglangWorker
+from services.values.rank import Generation, RankId
 from sglang_settings import sglang_settings
 
 OWN = RankId("w", 0, Generation(1))

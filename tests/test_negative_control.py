@@ -15,13 +15,15 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 # What must notice each. The fake engine reads every slot of every page; the torch engine is compared
 # with transformers, over NIXL.
-FAKE_CONVERSATION = "tests/engine/test_pair.py::test_a_conversation_moves_only_its_delta"
+FAKE_CONVERSATION = "tests/engine/paged/test_pair.py::test_a_conversation_moves_only_its_delta"
 TORCH_CONVERSATION = "tests/cluster/test_exact.py::test_over_nixl[16]"
 WATCHDOGS = {
     "wrong_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
-    "wrong_page_with_digests": ("tests/engine/test_digests.py::test_every_page_that_moves_is_compared",),
+    "wrong_page_with_digests": (
+        "tests/engine/paged/test_digests.py::test_every_page_that_moves_is_compared",
+    ),
     "prefix_off_by_one_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
-    "stale_generation": ("tests/engine/test_pair.py::test_a_stale_generation_is_refused",),
+    "stale_generation": ("tests/engine/paged/test_pair.py::test_a_stale_generation_is_refused",),
 }
 
 

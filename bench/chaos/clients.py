@@ -19,7 +19,7 @@ import httpx
 
 from bench.chaos.answers import Answer, Asked, Ended, Failure, Front
 from bench.chaos.processes import Router
-from services import rpc
+from services.net import channels
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 DEADLINE_S = 300.0  # of one try: no fault lasts for so long
@@ -92,7 +92,7 @@ class Clients:
 
     async def _over_grpc(self, router: Router, asked: Asked) -> AsyncGenerator[Piece, None]:
         if router not in self._channels:
-            self._channels[router] = rpc.open_channel(router.endpoint)
+            self._channels[router] = channels.open_channel(router.endpoint)
         call = generation_pb2_grpc.GenerationStub(self._channels[router]).Generate(_request(asked))
         try:
             async for response in call:

@@ -24,9 +24,9 @@ from bench.chaos.schedule import Fault, Kind, Layout, Target
 from bench.chaos.verdict import Played
 from bench.etcd_nodes import EtcdNodes
 from bench.soak_ranks import NUM_PAGES, PAGE_SIZE, Ranks
-from services.cli.local_cluster import LocalCluster, Shape
-from services.errors import ConfigError
-from services.index.etcd_server import EmbeddedEtcd, etcd_binary
+from services.cli.local.cluster import LocalCluster, Shape
+from services.etcd.embedded import EmbeddedEtcd, etcd_binary
+from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ import numpy as np
 
 from bench.index.core import draw_hashes, life
 from bench.report import Row
-from services.index.etcd import Etcd
-from services.index.etcd_server import EmbeddedEtcd
-from services.index.etcd_settings import EtcdSettings
+from services.etcd.client import Etcd
+from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.settings import EtcdSettings
+from services.host.parent_death import dying_with_us
 from services.index.keys import ClusterKeys
-from services.index.prefix_writer import LogLimits, PrefixWriter
-from services.index.publisher import PublisherSettings
-from services.parent_death import dying_with_us
+from services.index.write.prefix_writer import LogLimits, PrefixWriter
+from services.index.write.publisher import PublisherSettings
 
 BLOCKS_PER_S = 600.0
 WRITES_PER_S = PublisherSettings().writes_per_s

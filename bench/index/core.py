@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Row
-from services.index.block_mirror import BlockMirror
-from services.index.etcd import Etcd
+from services.etcd.client import Etcd
+from services.etcd.watch import KeyChange
+from services.index.codec import encode_delta, encode_head, encode_snapshot
 from services.index.keys import ClusterKeys
-from services.index.prefix_codec import encode_delta, encode_head, encode_snapshot
-from services.index.prefix_index import PrefixIndex
-from services.index.prefix_records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
-from services.index.watch import KeyChange
+from services.index.read.block_mirror import BlockMirror
+from services.index.read.prefix_index import PrefixIndex
+from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
 from services.kv.block_hash import pack_tokens, packed_sequence_hashes
-from services.kv.types import Generation, RankId, RankKey
+from services.values.rank import Generation, RankId, RankKey
 
 INDEX_BLOCK = 64
 NUM_RANKS = 64

@@ -16,11 +16,11 @@ import numpy as np
 
 from bench.index.loop_turns import TimedSelector
 from bench.index.timed_index import TimedIndex
-from services.index import garbage
-from services.index.etcd import Etcd
-from services.index.etcd_settings import EtcdSettings
+from services.etcd.client import Etcd
+from services.etcd.settings import EtcdSettings
 from services.index.keys import ClusterKeys
-from services.index.mirror import Mirror
+from services.index.read import garbage
+from services.index.read.mirror import Mirror
 
 
 async def run(arguments: argparse.Namespace, turns: TimedSelector) -> None:

@@ -15,20 +15,15 @@ import signal
 from collections.abc import AsyncIterator
 
 from bench.index.simulated_ledger import SimulatedLedger
-from services.index.etcd import Etcd
-from services.index.etcd_settings import EtcdSettings
+from services.etcd.client import Etcd
+from services.etcd.settings import EtcdSettings
 from services.index.keys import ClusterKeys
-from services.index.membership import Membership
-from services.index.publisher import PublisherSettings
-from services.index.registry import Registration, Schema
-from services.kv.types import (
-    CacheEvents,
-    Generation,
-    KvLayout,
-    RankAddress,
-    RankId,
-    Role,
-)
+from services.index.schema import Schema
+from services.index.write.membership import Membership
+from services.index.write.publisher import PublisherSettings
+from services.values.kv import CacheEvents, KvLayout
+from services.values.rank import Generation, RankAddress, RankId, Role
+from services.values.registration import Registration
 
 SCHEMA = Schema(64, "xxh3-64/1")
 _RANKS_PER_CLIENT = 50

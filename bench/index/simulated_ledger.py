@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.index.hash_ledger import HashLedger
-from services.kv.types import CacheEvents
+from services.index.write.hash_ledger import HashLedger
+from services.values.kv import CacheEvents
 
 Blocks = NDArray[np.int64]
 _RANDOM_BITS = 24

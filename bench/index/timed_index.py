@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from bench.index.simulated_ledger import newest_of, stamped_s
-from services.index.prefix_index import PrefixIndex
-from services.kv.types import RankId
+from services.index.read.prefix_index import PrefixIndex
+from services.values.rank import RankId
 
 
 class TimedIndex(PrefixIndex):

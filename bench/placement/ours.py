@@ -9,19 +9,20 @@ from bench.placement.events import Events
 from bench.placement.pins import Pins
 from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
-from services.index.prefix_index import PrefixIndex
-from services.index.registry import Registration
+from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import BlockHash, CacheEvents, KvLayout, Plan, RankAddress, RankId, RankKey, Role
-from services.request import Admitted
-from services.router.balance import Balance
-from services.router.burst import GATHER_S
-from services.router.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
-from services.router.others import Requests
-from services.router.placement import Decision, place
-from services.router.placer import Asked, Placer, PlacerSettings
-from services.router.price import Weights
-from services.router.shares import Share
+from services.router.placement.burst import GATHER_S
+from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.decision import Decision, place
+from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.price import Weights
+from services.router.ranks.balance import Balance
+from services.router.ranks.others import Requests
+from services.router.ranks.shares import Share
+from services.values.kv import BlockHash, CacheEvents, KvLayout
+from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
+from services.values.registration import Registration
+from services.values.request import Admitted
 
 _SEED = scope_seed(MODEL)
 

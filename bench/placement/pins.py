@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.placement.events import Events
 from services.index.pins import PinSettings
-from services.kv.types import RankKey
+from services.values.rank import RankKey
 
 _SETTINGS = PinSettings()
 

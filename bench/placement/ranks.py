@@ -18,7 +18,9 @@ from heapq import heappop, heappush
 from bench.placement.events import Events
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.kv.prefix_cache import PrefixCache, SequencePages
-from services.kv.types import CacheEvents, RankId, RankLoad
+from services.values.kv import CacheEvents
+from services.values.load import RankLoad
+from services.values.rank import RankId
 
 MODEL = "sim"
 

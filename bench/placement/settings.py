@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.placement.ranks import Timing
-from services.router.price import Weights
+from services.router.placement.price import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from bench.placement.ranks import DecodeRank, Job, PrefillRank, Rank
 from bench.placement.settings import Setting
 from bench.placement.workload import TraceRequest, together
 from bench.report import Row
-from services.kv.types import CacheEvents, Generation, Plan, RankId
-from services.router.shares import Share
+from services.router.ranks.shares import Share
+from services.values.kv import CacheEvents
+from services.values.rank import Generation, Plan, RankId
 
 OURS = ("ours", "ours-remote", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from services.router.burst import MOST
+from services.router.placement.burst import MOST
 
 TICK_S = 3.0  # between two arrival times of the trace
 BLOCK_TOKENS = 512  # of the trace; one page of the simulated pools, and one index block
@@ -72,7 +72,7 @@ def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest
 
 
 def together(requests: Sequence[TraceRequest], gather_s: float) -> Iterator[tuple[float, list[TraceRequest]]]:
-    """Who is placed when, as services/router/burst.py has it; who comes alone, at once."""
+    """Who is placed when, as services/router/placement/burst.py has it; who comes alone, at once."""
     group: list[TraceRequest] = []
     last_s = -math.inf
     for request in requests:

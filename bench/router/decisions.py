@@ -27,26 +27,18 @@ from typing import TypeVar
 import numpy as np
 
 from bench.report import Row, verdict
-from services.errors import NoCapacity
-from services.index.prefix_index import PrefixIndex
-from services.index.registry import Registration
+from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import (
-    Generation,
-    KvLayout,
-    PageBooks,
-    Plan,
-    RankAddress,
-    RankId,
-    RankKey,
-    RankLoad,
-    Role,
-)
-from services.request import Admitted
-from services.router.balance import Balance
-from services.router.placement import Decision
-from services.router.placer import Asked, Placer, PlacerSettings
-from services.router.price import Weights
+from services.router.placement.decision import Decision
+from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.price import Weights
+from services.router.ranks.balance import Balance
+from services.values.errors import NoCapacity
+from services.values.kv import KvLayout, PageBooks
+from services.values.load import RankLoad
+from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
+from services.values.registration import Registration
+from services.values.request import Admitted
 
 LAYOUTS = ((4, 4), (8, 64), (200, 800))  # prefill and decode ranks
 PROMPT_TOKENS = (1_000, 8_000, 100_000)
@@ -238,7 +230,7 @@ def _row(prefill: int, decode: int, prompt_tokens: int) -> Row:
 
 def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
     """`matched_ns`: spent matching so far."""
-    gc.freeze()  # as a router does with its index, see services/index/garbage.py
+    gc.freeze()  # as a router does with its index, see services/index/read/garbage.py
     rng, spent = random.Random(1), _Spent()
     for number in range(_DECISIONS):
         router.pass_time()

@@ -10,7 +10,7 @@ from bench.router.sizes import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 from services.decode.role import decode_roles
 from services.engine import fake
 from services.prefill.role import prefill_roles
-from services.rank import main
+from services.rank.main import main
 
 # Where the engine is chosen it is looked up by this name; of itself it has 4,096 tokens and 512 ids.
 vars(fake)["FakeRunner"] = partial(

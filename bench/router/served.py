@@ -22,8 +22,8 @@ from bench.router.clients import Answered, Front, GrpcFront, HttpFront
 from bench.router.process import cpu_s
 from bench.router.text import Corpus, make_checkpoint
 from bench.soak_ranks import resident_bytes
-from services import rpc
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local.cluster import LocalCluster, Shape
+from services.net import channels
 
 PROMPT_TOKENS = (1_000, 100_000)
 MAX_TOKENS = (16, 128)
@@ -117,7 +117,7 @@ async def _fronts(
     rng = random.Random(prompt_tokens)
     url = f"http://127.0.0.1:{cluster.http_ports[0]}"
     async with (
-        rpc.open_channel(cluster.router_endpoint()) as channel,
+        channels.open_channel(cluster.router_endpoint()) as channel,
         httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client,
     ):
         yield {

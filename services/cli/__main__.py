@@ -4,8 +4,8 @@ import importlib
 import os
 import sys
 
-from services import json_lines, telemetry
-from services.errors import ConfigError, IsthmusError
+from services.observe import json_lines, telemetry
+from services.values.errors import ConfigError, IsthmusError
 
 COMMANDS = {
     "up": "start a whole cluster on this machine",

@@ -9,8 +9,8 @@ import grpc
 
 from services.cli.client import ClientConfig, key_metadata, responses
 from services.cli.table import format_bytes, format_table
-from services.config import load, setting
-from services.errors import ConfigError, DeadlineExceeded, PeerFailed, Unavailable
+from services.settings.flags import load, setting
+from services.values.errors import ConfigError, DeadlineExceeded, PeerFailed, Unavailable
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _WORDS = ("canal", "coast", "current", "depth", "isthmus", "lock", "pilot", "sand", "ship", "tide")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import grpc
 
-from services import rpc
-from services.config import setting
-from services.errors import ConfigError, InvalidRequest
-from services.request import MAX_TIMEOUT_S
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.settings.flags import setting
+from services.values.errors import ConfigError, InvalidRequest
+from services.values.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -30,10 +31,10 @@ class ClientConfig:
         if self.tls_ca is None:
             if self.tls_cert or self.tls_key or self.tls_server_name:
                 raise ConfigError("the --tls flags need --tls-ca, which turns TLS on")
-            return rpc.open_channel(self.router)
+            return channels.open_channel(self.router)
         mutual = self.tls_cert is not None
-        tls = rpc.TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, mutual, self.tls_server_name)
-        return rpc.open_channel(self.router, tls)
+        tls = TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, mutual, self.tls_server_name)
+        return channels.open_channel(self.router, tls)
 
 
 def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
@@ -73,6 +74,6 @@ async def responses(
         async for response in call:
             yield response
     except grpc.aio.AioRpcError as error:
-        raise rpc.error_from(error) from error
+        raise grpc_errors.error_from(error) from error
     finally:
         call.cancel()

@@ -9,12 +9,12 @@ from typing import Literal
 
 import grpc
 
-from services import rpc
 from services.cli.client import responses
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
 from services.cli.table import format_bytes, format_table
-from services.config import load, setting
+from services.net import channels
+from services.settings.flags import load, setting
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _QUESTIONS = (
@@ -78,7 +78,7 @@ async def _demo(config: DemoConfig) -> int:
 
             async with (
                 LocalCluster(shape, show_line) as cluster,
-                rpc.open_channel(cluster.router_endpoint()) as channel,
+                channels.open_channel(cluster.router_endpoint()) as channel,
             ):
                 await _converse(channel, config)
     return 0

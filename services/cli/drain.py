@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from services import rpc
 from services.cli.ranks import RanksConfig, ask_router
-from services.config import load, setting
-from services.errors import ConfigError, NotFound
-from services.index.etcd import Etcd
+from services.etcd.client import Etcd
 from services.index.keys import ClusterKeys
-from services.index.registry import decode_registration
-from services.kv.types import RankAddress, Role
+from services.index.registrations import decode_registration
+from services.net import channels, grpc_errors
+from services.settings.flags import load, setting
+from services.values.errors import ConfigError, NotFound
+from services.values.rank import RankAddress, Role
 from services.wire import convert
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -134,10 +134,10 @@ _Act = Callable[[grpc.aio.Channel, ListedRank, float], Awaitable[bool]]
 async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
     """Whether the rank is as it was asked to be."""
     try:
-        async with rpc.open_channel(rank.address.endpoint, config.tls()) as channel:
+        async with channels.open_channel(rank.address.endpoint, config.tls()) as channel:
             return await act(channel, rank, config.timeout_s)
     except grpc.aio.AioRpcError as error:
-        print(f"isthmus drain: {rank}: {rpc.error_from(error)}", file=sys.stderr)
+        print(f"isthmus drain: {rank}: {grpc_errors.error_from(error)}", file=sys.stderr)
         return False
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import grpc
 
-from services import rpc
 from services.cli.client import ClientConfig, given_prompt, key_metadata
 from services.cli.table import format_table
-from services.config import load, setting
-from services.errors import ConfigError
+from services.net import grpc_errors
+from services.settings.flags import load, setting
+from services.values.errors import ConfigError
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -61,7 +61,7 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
                 generation_pb2.ExplainRequest(request=request), timeout=10, metadata=metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise rpc.error_from(error) from error
+            raise grpc_errors.error_from(error) from error
     print(format_explanation(answer))
     return 0 if any(candidate.chosen for candidate in answer.candidates) else 1
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from services.cli.client import ClientConfig, given_prompt, key_metadata, responses
 from services.cli.table import format_bytes
-from services.config import load, setting
-from services.errors import ConfigError, InvalidRequest
+from services.settings.flags import load, setting
+from services.values.errors import ConfigError, InvalidRequest
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 

@@ -7,8 +7,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Literal
 
-from services.config import load, setting
-from services.ports import host_port
+from services.host.ports import host_port
+from services.settings.flags import load, setting
 
 _TIMEOUT_S = 5.0
 

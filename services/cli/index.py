@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from services.cli.ranks import RanksConfig, ask_router
 from services.cli.table import format_table
-from services.config import load
-from services.errors import Unavailable, root_cause
-from services.index.etcd import Etcd
+from services.etcd.client import Etcd
 from services.index.keys import ClusterKeys
-from services.index.mirror import Mirror
+from services.index.read.mirror import Mirror
+from services.settings.flags import load
+from services.values.errors import Unavailable, root_cause
 from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2
 

@@ -37,8 +37,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.config import load, setting
-from services.errors import ConfigError
+from services.settings.flags import load, setting
+from services.values.errors import ConfigError
 
 UNKNOWN, EOS, OPEN, CLOSE = "□", "␄", "⟦", "⟧"
 UNKNOWN_ID, EOS_ID = 0, 1

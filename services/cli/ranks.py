@@ -5,10 +5,10 @@ from pathlib import Path
 
 import grpc
 
-from services import rpc
 from services.cli.client import key_metadata
-from services.cluster_config import ClusterConfig
-from services.config import setting
+from services.net import channels, grpc_errors
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import setting
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 _ANSWER_TIMEOUT_S = 10.0
@@ -25,13 +25,13 @@ class RanksConfig(ClusterConfig):
 async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
     """What the router knows of every rank of its model. Raises its error as one of ours."""
     metadata = key_metadata(config.api_key_file)
-    async with rpc.open_channel(config.router, config.tls()) as channel:
+    async with channels.open_channel(config.router, config.tls()) as channel:
         list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks
         try:
             answer = await list_ranks(
                 generation_pb2.ListRanksRequest(), timeout=_ANSWER_TIMEOUT_S, metadata=metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise rpc.error_from(error) from error
+            raise grpc_errors.error_from(error) from error
     assert isinstance(answer, generation_pb2.ListRanksResponse)
     return answer

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.cli.table import format_bytes
-from services.config import Bounds, check_bounds, load, setting
-from services.errors import ConfigError
-from services.kv.context_length import context_tokens
-from services.kv.sizing import KvShape, Pool, kv_dtype, kv_shape
-from services.kv.weights import weights
+from services.model.context_length import context_tokens
+from services.model.sizing import KvShape, Pool, kv_dtype, kv_shape
+from services.model.weights import weights
+from services.settings.flags import Bounds, check_bounds, load, setting
+from services.values.errors import ConfigError
 
 _GIB = 2**30
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from services import json_lines
-from services.cli.local_cluster import LocalCluster, Shape
-from services.config import load, setting
-from services.ports import check_port, host_port
+from services.cli.local.cluster import LocalCluster, Shape
+from services.host.ports import check_port, host_port
+from services.observe import json_lines
+from services.settings.flags import load, setting
 
 _KILLED = 130  # as of any program that Ctrl-C ends
 

@@ -17,11 +17,13 @@ from dataclasses import replace
 
 from opentelemetry.trace import Span
 
-from services import rpc, telemetry
 from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
-from services.errors import (
+from services.net import grpc_errors
+from services.observe import telemetry
+from services.rank.intake import Intake
+from services.values.errors import (
     AlreadyRunning,
     DeadlineExceeded,
     IsthmusError,
@@ -30,9 +32,8 @@ from services.errors import (
     StaleGeneration,
     Unavailable,
 )
-from services.intake import Intake
-from services.kv.types import Plan, RankId
-from services.request import Admitted, FinishReason, Output, StartCommand
+from services.values.rank import Plan, RankId
+from services.values.request import Admitted, FinishReason, Output, StartCommand
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import decode_pb2
 
@@ -210,6 +211,8 @@ def _admitted_attributes(admitted: Admitted) -> dict[str, int | float]:
 
 def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:
     failure = decode_pb2.RequestError(
-        code=rpc.status_of(error).value[0], message=str(error), peer_failed=isinstance(error, PeerFailed)
+        code=grpc_errors.status_of(error).value[0],
+        message=str(error),
+        peer_failed=isinstance(error, PeerFailed),
     )
     return decode_pb2.RequestOutput(request_id=request_id, error=failure)

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.engine.base import DecodeEngine
-from services.errors import KvCorrupt
-from services.kv.types import Plan
-from services.pool_metrics import SECONDS, PoolCollector, RequestMetrics
-from services.request import Admitted
+from services.rank.metrics import SECONDS, PoolCollector, RequestMetrics
+from services.values.errors import KvCorrupt
+from services.values.rank import Plan
+from services.values.request import Admitted
 
 
 class DecodeMetrics(RequestMetrics):

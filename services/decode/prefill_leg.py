@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import grpc
 
-from services import rpc
-from services.errors import (
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.values.errors import (
     DeadlineExceeded,
     InvalidRequest,
     IsthmusError,
@@ -15,8 +16,8 @@ from services.errors import (
     PeerFailed,
     ProtocolError,
 )
-from services.kv.types import RankAddress, Rendezvous
-from services.request import GenerationRequest, PrefillResult
+from services.values.rank import RankAddress, Rendezvous
+from services.values.request import GenerationRequest, PrefillResult
 from services.wire import convert_request
 from services.wire.isthmus.v1 import prefill_pb2_grpc
 
@@ -45,7 +46,7 @@ class PrefillChannels:
     think that the rank is there again. With each new channel those are closed that have become idle, so
     that ranks which came and went leave nothing behind."""
 
-    def __init__(self, tls: rpc.TlsConfig | None) -> None:
+    def __init__(self, tls: TlsConfig | None) -> None:
         self._tls = tls
         self._channels: dict[str, _Kept] = {}
 
@@ -58,7 +59,7 @@ class PrefillChannels:
         kept, idle = self._channels.get(endpoint), {}
         if kept is None or kept.failing:
             idle = {name: other for name, other in self._channels.items() if other.idle}
-            kept = _Kept(rpc.open_channel(endpoint, self._tls))
+            kept = _Kept(channels.open_channel(endpoint, self._tls))
             left = {name: other for name, other in self._channels.items() if name not in idle}
             self._channels = left | {endpoint: kept}
         kept.num_calls += 1
@@ -100,8 +101,8 @@ class PrefillLeg:
                     message, timeout=self._timeout_s
                 )
         except grpc.aio.AioRpcError as error:
-            rpc.heed_cancellation()
-            raise self._renamed(rpc.error_from(error)) from error
+            grpc_errors.heed_cancellation()
+            raise self._renamed(grpc_errors.error_from(error)) from error
         try:
             return convert_request.prefill_result_from_proto(response)
         except ProtocolError as error:

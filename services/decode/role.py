@@ -8,10 +8,10 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.server import DecodeService
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engines
-from services.index.registry import NO_CACHE, NO_MOVED_PENALTIES, REMOTE_ONLY
-from services.kv.types import Plan, RankId, Role
-from services.rank import RankRole, Services
-from services.rank_config import RankConfig
+from services.rank.config import RankConfig
+from services.rank.main import RankRole, Services
+from services.values.rank import Plan, RankId, Role
+from services.values.registration import NO_CACHE, NO_MOVED_PENALTIES, REMOTE_ONLY
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from services import rpc
 from services.decode.attach import AttachSession, RunningRequests
 from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels
 from services.engine.base import DecodeEngine
-from services.intake import Intake
-from services.kv.types import RankId
+from services.net.tls import TlsConfig
+from services.rank.intake import Intake
+from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
@@ -25,7 +25,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self,
         engine: DecodeEngine,
         own_id: RankId,
-        tls: rpc.TlsConfig | None,
+        tls: TlsConfig | None,
         metrics: DecodeMetrics,
     ) -> None:
         self._engine = engine

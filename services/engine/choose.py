@@ -12,14 +12,15 @@ from services.engine.paged.decode import Lease, PagedDecodeEngine
 from services.engine.paged.engine import CacheSettings
 from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
-from services.errors import ConfigError
-from services.kv.types import RankId, Role
-from services.rpc import TlsConfig, open_channel
+from services.net.channels import open_channel
+from services.net.tls import TlsConfig
 from services.transfer.choose import open_transport
 from services.transfer.nixl_settings import NixlSettings
+from services.values.errors import ConfigError
+from services.values.rank import RankId, Role
 
 if TYPE_CHECKING:
-    from services.engine.sglang.worker import SglangWorker
+    from services.engine.sglang.service.worker import SglangWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def decode_engines(
     if settings.engine != "sglang":
         return [decode_engine(settings, own_id, tls) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.DECODE, own_ids, tls)
-    from services.engine.sglang.engine import SglangDecodeEngine
+    from services.engine.sglang.service.engine import SglangDecodeEngine
 
     return [SglangDecodeEngine(worker, own_id) for own_id in own_ids]
 
@@ -75,7 +76,7 @@ def prefill_engines(
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.PREFILL, own_ids, tls)
-    from services.engine.sglang.engine import SglangPrefillEngine
+    from services.engine.sglang.service.engine import SglangPrefillEngine
 
     return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
@@ -111,8 +112,8 @@ def _sglang_worker(
     """One SGLang serves all DP ranks of its worker."""
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
-    from services.engine.sglang.settings import SglangSettings
-    from services.engine.sglang.worker import SglangWorker
+    from services.engine.sglang.service.settings import SglangSettings
+    from services.engine.sglang.service.worker import SglangWorker
 
     if settings.transport != "nixl":
         raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.kv.types import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
-from services.request import TokenLogprobs
+from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
+from services.values.request import TokenLogprobs
 
 _SLOT_BYTES = 8
 _MASK = 2**64 - 1

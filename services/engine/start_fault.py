@@ -3,14 +3,14 @@
     ConfigError    a setting, the checkpoint, or what is installed: the same next time
     Unavailable    memory that others hold, a device that is lost, a file system that hiccups
 
-A first start ends its worker with the former only (services/supervisor.py).
+A first start ends its worker with the former only (services/process/supervisor.py).
 """
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.errors import ConfigError, Unavailable
+from services.values.errors import ConfigError, Unavailable
 
 # What the name of a file leads to. Whatever else a kernel says of one (EIO, ESTALE, EMFILE ...) may pass.
 _LASTING_ERRNOS = frozenset(

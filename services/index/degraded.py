@@ -2,9 +2,9 @@
 
 from enum import Enum
 
-from services.errors import ConfigError, IsthmusError, ProtocolError
-from services.index.etcd_errors import EtcdNoSpace, LeaseNotFound
-from services.index.watch import NotListed
+from services.etcd.errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.watch import NotListed
+from services.values.errors import ConfigError, IsthmusError, ProtocolError
 
 
 class Degraded(Enum):

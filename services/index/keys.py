@@ -16,8 +16,8 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from services.errors import ConfigError
-from services.kv.types import RankKey
+from services.values.errors import ConfigError
+from services.values.rank import RankKey
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"  # of a cluster, a worker or a router: a part of a key
 _DIGITS = 20  # of the largest unsigned 64-bit number

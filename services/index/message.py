@@ -2,7 +2,7 @@
 
 from google.protobuf.message import DecodeError, Message
 
-from services.errors import ProtocolError
+from services.values.errors import ProtocolError
 
 
 def to_bytes(pb: Message) -> bytes:

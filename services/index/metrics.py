@@ -8,9 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.index.degraded import Degraded
-from services.index.membership import Membership
-from services.index.mirror import Mirror
 from services.index.pins import PinWriter
+from services.index.read.mirror import Mirror
+from services.index.write.membership import Membership
 
 _ROUND_TRIP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _STALENESS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.errors import IsthmusError
-from services.index.backoff import Backoff
-from services.index.etcd import Etcd, put_if_unchanged_op
-from services.index.etcd_errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.backoff import Backoff
+from services.etcd.client import Etcd, put_if_unchanged_op
+from services.etcd.errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.lease import BucketLease
 from services.index.keys import ClusterKeys, pin_name
-from services.index.lease import BucketLease
 from services.index.message import fill, to_bytes
-from services.kv.types import RankId
+from services.values.errors import IsthmusError
+from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import index_pb2
 

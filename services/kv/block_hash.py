@@ -16,7 +16,7 @@ from typing import cast
 
 from xxhash import xxh3_64_intdigest
 
-from services.kv.types import BlockHash
+from services.values.kv import BlockHash
 
 SCHEME = "xxh3-64/1"
 TOKEN_BYTES = 4

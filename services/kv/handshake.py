@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TypeVar
 
-from services.errors import ProtocolError
+from services.values.errors import ProtocolError
 
 
 class ReservationState(Enum):

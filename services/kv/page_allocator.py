@@ -3,9 +3,9 @@
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-from services.errors import NoCapacity, ProtocolError
 from services.kv.transfer_plan import runs_of
-from services.kv.types import PageId, PageRun
+from services.values.errors import NoCapacity, ProtocolError
+from services.values.kv import PageId, PageRun
 
 
 class PageAllocator:

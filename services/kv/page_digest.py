@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from services.kv.types import PageId, Room
+from services.values.kv import PageId
+from services.values.rank import Room
 
 # The bytes of pages of one's own pool, each valid until the next is taken; called from any thread.
 ReadPages = Callable[[Sequence[PageId]], Iterator[memoryview]]

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.errors import ProtocolError
 from services.kv.page_allocator import PageAllocator
 from services.kv.radix_tree import Lookup, Node, RadixTree
 from services.kv.transfer_plan import pages_of, runs_of
-from services.kv.types import CacheEvents, PageBooks, PageId
+from services.values.errors import ProtocolError
+from services.values.kv import CacheEvents, PageBooks, PageId
 
 
 class Hold(Enum):

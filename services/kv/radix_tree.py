@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.errors import ConfigError, ProtocolError
 from services.kv.block_hash import extend_packed, pack_tokens, scope_seed
-from services.kv.types import BlockHash, CacheEvents, PageId
+from services.values.errors import ConfigError, ProtocolError
+from services.values.kv import BlockHash, CacheEvents, PageId
 
 _NO_PAGE = PageId(-1)
 

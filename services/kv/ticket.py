@@ -3,18 +3,10 @@
 from collections.abc import Sequence
 from math import isfinite
 
-from services.errors import ProtocolError, StaleGeneration
 from services.kv.transfer_plan import pages_covering, runs_of
-from services.kv.types import (
-    Generation,
-    HitKind,
-    KvLayout,
-    KvTicket,
-    PageId,
-    PageRun,
-    PoolMemory,
-    Room,
-)
+from services.values.errors import ProtocolError, StaleGeneration
+from services.values.kv import HitKind, KvLayout, KvTicket, PageId, PageRun, PoolMemory
+from services.values.rank import Generation, Room
 
 
 class StartsWithinPage(ProtocolError):

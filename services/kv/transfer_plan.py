@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.errors import ProtocolError
-from services.kv.types import KvLayout, PageId, PageRun
+from services.values.errors import ProtocolError
+from services.values.kv import KvLayout, PageId, PageRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.engine.base import PrefillEngine
-from services.pool_metrics import SECONDS, PoolCollector, RequestMetrics
-from services.request import PrefillResult
+from services.rank.metrics import SECONDS, PoolCollector, RequestMetrics
+from services.values.request import PrefillResult
 
 
 class PrefillMetrics(RequestMetrics):

@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry
 
 from services.engine.base import PrefillEngine
 from services.engine.choose import prefill_engines
-from services.index.registry import NO_CACHE
-from services.kv.types import RankId, Role
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
-from services.rank import RankRole, Services
-from services.rank_config import RankConfig
+from services.rank.config import RankConfig
+from services.rank.main import RankRole, Services
+from services.values.rank import RankId, Role
+from services.values.registration import NO_CACHE
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 

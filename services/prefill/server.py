@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
-from services import rpc, telemetry
 from services.engine.base import PrefillEngine
-from services.errors import AlreadyRunning
-from services.intake import Intake
-from services.kv.types import RankId, Room
+from services.net import servers
+from services.observe import telemetry
 from services.prefill.metrics import PrefillMetrics
-from services.request import PrefillResult
+from services.rank.intake import Intake
+from services.values.errors import AlreadyRunning
+from services.values.rank import RankId, Room
+from services.values.request import PrefillResult
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -41,7 +42,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._in_room(rendezvous.room),
         ):
             span.set_attributes({"request_id": generation.request_id, "rank": str(self._own_id)})
-            async with asyncio.timeout(rpc.remaining_s(context)):
+            async with asyncio.timeout(servers.remaining_s(context)):
                 result = await self._engine.prefill(generation, rendezvous)
             span.set_attributes(_attributes(result))
             self._metrics.prefilled(result, telemetry.exemplar(span))

@@ -6,13 +6,16 @@ import os
 import secrets
 import sys
 
-from services import descriptors, health, rpc, telemetry
-from services.config import load, refusing
-from services.health import Health, Lifecycle, Phase, joint_health
-from services.notify import Notifier
-from services.ports import host_port
+from services.host import descriptors
+from services.host.ports import host_port
+from services.net import servers
+from services.observe import telemetry
+from services.process import health, signals
+from services.process.health import Health, Lifecycle, Phase, joint_health
+from services.process.notify import Notifier
 from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
+from services.settings.flags import load, refusing
 
 _PROG = "isthmus-router"
 
@@ -38,7 +41,7 @@ def _do_without_torch() -> None:
 
 async def _run(config: RouterConfig, name: str) -> None:
     """Until SIGTERM, or until it cannot go on."""
-    stopping, lifecycle, notifier = rpc.stop_on_signals(), Lifecycle("the router"), Notifier()
+    stopping, lifecycle, notifier = signals.stop_on_signals(), Lifecycle("the router"), Notifier()
 
     def check() -> Health:
         return joint_health([lifecycle.health(), config.tls_health()])
@@ -79,7 +82,7 @@ async def _serve_until_stopped(
         lifecycle.enter(Phase.STOPPING)
         await router.http.stop()
 
-    await asyncio.gather(rpc.serve_until_stopped(router.server, stopping, grace_s), stop_http())
+    await asyncio.gather(servers.serve_until_stopped(router.server, stopping, grace_s), stop_http())
     watchdog.cancel()
 
 

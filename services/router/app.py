@@ -14,35 +14,38 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services import build_info, descriptors, rpc, telemetry
-from services.certificates import CertificateCollector
-from services.errors import ConfigError, root_cause
-from services.index import garbage
-from services.index.etcd import Etcd
+from services.etcd.client import Etcd
+from services.host import descriptors
+from services.host.ports import bindable, host_port, listen
 from services.index.keys import ClusterKeys
 from services.index.metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
-from services.index.mirror import Mirror
 from services.index.pins import PinWriter
-from services.index.registry import Schema, keep_schema
+from services.index.read import garbage
+from services.index.read.mirror import Mirror
+from services.index.schema import Schema, keep_schema
 from services.kv.block_hash import SCHEME
-from services.ports import bindable, host_port, listen
-from services.router.api_keys import ApiKeys, GrpcDoor
-from services.router.balance import Balance
+from services.net import servers
+from services.net.certificates import CertificateCollector
+from services.observe import build_info, telemetry
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
-from services.router.end_of_sequence import EndOfSequence
-from services.router.generation import Generator
-from services.router.http_connection import BoundedConnection, HttpBounds
-from services.router.http_tls import HttpTls
-from services.router.key_refusals import KeyRefusals
-from services.router.metrics import RankCollector, RouterMetrics
-from services.router.openai import openai_app
-from services.router.placer import PlacerSettings
-from services.router.price import Weights
-from services.router.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
+from services.router.keys.api_keys import ApiKeys, GrpcDoor
+from services.router.keys.refusals import KeyRefusals
+from services.router.links.suspects import SuspectChecks
+from services.router.openai.connection import BoundedConnection, HttpBounds
+from services.router.openai.http_tls import HttpTls
+from services.router.openai.metrics import HttpMetrics
+from services.router.openai.routes import openai_app
+from services.router.openai.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
+from services.router.placement.placer import PlacerSettings
+from services.router.placement.price import Weights
+from services.router.ranks.balance import Balance
+from services.router.request.generation import Generator
+from services.router.request.metrics import RankCollector, RouterMetrics
 from services.router.server import GenerationService
-from services.router.suspects import SuspectChecks
-from services.router.tokenizer import Tokenizer
+from services.router.text.end_of_sequence import EndOfSequence
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import ConfigError, root_cause
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 _RANKS_LATE_S = 10.0
@@ -56,7 +59,7 @@ class OpenRouter:
     """A router that serves. `failed` is set when it can never work again."""
 
     name: str
-    server: rpc.RpcServer
+    server: servers.RpcServer
     http: "HttpFront"
     metrics_port: int
     generator: Generator
@@ -132,7 +135,9 @@ async def open_router(
         registry.register(telemetry.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
-        http = await stack.enter_async_context(_serve_http(config, service, defaults, api_keys, metrics))
+        http = await stack.enter_async_context(
+            _serve_http(config, service, defaults, api_keys, HttpMetrics(registry))
+        )
         registry.register(CertificateCollector(config.certificates()))
         labels = {
             telemetry.CLUSTER_LABEL: config.cluster,
@@ -165,9 +170,9 @@ def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDe
 
 async def _serve_grpc(
     config: RouterConfig, service: GenerationService, api_keys: ApiKeys | None
-) -> rpc.RpcServer:
+) -> servers.RpcServer:
     name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
-    return await rpc.open_server(
+    return await servers.open_server(
         host_port(bindable(config.host), config.port),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
         [name],
@@ -244,7 +249,7 @@ async def _serve_http(
     service: GenerationService,
     defaults: SamplingDefaults,
     api_keys: ApiKeys | None,
-    metrics: RouterMetrics,
+    metrics: HttpMetrics,
 ) -> AsyncIterator[HttpFront]:
     try:
         listener = listen(config.host, config.http_port)
@@ -265,7 +270,7 @@ async def _serve_http(
         # A proxy that pools connections must be the one to close them: who sends on one that we are closing
         # sees a reset.
         timeout_keep_alive=config.http_keep_alive_s,
-        http=partial(BoundedConnection, bounds, metrics.connection_ended),  # type: ignore[arg-type]
+        http=partial(BoundedConnection, bounds, metrics.ended),  # type: ignore[arg-type]
         timeout_graceful_shutdown=int(config.grace_s),
     )
     if (tls := config.tls()) is not None:

@@ -11,25 +11,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from services import rpc
-from services.errors import NoCapacity, Unavailable
-from services.index.block_mirror import RankProgress
-from services.index.mirror import Mirror, RankState, RankView
 from services.index.pins import PinWriter
-from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
+from services.index.read.block_mirror import RankProgress
+from services.index.read.mirror import Mirror, RankState, RankView
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import BlockHash, Plan, RankAddress, RankId, RankKey, RankLoad, Role
-from services.request import Admitted, FinishReason
-from services.router.balance import Balance, RankNow
-from services.router.burst import Burst
-from services.router.connections import Connections
-from services.router.decode_client import DecodeClient
-from services.router.others import NOBODY, Requests
-from services.router.placement import Decision, Nowhere
-from services.router.placer import Asked, Placer, PlacerSettings
-from services.router.pool_ends import length_means
-from services.router.prefill_watch import PrefillWatch
-from services.router.shares import Share
+from services.net.tls import TlsConfig
+from services.router.links.connections import Connections
+from services.router.links.decode_client import DecodeClient
+from services.router.links.prefill_watch import PrefillWatch
+from services.router.placement.burst import Burst
+from services.router.placement.decision import Decision, Nowhere
+from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.pool_ends import length_means
+from services.router.ranks.balance import Balance, RankNow
+from services.router.ranks.others import NOBODY, Requests
+from services.router.ranks.shares import Share
+from services.values.errors import NoCapacity, Unavailable
+from services.values.kv import BlockHash
+from services.values.load import RankLoad
+from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
+from services.values.registration import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
+from services.values.request import Admitted, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ class Cluster:
         mirror: Mirror,
         pins: PinWriter,
         balance: Balance,
-        tls: rpc.TlsConfig | None,
+        tls: TlsConfig | None,
         tie: Callable[[], float] = random.random,
     ) -> None:
         self._settings = settings

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.cluster_config import ClusterConfig
-from services.config import Bounds, setting
-from services.errors import ConfigError
-from services.kv.types import Plan
-from services.ports import check_port
+from services.host.ports import check_port
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import Bounds, setting
+from services.values.errors import ConfigError
+from services.values.rank import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

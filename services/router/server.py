@@ -7,15 +7,16 @@ from contextlib import aclosing
 
 import grpc
 
-from services import rpc, telemetry
-from services.errors import InvalidRequest, IsthmusError
-from services.kv.types import Role
-from services.router.candidates import Candidate, DecodeCandidate
+from services.net import servers
+from services.observe import telemetry
 from services.router.cluster import Cluster, Explained, RankStatus
-from services.router.generation import Generator
-from services.router.placement import Decision, Nowhere
-from services.router.price import Priced
-from services.router.tokenizer import Tokenizer
+from services.router.placement.candidates import Candidate, DecodeCandidate
+from services.router.placement.decision import Decision, Nowhere
+from services.router.placement.price import Priced
+from services.router.request.generation import Generator
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import InvalidRequest, IsthmusError
+from services.values.rank import Role
 from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -33,7 +34,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         traceparent = telemetry.traceparent_in(context.invocation_metadata())
-        timeout_s = rpc.remaining_s(context)
+        timeout_s = servers.remaining_s(context)
         # A client may have stopped reading.
         async with asyncio.timeout(self.time_limit_s(timeout_s)):
             async with aclosing(self._generator.generate(request, timeout_s, traceparent)) as responses:
@@ -67,7 +68,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             degraded=self._cluster.degraded or "",
         )
 
-    # -- services.router.openai.GenerationBackend -------------------------------------------------
+    # -- services.router.openai.routes.GenerationBackend -------------------------------------------------
 
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str

@@ -11,10 +11,10 @@ One side of a pair may be passive: it only registers, and hands its metadata out
 from collections.abc import Sequence
 from typing import NewType, Protocol
 
-from services.errors import PeerFailed
-from services.kv.kv_path import KvPath
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
+from services.values.errors import PeerFailed
+from services.values.kv import PoolMemory
+from services.values.kv_path import KvPath
 
 PeerName = NewType("PeerName", str)
 

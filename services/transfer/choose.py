@@ -1,8 +1,8 @@
 """Which transport: the one place that imports a transport's library, and only when it is chosen."""
 
-from services.errors import ConfigError
 from services.transfer.base import Transport
 from services.transfer.nixl_settings import NixlSettings
+from services.values.errors import ConfigError
 
 _DEFAULTS = NixlSettings()
 

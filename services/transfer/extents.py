@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.errors import ProtocolError
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
+from services.values.errors import ProtocolError
+from services.values.kv import PoolMemory
 
 Extents = NDArray[np.uint64]
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from services.errors import ProtocolError
 from services.kv.ticket import check_layouts
-from services.kv.types import KvLayout, PoolMemory, RankId
+from services.values.errors import ProtocolError
+from services.values.kv import KvLayout, PoolMemory
+from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2
 

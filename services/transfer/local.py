@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from services.errors import ConfigError, PeerFailed
-from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
 from services.transfer.base import PeerName
 from services.transfer.extents import Extents, extents_of
+from services.values.errors import ConfigError, PeerFailed
+from services.values.kv import PoolMemory
+from services.values.kv_path import KvPath, KvPathKind
 
 _IOV_MAX = 1024  # linux/uio.h UIO_MAXIOV: the most pieces that one call takes
 _MAX_CALL_BYTES = 1 << 30  # below MAX_RW_COUNT (2 GiB less a page), where the kernel cuts a call short

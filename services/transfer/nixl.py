@@ -28,14 +28,14 @@ import numpy as np
 from nixl import _bindings
 from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 
-from services.errors import ConfigError, PeerFailed
-from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
 from services.transfer.base import PeerName, Unsettled
 from services.transfer.extents import Extents, extents_of
 from services.transfer.nixl_settings import UCX, NixlSettings
 from services.transfer.ucx_log import ucx_log
+from services.values.errors import ConfigError, PeerFailed
+from services.values.kv import PoolMemory
+from services.values.kv_path import KvPath, KvPathKind
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.errors import ConfigError
-from services.kv.kv_path import KvPath, KvPathKind
+from services.values.errors import ConfigError
+from services.values.kv_path import KvPath, KvPathKind
 
 log = logging.getLogger(__name__)
 

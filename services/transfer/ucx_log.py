@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from services.kv.kv_path import KvPath
 from services.transfer.ucx_tables import UcxTables
+from services.values.kv_path import KvPath
 
 log = logging.getLogger(__name__)
 

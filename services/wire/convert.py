@@ -10,21 +10,23 @@ import math
 from collections.abc import Iterable
 from typing import TypeVar
 
-from services.errors import ProtocolError
-from services.kv.kv_path import KvPath, KvPathKind
-from services.kv.types import (
-    Generation,
+from services.values.errors import ProtocolError
+from services.values.kv import (
     GroupKind,
     KvGroup,
     KvLayout,
     KvTicket,
     PageBooks,
     PageRun,
-    Plan,
     PoolMemory,
+)
+from services.values.kv_path import KvPath, KvPathKind
+from services.values.load import RankLoad
+from services.values.rank import (
+    Generation,
+    Plan,
     RankAddress,
     RankId,
-    RankLoad,
     Rendezvous,
     Role,
     Room,

@@ -7,9 +7,9 @@ on the wire, so they come back rounded to that.
 
 from typing import Any
 
-from services.errors import InvalidRequest, ProtocolError
-from services.kv.types import Generation, Plan, Rendezvous
-from services.request import (
+from services.values.errors import InvalidRequest, ProtocolError
+from services.values.rank import Generation, Plan, Rendezvous
+from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
     FinishReason,

@@ -5,8 +5,8 @@ import pytest
 from bench.cache_load import RankSample, Run, Turn
 from bench.cache_summary import figures, percentile, ratios, verdicts, worst
 from bench.cache_workload import Conversation, Workload
-from services.kv.types import Plan
-from services.request import Admitted
+from services.values.rank import Plan
+from services.values.request import Admitted
 
 
 def admitted(moved=100, computed=10, plan=Plan.REMOTE):

@@ -10,7 +10,7 @@ from bench.index.goals import verdicts
 from bench.index.loop_turns import TimedSelector
 from bench.index.simulated_ledger import SimulatedLedger
 from bench.index.timed_index import TimedIndex
-from services.kv.types import Generation, RankId
+from services.values.rank import Generation, RankId
 
 RANK = RankId("w", 0, Generation(1))
 

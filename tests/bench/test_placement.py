@@ -22,8 +22,8 @@ from bench.placement.workload import (
     spread,
     together,
 )
-from services.kv.types import RankKey
-from services.router.burst import MOST
+from services.router.placement.burst import MOST
+from services.values.rank import RankKey
 
 
 @pytest.fixture

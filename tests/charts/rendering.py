@@ -8,9 +8,9 @@ from typing import Any
 import helm_python
 import yaml
 
-from services.config import load
-from services.rank_config import RankConfig
+from services.rank.config import RankConfig
 from services.router.config import RouterConfig
+from services.settings.flags import load
 
 CHART = Path(__file__).parents[2] / "charts" / "isthmus"
 SAMPLES = {path.stem: path for path in sorted((CHART / "samples").glob("*.yaml"))}

@@ -3,9 +3,9 @@
 import pytest
 
 from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
-from services.engine.sglang.settings import SglangSettings
+from services.engine.sglang.service.settings import SglangSettings
 from services.index.keys import check_name
-from services.kv.types import Role
+from services.values.rank import Role
 
 NAMES = ("least", *SAMPLES)
 OURS = ("router", "prefill", "decode")
@@ -162,7 +162,7 @@ def test_no_flag_comes_twice():
 
 def test_the_command_of_helm_test_is_accepted():
     from services.cli.check import CheckConfig
-    from services.config import load
+    from services.settings.flags import load
 
     for name in NAMES:
         container = rendered(name).container("test")

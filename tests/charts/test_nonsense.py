@@ -1,6 +1,6 @@
 """Nonsense in values is refused with a message that names the value: by the schema, or by a sentence.
 
-What is wrong with a flag by itself the services refuse too: tests/test_nonsense.py has the same table.
+What is wrong with a flag by itself the services refuse too (tests/settings/test_nonsense.py, the same table).
 """
 
 import re

@@ -7,7 +7,7 @@ from charts.rendering import COMPONENT, LEAST, RELEASE, SAMPLES, merged, render,
 
 NAMES = ("least", *SAMPLES)
 OURS = ("router", "prefill", "decode")
-SUPERVISOR_S = 15  # services/rank.py: what a supervisor gives a rank beyond the grace
+SUPERVISOR_S = 15  # services/rank/main.py: what a supervisor gives a rank beyond the grace
 
 
 def env_of(container):

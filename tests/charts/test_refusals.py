@@ -6,10 +6,10 @@ import helm_python
 import pytest
 
 from charts.rendering import CHART, LEAST, merged, render
-from services.cluster_config import ClusterConfig
-from services.config import describe
-from services.rank_config import _NOT_SGLANG, RankConfig
+from services.rank.config import _NOT_SGLANG, RankConfig
 from services.router.config import RouterConfig
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import describe
 
 GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}
 NOT_SGLANG = tuple(name.replace("_", "-") for name in _NOT_SGLANG)

@@ -7,9 +7,9 @@ import pytest
 
 from services.cli import __main__ as isthmus
 from services.cli import client, up
-from services.cli.local_cluster import LocalCluster
-from services.config import load
-from services.errors import ConfigError, InvalidRequest, Unavailable
+from services.cli.local.cluster import LocalCluster
+from services.settings.flags import load
+from services.values.errors import ConfigError, InvalidRequest, Unavailable
 
 NOWHERE = "--router=127.0.0.1:1"
 

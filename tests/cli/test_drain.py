@@ -4,9 +4,9 @@ import pytest
 
 from services.cli import drain
 from services.cli.drain import DrainConfig, ListedRank, ranks_named, roles_without
-from services.config import load
-from services.errors import NotFound
-from services.kv.types import Generation, RankAddress, RankId, Role
+from services.settings.flags import load
+from services.values.errors import NotFound
+from services.values.rank import Generation, RankAddress, RankId, Role
 
 
 def listed(role, worker, rank, draining=False, model="m", endpoint="127.0.0.1:1"):

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoTokenizer
 from checkpoints import tiny_checkpoint
 from reference import random_prompt, reference_generations
 from services.cli.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
-from services.errors import ConfigError
+from services.values.errors import ConfigError
 
 
 @pytest.fixture

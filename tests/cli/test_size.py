@@ -9,8 +9,8 @@ from model_configs import DEEPSEEK_V3
 from services.cli.make_model import ARCHITECTURES
 from services.cli.size import SizeConfig, report, run
 from services.engine.torch.runner import TorchRunner
-from services.errors import ConfigError
-from services.kv.sizing import Pool, kv_dtype, kv_shape
+from services.model.sizing import Pool, kv_dtype, kv_shape
+from services.values.errors import ConfigError
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

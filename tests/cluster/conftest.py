@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from checkpoints import tiny_checkpoint
-from services.errors import ProtocolError
-from services.router.balance import Balance
-from services.transfer import rooms
+from services.router.ranks.balance import Balance
+from services.transfer.prefill import rooms
+from services.values.errors import ProtocolError
 
 
 @pytest.fixture(scope="session")

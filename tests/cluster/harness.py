@@ -9,11 +9,11 @@ from types import MappingProxyType
 import grpc
 
 from pair import settled
-from services import rpc
 from services.decode.role import decode_role
+from services.net import channels
 from services.prefill.role import prefill_role
-from services.rank import open_rank, own_rank_id, serving_metrics
-from services.rank_config import RankConfig
+from services.rank.config import RankConfig
+from services.rank.main import open_rank, own_rank_id, serving_metrics
 from services.router.app import open_router
 from services.router.config import RouterConfig
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -118,7 +118,7 @@ class FakeCluster:
     async def _start_router(self, name):
         router = await self._stack.enter_async_context(open_router(self.router_config, name))
         endpoint = f"127.0.0.1:{router.server.port}"
-        channel = await self._stack.enter_async_context(rpc.open_channel(endpoint, self.base.tls()))
+        channel = await self._stack.enter_async_context(channels.open_channel(endpoint, self.base.tls()))
         self.routers.append(router)
         self.stubs.append(generation_pb2_grpc.GenerationStub(channel))
 

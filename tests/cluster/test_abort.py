@@ -19,10 +19,10 @@ from cluster.harness import FakeCluster, ids_request
 from cluster.pair_of_ranks import Ranks
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import continuation
-from services.engine.paged.growth import OutputEstimate
+from services.engine.paged.queue.growth import OutputEstimate
 from services.engine.paged.sequence import Phase
 from services.kv.handshake import RoomState
-from services.router.prompt import PromptEncoder
+from services.router.text.prompt import PromptEncoder
 from services.transfer.local import _LandedWrite
 
 LONG_S = 30.0  # a deadline for conditions, never waited out

@@ -3,13 +3,13 @@
 import re
 
 from cluster.harness import FakeCluster
-from services import rpc
 from services.cli import demo
+from services.net import channels
 
 
 async def test_the_demo_shows_each_turn_and_what_moved(etcd_endpoint, model_dir, cluster_name, capsys):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
-        async with rpc.open_channel(f"127.0.0.1:{cluster.routers[0].server.port}") as channel:
+        async with channels.open_channel(f"127.0.0.1:{cluster.routers[0].server.port}") as channel:
             await demo._converse(channel, demo.DemoConfig(turns=3, max_tokens=8))
         await cluster.assert_nothing_held()
     printed = capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 from cluster.harness import FakeCluster
 from services.cli import drain, index
 from services.engine.fake import FakeRunner, continuation
-from services.kv.types import RankAddress, Role
+from services.values.rank import RankAddress, Role
 from services.wire.isthmus.v1 import generation_pb2
 
 LONG = [(7 * i) % 500 for i in range(200)]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.harness import FakeCluster
-from services import intake
+from services.rank import intake
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
-from index.real_etcd import client, until
+from etcd.real_etcd import client, until
 from services.engine.fake import continuation
 from services.index.keys import ClusterKeys
-from services.router.balance import Balance
-from services.router.prompt import PromptEncoder
+from services.router.ranks.balance import Balance
+from services.router.text.prompt import PromptEncoder
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 PAGE_BYTES = BLOCK * 8
@@ -407,7 +407,9 @@ async def test_a_prefill_rank_that_drains_costs_nobody_a_retry(
                 assert tokens == continuation(prompt, 8)
                 answered[asker] += 1
 
-        monkeypatch.setattr("services.intake._be_noticed", router_has_heard_and_what_it_sent_before_has_come)
+        monkeypatch.setattr(
+            "services.rank.intake._be_noticed", router_has_heard_and_what_it_sent_before_has_come
+        )
         asking = [asyncio.create_task(keep_asking(asker)) for asker in range(3)]
         await leaving.drain()
         explained = await cluster.stubs[0].Explain(

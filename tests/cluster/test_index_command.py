@@ -6,8 +6,8 @@ import pytest
 
 from cluster.harness import FakeCluster
 from services.cli import index
-from services.errors import ConfigError, Unavailable
-from services.index.mirror import Mirror
+from services.index.read.mirror import Mirror
+from services.values.errors import ConfigError, Unavailable
 
 
 async def test_the_ranks_are_read_from_etcd_alone(etcd_endpoint, model_dir, cluster_name, capsys):

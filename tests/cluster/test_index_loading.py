@@ -5,7 +5,7 @@ import asyncio
 from cluster.harness import FakeCluster
 from cluster.metrics_page import samples, value
 from services.engine.fake import continuation
-from services.index.mirror import Mirror
+from services.index.read.mirror import Mirror
 from services.router import app
 
 PROMPT = [(13 * i) % 500 for i in range(40)]

@@ -5,10 +5,11 @@ import urllib.request
 from dataclasses import replace
 
 from cluster.harness import FAKE_RANK
-from services import rank, rpc
 from services.decode.role import decode_role
 from services.engine.paged.decode import PagedDecodeEngine
-from services.ports import free_ports
+from services.host.ports import free_ports
+from services.process import signals
+from services.rank import main as rank
 
 
 async def page(port):
@@ -24,7 +25,7 @@ async def test_every_rank_of_a_process_can_be_scraped_while_the_first_engine_sta
         await asyncio.Event().wait()
 
     monkeypatch.setattr(PagedDecodeEngine, "start", load)
-    monkeypatch.setattr(rpc, "stop_on_signals", asyncio.Event)
+    monkeypatch.setattr(signals, "stop_on_signals", asyncio.Event)
     ports = free_ports("127.0.0.1", 2)
     base = replace(FAKE_RANK, etcd=("127.0.0.1:1",), cluster="c")
     configs = [replace(base, rank_index=index, metrics_port=port) for index, port in enumerate(ports)]

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 from cluster.harness import FakeCluster, ids_request
 from cluster.metrics_page import samples, value
 from services.decode.metrics import DecodeMetrics
-from services.kv.types import RankLoad
 from services.prefill.metrics import PrefillMetrics
 from services.router.config import RouterConfig
-from services.router.metrics import RouterMetrics
-from services.router.stages import STAGES
+from services.router.request.metrics import RouterMetrics
+from services.router.request.stages import STAGES
+from services.values.load import RankLoad
 from services.wire.isthmus.v1 import generation_pb2
 
 PROMPT = [(11 * i) % 500 for i in range(40)]

@@ -7,8 +7,8 @@ import pytest
 from cluster.harness import FakeCluster, ids_request
 from cluster.metrics_page import samples, value
 from services.engine.fake import continuation
-from services.kv.types import Plan
 from services.router.cluster import Cluster
+from services.values.rank import Plan
 from services.wire.isthmus.v1 import common_pb2
 
 PROMPT = list(range(1, 30))

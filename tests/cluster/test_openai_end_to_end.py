@@ -12,10 +12,10 @@ from cluster.harness import BLOCK, FakeCluster
 from services.cli import explain, generate
 from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
-from services.errors import Unauthenticated
-from services.router.balance import Balance
-from services.router.chat import render_chat
-from services.router.tokenizer import Tokenizer
+from services.router.ranks.balance import Balance
+from services.router.text.chat import render_chat
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import Unauthenticated
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]

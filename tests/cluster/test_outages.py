@@ -11,8 +11,8 @@ import pytest
 
 from cluster.harness import FakeCluster
 from cluster.metrics_page import samples, value
-from index.etcd_nodes import EtcdNodes
-from index.real_etcd import client
+from etcd.etcd_nodes import EtcdNodes
+from etcd.real_etcd import client
 from services.engine.fake import continuation
 from services.index.degraded import Degraded
 from services.index.keys import ClusterKeys

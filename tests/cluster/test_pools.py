@@ -13,10 +13,10 @@ from cluster.metrics_page import samples, value
 from reference import count_near_ties, random_prompt, reference_generation
 from services.engine import fake
 from services.engine.fake import continuation
-from services.kv.types import RankKey, Role
-from services.router import failover
 from services.router.cluster import Cluster
-from services.router.pool_ends import TOO_SMALL
+from services.router.placement.pool_ends import TOO_SMALL
+from services.router.request import failover
+from services.values.rank import RankKey, Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 LENGTH, CAPACITY = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CAPACITY

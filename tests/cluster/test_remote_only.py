@@ -8,7 +8,7 @@ import pytest
 
 from cluster.harness import FakeCluster, ids_request
 from services.engine.paged.decode import PagedDecodeEngine
-from services.kv.types import Plan
+from services.values.rank import Plan
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
 from reference import random_prompt
-from services.router.tokenizer import Tokenizer
+from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

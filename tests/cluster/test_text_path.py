@@ -5,7 +5,7 @@ import asyncio
 from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
 from services.engine.fake import continuation
-from services.router.tokenizer import Tokenizer
+from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 ChatMessage = generation_pb2.ChatMessage

@@ -10,9 +10,11 @@ import pytest
 
 from certificates import Mounted, make_another, make_certificates
 from cluster.harness import FakeCluster
-from services import errors, rpc
 from services.cli import explain, generate
 from services.engine.fake import continuation
+from services.net import channels
+from services.net.tls import TlsConfig
+from services.values import errors
 from services.wire.isthmus.v1 import (
     decode_pb2_grpc,
     generation_pb2,
@@ -76,7 +78,7 @@ def calls_of(cluster):
 
 async def check_refused(cluster, tls):
     for endpoint, call in calls_of(cluster):
-        async with rpc.open_channel(endpoint, tls) as channel:
+        async with channels.open_channel(endpoint, tls) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await call(channel)
             assert failure.value.code() is grpc.StatusCode.UNAVAILABLE, (endpoint, failure.value)
@@ -129,9 +131,9 @@ async def test_mutual_tls_asks_every_client_for_its_certificate(
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, tls=tls) as cluster:
         await check_two_turns(cluster)
         await check_refused(cluster, None)
-        await check_refused(cluster, rpc.TlsConfig(ca=by_address / "ca.pem"))
+        await check_refused(cluster, TlsConfig(ca=by_address / "ca.pem"))
         # With a certificate of an authority that is not the cluster's.
-        own = rpc.TlsConfig(by_address / "ca.pem", by_name / "cert.pem", by_name / "key.pem", mutual=True)
+        own = TlsConfig(by_address / "ca.pem", by_name / "cert.pem", by_name / "key.pem", mutual=True)
         await check_refused(cluster, own)
         await check_commands(cluster, by_address)
         await check_completion(https(cluster, by_address, with_certificate=True))

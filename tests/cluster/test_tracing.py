@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.trace import StatusCode
 
 from cluster.harness import FakeCluster, ids_request
-from services import telemetry
+from services.observe import telemetry
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 METADATA = ((telemetry.TRACEPARENT, f"00-{TRACE}-{CALLER}-01"),)
@@ -61,7 +61,7 @@ async def answer(cluster, request, **call):
 async def test_the_log_line_has_the_prices_of_the_trace(
     etcd_endpoint, model_dir, cluster_name, spans, caplog
 ):
-    caplog.set_level(logging.INFO, "services.router.generation")
+    caplog.set_level(logging.INFO, "services.router.request.generation")
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
         await cluster.generate(PROMPT)
         router, *_ = await one_of_each(spans)

@@ -3,8 +3,8 @@
 import asyncio
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
-from services.router.balance import Balance
-from services.router.others import NOBODY, Requests
+from services.router.ranks.balance import Balance
+from services.router.ranks.others import NOBODY, Requests
 from services.wire.isthmus.v1 import generation_pb2
 
 PROMPT = [number % 400 for number in range(81)]

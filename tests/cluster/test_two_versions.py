@@ -7,10 +7,12 @@ import grpc
 import pytest
 
 from cluster.harness import FakeCluster, ids_request
-from services import rank
 from services.engine.fake import continuation
-from services.errors import ProtocolError
-from services.transfer import handshake_server, hello, links
+from services.rank import main as rank
+from services.transfer import hello
+from services.transfer.decode import links
+from services.transfer.prefill import handshake_server
+from services.values.errors import ProtocolError
 from services.wire.isthmus.v1 import generation_pb2
 
 

@@ -1,6 +1,6 @@
 """What was promised between two ranks is kept or renegotiated, and the tokens are those of transformers.
 
-The cases of test_word_kept.py and tests/engine/test_word_kept.py through every service, on a real model.
+The cases of test_word_kept.py, here and in tests/engine/paged, through every service, on a real model.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ import pytest
 from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
 from reference import count_near_ties, random_prompt, reference_generation
-from services import rank
 from services.decode.prefill_leg import PrefillLeg
 from services.kv.ticket import StartsWithinPage
-from services.transfer import rooms
+from services.rank import main as rank
+from services.transfer.prefill import rooms
 from services.wire.isthmus.v1 import common_pb2
 
 PAGE, ANSWER = 16, 10

@@ -23,14 +23,15 @@ from certificates import make_certificates
 from checkpoints import tiny_checkpoint
 from pair import FAKE, Pair
 from reference import count_near_ties, random_prompt, reference_generation
-from services import rpc
 from services.engine.choose import EngineSettings
 from services.engine.fake import continuation
 from services.engine.sglang.directory import look_up
-from services.errors import InvalidRequest, IsthmusError, NoCapacity, Unavailable
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import Plan
-from services.request import FinishReason, SamplingParams
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.values.errors import InvalidRequest, IsthmusError, NoCapacity, Unavailable
+from services.values.rank import Plan
+from services.values.request import FinishReason, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -106,7 +107,7 @@ async def sglang_pair(tmp_path_factory):
     """All its streams are under mutual TLS: the prefill leg, DescribeRanks, and what SGLang's processes
     say to each other."""
     folder = make_certificates(tmp_path_factory.mktemp("certificates"), "IP:127.0.0.1")
-    tls = rpc.TlsConfig(folder / "ca.pem", folder / "cert.pem", folder / "key.pem", mutual=True)
+    tls = TlsConfig(folder / "ca.pem", folder / "cert.pem", folder / "key.pem", mutual=True)
     settings = torch_settings(
         "nixl",
         engine="sglang",
@@ -368,10 +369,10 @@ async def test_sglangs_own_processes_ask_for_a_certificate(engine):
     """The tests above went through these streams under mutual TLS."""
     async with engine.pair() as pair:
         (rank,) = (await look_up(pair.peer.endpoint, pair.tls)).endpoints.values()
-        for tls in (None, rpc.TlsConfig(ca=pair.tls.ca)):
+        for tls in (None, TlsConfig(ca=pair.tls.ca)):
             for endpoint in (pair.peer.endpoint, rank):
-                async with rpc.open_channel(endpoint, tls) as channel:
-                    with pytest.raises(IsthmusError), rpc.renaming():
+                async with channels.open_channel(endpoint, tls) as channel:
+                    with pytest.raises(IsthmusError), grpc_errors.renaming():
                         await handshake_pb2_grpc.HandshakeStub(channel).Connect().read()
 
 

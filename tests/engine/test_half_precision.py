@@ -10,7 +10,7 @@ from checkpoints import tiny_checkpoint
 from pair import FAKE, Pair
 from reference import check_half_precision, random_prompt
 from services.engine.paged.core import Limits
-from services.kv.types import Plan
+from services.values.rank import Plan
 
 PROMPTS = [random_prompt(20 + 31 * i, seed=i) for i in range(4)]
 

@@ -9,7 +9,7 @@ from checkpoints import SHAPES, shaped_checkpoint
 from pair import FAKE, Pair
 from reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.core import Limits
-from services.kv.types import Plan
+from services.values.rank import Plan
 
 ANSWER = 8
 # Between them: each way to stretch angles, tied and biased weights, heads of another size, one KV head, large

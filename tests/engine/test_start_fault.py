@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.engine.start_fault import may_pass, reading, start_fault
-from services.errors import ConfigError, Unavailable
+from services.values.errors import ConfigError, Unavailable
 
 
 def from_origin(error, origin):

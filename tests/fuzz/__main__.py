@@ -28,7 +28,7 @@ import torch
 from bench.report import Row, table, verdict, write_json
 from fuzz.round import Round
 from fuzz.setup import draw_setup
-from services.index.etcd_server import EmbeddedEtcd
+from services.etcd.embedded import EmbeddedEtcd
 
 GOALS = (
     ("answers", ">=", 1.0),

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 from services.wire import convert_request
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

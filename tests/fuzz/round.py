@@ -17,7 +17,7 @@ from fuzz.setup import Setup
 from fuzz.verdict import Answer, Text, find_faults
 from pair import settled
 from reference import forced_logits
-from services.engine.paged.growth import OutputEstimate
+from services.engine.paged.queue.growth import OutputEstimate
 from services.engine.torch.checkpoint import open_checkpoint
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

@@ -10,7 +10,7 @@ from fuzz.requests import Asked, Tree
 from fuzz.round import Round
 from fuzz.setup import Setup, draw_setup
 from fuzz.verdict import Answer, Text, find_faults
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 RANK = MappingProxyType(

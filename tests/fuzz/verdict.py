@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from plain_sampling import sample_row
 from services.engine.paged.runner import Chunk
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 # Of a logit, in standard deviations of its row: what float32 may be off (services/cli/make_model.py).

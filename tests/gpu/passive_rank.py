@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from services.kv.types import PoolMemory
 from services.transfer.choose import open_transport
+from services.values.kv import PoolMemory
 
 
 def pool_memory(pages: torch.Tensor) -> PoolMemory:

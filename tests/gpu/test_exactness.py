@@ -7,7 +7,7 @@ from engine.torch.sequences import PageTables, Sequence, generate
 from reference import count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.torch.kernel_cases import Layout, attended, steps
-from services.engine.torch.agreement import require_agreement, require_causal
+from engine.torch.attention.kernel_cases import Layout, attended, steps
+from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.parts import OnDevice
 from services.engine.torch.device import open_device
-from services.engine.torch.parts import OnDevice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def attend_parts():
-    from services.engine.torch.triton_kernel import attend_parts
+    from services.engine.torch.attention.triton_kernel import attend_parts
 
     return attend_parts
 

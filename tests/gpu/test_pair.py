@@ -5,8 +5,8 @@ import pytest
 from bench.cache_ranks import RankSettings, open_side
 from checkpoints import tiny_checkpoint
 from reference import count_near_ties, random_prompt, reference_generation
-from services.kv.types import Plan
-from services.request import GenerationRequest, SamplingParams
+from services.values.rank import Plan
+from services.values.request import GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

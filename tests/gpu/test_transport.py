@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gpu.passive_rank import pool_memory
-from services.errors import PeerFailed
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
 from services.transfer.choose import open_transport
+from services.values.errors import PeerFailed
+from services.values.kv import PoolMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -4,25 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from index.real_etcd import running, until
-from services.index.etcd import Etcd
+from etcd.real_etcd import running, until
+from services.etcd.client import Etcd
 from services.index.keys import ClusterKeys
-from services.index.membership import Membership
-from services.index.mirror import Mirror
-from services.index.prefix_writer import LogLimits
-from services.index.publisher import PublisherSettings
-from services.index.registry import Registration, Schema
-from services.kv.types import (
-    BlockHash,
-    CacheEvents,
-    Generation,
-    GroupKind,
-    KvGroup,
-    KvLayout,
-    RankAddress,
-    RankId,
-    Role,
-)
+from services.index.read.mirror import Mirror
+from services.index.schema import Schema
+from services.index.write.membership import Membership
+from services.index.write.prefix_writer import LogLimits
+from services.index.write.publisher import PublisherSettings
+from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
+from services.values.rank import Generation, RankAddress, RankId, Role
+from services.values.registration import Registration
 
 SCHEMA = Schema(index_block=64, hash_scheme="xxh3-64/1")
 # Snapshots every few deltas and in several chunks, so that every path is walked.

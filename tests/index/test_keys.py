@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import ConfigError
 from services.index.keys import (
     ClusterKeys,
     HeadKey,
@@ -16,7 +15,8 @@ from services.index.keys import (
     SnapshotKey,
     pin_name,
 )
-from services.kv.types import RankKey
+from services.values.errors import ConfigError
+from services.values.rank import RankKey
 
 KEYS = ClusterKeys("prod")
 FIRST = string.ascii_letters + string.digits

@@ -1,14 +1,14 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
+from etcd.real_etcd import client, running, until
 from index.cluster import FakeRank, mirroring, registration
-from index.real_etcd import client, running, until
-from services.errors import NotFound
+from services.etcd.embedded import EmbeddedEtcd
 from services.index.degraded import Degraded
-from services.index.etcd_server import EmbeddedEtcd
 from services.index.keys import ClusterKeys
 from services.index.metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
 from services.index.pins import PinWriter
+from services.values.errors import NotFound
 
 
 async def test_a_rank_and_a_router_tell_how_the_index_goes(

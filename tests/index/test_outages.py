@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from etcd.etcd_nodes import EtcdNodes
+from etcd.real_etcd import client, running, until
 from index.cluster import FakeRank, mirroring, registration
-from index.etcd_nodes import EtcdNodes
-from index.real_etcd import client, running, until
+from services.etcd.client import Etcd
 from services.index.degraded import Degraded
-from services.index.etcd import Etcd
 from services.index.keys import ClusterKeys
-from services.index.mirror import Mirror, RankState
 from services.index.pins import PinSettings, PinWriter
-from services.kv.types import Generation, RankId
+from services.index.read.mirror import Mirror, RankState
+from services.values.rank import Generation, RankId
 
 KEYS = ClusterKeys("c")
 

@@ -1,12 +1,12 @@
 import pytest
 
-from index.real_etcd import client, running, until
-from services.errors import ProtocolError, Unavailable
-from services.index.etcd import Etcd, TxnResult
-from services.index.etcd_errors import EtcdNoSpace
+from etcd.real_etcd import client, running, until
+from services.etcd.client import Etcd, TxnResult
+from services.etcd.errors import EtcdNoSpace
 from services.index.keys import ClusterKeys, pin_name
 from services.index.pins import KnownPin, Pin, PinSettings, PinWriter, decode_pin, encode_pin
-from services.kv.types import Generation, RankId
+from services.values.errors import ProtocolError, Unavailable
+from services.values.rank import Generation, RankId
 
 D0, D1 = (RankId(worker, 0, Generation(2**64 - 1)) for worker in ("d0", "d1"))
 SETTINGS = PinSettings(gather_s=0.001, life_s=100.0, max_queued=250, max_backoff_s=0.05)

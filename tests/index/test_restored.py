@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from etcd.etcd_backup import restore, save
+from etcd.real_etcd import FAST, client, running, until
 from index.cluster import FakeRank, mirroring, registration
-from index.etcd_backup import restore, save
-from index.real_etcd import FAST, client, running, until
-from services.index.etcd import Etcd
-from services.index.etcd_server import EmbeddedEtcd
+from services.etcd.client import Etcd
+from services.etcd.embedded import EmbeddedEtcd
 from services.index.keys import ClusterKeys
-from services.index.mirror import Mirror, RankState
 from services.index.pins import PinSettings, PinWriter
-from services.index.publisher import PublisherSettings
-from services.kv.types import Generation, RankId
+from services.index.read.mirror import Mirror, RankState
+from services.index.write.publisher import PublisherSettings
+from services.values.rank import Generation, RankId
 
 KEYS = ClusterKeys("c")
 HOME = RankId("d1", 0, Generation(1))

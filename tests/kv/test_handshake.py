@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.errors import ProtocolError
 from services.kv.handshake import (
     RESERVATION,
     ROOM,
@@ -17,6 +16,7 @@ from services.kv.handshake import (
     step_reservation,
     step_room,
 )
+from services.values.errors import ProtocolError
 
 WRITER_DONE = {
     ReservationEvent.PAGES_LANDED,

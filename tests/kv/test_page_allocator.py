@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.errors import NoCapacity, ProtocolError
 from services.kv.page_allocator import PageAllocator
 from services.kv.transfer_plan import pages_of, runs_of
+from services.values.errors import NoCapacity, ProtocolError
 
 POOL = 24
 

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kv.page_digest import differing_pages, digest_of, is_sampled
-from services.kv.types import PageId, Room
+from services.values.kv import PageId
+from services.values.rank import Room
 
 rooms = st.integers(0, 2**64 - 1).map(Room)
 shares = st.floats(0, 1)

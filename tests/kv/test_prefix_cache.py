@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from services.errors import ProtocolError
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.prefix_cache import PrefixCache
-from services.kv.types import PageBooks
+from services.values.errors import ProtocolError
+from services.values.kv import PageBooks
 
 IDS = st.lists(st.integers(0, 1), max_size=10)
 SALTS = st.sampled_from(["", "tenant"])

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.errors import ConfigError, ProtocolError
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.radix_tree import Lookup, RadixTree
-from services.kv.types import CacheEvents
+from services.values.errors import ConfigError, ProtocolError
+from services.values.kv import CacheEvents
 
 
 def tree_of(*prefixes, page_size=1, index_block=2):

@@ -4,10 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import ProtocolError, StaleGeneration
 from services.kv.ticket import check_layouts, check_ticket, hit_kind, make_ticket
 from services.kv.transfer_plan import pages_of
-from services.kv.types import GroupKind, HitKind, KvGroup, KvLayout, PageRun, PoolMemory
+from services.values.errors import ProtocolError, StaleGeneration
+from services.values.kv import (
+    GroupKind,
+    HitKind,
+    KvGroup,
+    KvLayout,
+    PageRun,
+    PoolMemory,
+)
 
 GROUP = KvGroup(GroupKind.FULL_ATTENTION, (0, 1), num_kv_heads=2, head_dim=8, dtype="float32")
 LAYOUT = KvLayout(page_size=4, page_bytes=64, model_fingerprint=7, groups=(GROUP,))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import ProtocolError
 from services.kv.transfer_plan import PageMove, delta_bytes, merge_moves, pages_covering, pages_of, runs_of
-from services.kv.types import KvLayout, PageRun
+from services.values.errors import ProtocolError
+from services.values.kv import KvLayout, PageRun
 
 # Few pages, so that neighbours are common on one side, on both and on none.
 PAGES = st.lists(st.integers(0, 6), max_size=12)

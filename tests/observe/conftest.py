@@ -14,8 +14,8 @@ from observe.load import kill, run_load
 from observe.prometheus import SCRAPE_S, Prometheus
 from otlp_collector import running_collector
 from processes.harness import parse_line
-from services import rpc
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local.cluster import LocalCluster, Shape
+from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
 LOAD_S = float(os.environ.get("OBSERVE_LOAD_S", "120"))
@@ -63,13 +63,13 @@ async def _watch(folder, stack, collector):
         print(f"{name}| {line}")  # shown by pytest with a test that fails
         lines.append(parse_line(name, line))
 
-    async with LocalCluster(shape, note) as cluster, AsyncExitStack() as channels:
+    async with LocalCluster(shape, note) as cluster, AsyncExitStack() as stack:
         found = [line for line in lines if line is not None]
         prometheus = Prometheus(folder, _targets(found), alert_rules.write(_made(folder / "rules")))
         stack.enter_context(prometheus)
         stubs = []
         for index in range(shape.routers):
-            channel = await channels.enter_async_context(rpc.open_channel(cluster.router_endpoint(index)))
+            channel = await stack.enter_async_context(channels.open_channel(cluster.router_endpoint(index)))
             stubs.append(generation_pb2_grpc.GenerationStub(channel))
         start_s = time.time()
         victim = next(line for line in found if line.event == "rank_started" and line.service == "prefill-1")

@@ -11,7 +11,7 @@ import urllib.request
 
 import yaml
 
-from services import supervisor
+from services.process import supervisor
 
 SCRAPE_S = 2
 KUBERNETES = "edge"  # what the installation calls its cluster, as many do

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from observe.boards import ALERTS, BOARDS, PANELS, REPOSITORY, RULES, metrics_in
-from services.router.stages import STAGES
+from services.router.request.stages import STAGES
 
 RUNBOOKS = (REPOSITORY / "docs/runbooks.md").read_text()
 

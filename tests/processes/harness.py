@@ -21,13 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.chaos.left_behind import marked_processes, signal_all
 from cluster.harness import BLOCK, ids_request
 from fault_proxy import FaultProxy
-from services import rpc
-from services.cli.local_cluster import LocalCluster, Shape
+from services.cli.local.cluster import LocalCluster, Shape
 from services.engine.fake import continuation
-from services.index.etcd import Etcd
-from services.index.etcd_settings import EtcdSettings
+from services.etcd.client import Etcd
+from services.etcd.settings import EtcdSettings
 from services.index.keys import ClusterKeys, RegistrationKey
-from services.index.registry import decode_registration
+from services.index.registrations import decode_registration
+from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 LONG_S = 60.0  # a deadline for conditions, never waited out
@@ -142,7 +142,7 @@ class ProcessCluster:
             settings = EtcdSettings(self.local.etcd_endpoints, timeout_s=1.0)
             self.etcd = await self._stack.enter_async_context(Etcd(settings, rng=random.Random()))
             for index in range(self.shape.routers):
-                channel = rpc.open_channel(self.local.router_endpoint(index))
+                channel = channels.open_channel(self.local.router_endpoint(index))
                 await self._stack.enter_async_context(channel)
                 self.stubs.append(generation_pb2_grpc.GenerationStub(channel))
         except BaseException:

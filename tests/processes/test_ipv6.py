@@ -8,9 +8,9 @@ import httpx
 from cluster.harness import ids_request
 from ipv6 import LOOPBACKS, needs_ipv6
 from processes.harness import LONG_S, ProcessCluster
-from services import rpc
 from services.engine.fake import continuation
-from services.ports import free_ports
+from services.host.ports import free_ports
+from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
 
@@ -35,7 +35,7 @@ async def test_a_cluster_on_every_address_is_reached_by_both_families(tmp_path, 
                 for path, port in {**ports, "/ready": health_port}.items():
                     assert (await http.get(f"http://{host}:{port}{path}")).status_code == 200, (host, path)
                 endpoint = f"{host}:{cluster.local.router_ports[0]}"
-                channel = await stack.enter_async_context(rpc.open_channel(endpoint))
+                channel = await stack.enter_async_context(channels.open_channel(endpoint))
                 call = generation_pb2_grpc.GenerationStub(channel).Generate(ids_request([1, 2, 3]))
                 async with asyncio.timeout(LONG_S):
                     assert [token async for r in call for token in r.token_ids] == continuation([1, 2, 3], 8)

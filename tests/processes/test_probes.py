@@ -7,7 +7,7 @@ import httpx
 
 from certificates import make_certificates
 from processes.harness import LONG_S, ProcessCluster, until
-from services.ports import free_ports
+from services.host.ports import free_ports
 
 
 async def probes(port):

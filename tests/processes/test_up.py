@@ -14,8 +14,9 @@ from bench.chaos.left_behind import marked_processes
 from certificates import make_certificates
 from cluster.harness import ids_request
 from processes.harness import COMMON_FLAGS, LONG_S, MARK, RANK_FLAGS, until
-from services import rpc
 from services.engine.fake import continuation
+from services.net import channels
+from services.net.tls import TlsConfig
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
 COMMAND = (sys.executable, "-m", "services.cli")
@@ -93,7 +94,7 @@ async def run(*arguments, env=None, stdout=asyncio.subprocess.PIPE):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 async def test_nothing_outlives_it(tmp_path, model_dir, number):
     async with started(tmp_path, model_dir, "--port=0", "--http-port=0") as up:
-        async with rpc.open_channel(up.endpoint) as channel:
+        async with channels.open_channel(up.endpoint) as channel:
             call = generation_pb2_grpc.GenerationStub(channel).Generate(ids_request([1, 2, 3]))
             assert [token async for r in call for token in r.token_ids] == continuation([1, 2, 3], 8)
         # up, etcd, a router, and a supervisor and a rank for each role
@@ -149,8 +150,8 @@ async def test_with_tls_it_finds_its_own_routers_and_a_second_ctrl_c_kills(tmp_p
     )
     async with started(tmp_path, model_dir, "--port=0", "--http-port=0", *tls, "--flag=grace-s=3000") as up:
         assert "OpenAI API on https://127.0.0.1:" in up.ready
-        client = rpc.TlsConfig(files / "ca.pem", None, None, False, "")
-        async with rpc.open_channel(up.endpoint, client) as channel:
+        client = TlsConfig(files / "ca.pem", None, None, False, "")
+        async with channels.open_channel(up.endpoint, client) as channel:
             call = generation_pb2_grpc.GenerationStub(channel).Generate(
                 ids_request([1, 2, 3], max_tokens=400)
             )

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from services.router.tokenizer import Tokenizer
+from services.router.text.tokenizer import Tokenizer
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é", "ß", "語", "👋"]
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]

@@ -7,20 +7,22 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from certificates import make_certificates
-from services import rpc
-from services.errors import NoCapacity, Unavailable
-from services.index.block_mirror import RankProgress
-from services.index.mirror import RankState, RankView
 from services.index.pins import Pin
-from services.index.prefix_index import PrefixIndex
-from services.index.registry import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
-from services.kv.types import Generation, KvLayout, Plan, RankAddress, RankId, RankKey, RankLoad, Role
-from services.request import FinishReason
-from services.router import connections
-from services.router.balance import Balance
+from services.index.read.block_mirror import RankProgress
+from services.index.read.mirror import RankState, RankView
+from services.index.read.prefix_index import PrefixIndex
+from services.net.tls import TlsConfig
 from services.router.cluster import Cluster, ClusterSettings
-from services.router.placer import Placer, PlacerSettings
-from services.router.price import Weights
+from services.router.links import connections
+from services.router.placement.placer import Placer, PlacerSettings
+from services.router.placement.price import Weights
+from services.router.ranks.balance import Balance
+from services.values.errors import NoCapacity, Unavailable
+from services.values.kv import KvLayout
+from services.values.load import RankLoad
+from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
+from services.values.registration import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
+from services.values.request import FinishReason
 
 LAYOUT = KvLayout(page_size=16, page_bytes=1024, model_fingerprint=1)
 
@@ -423,7 +425,7 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
 async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "_RETRY_S", 0.01)
     settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
-    tls = rpc.TlsConfig(ca=tmp_path / "ca.pem")
+    tls = TlsConfig(ca=tmp_path / "ca.pem")
     opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), tls)
     mirror.set(D0, P0)
     await opened.start()

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services import rpc
-from services.kv.types import Role
+from services.net import channels, servers
 from services.router.server import GenerationService
+from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 DEADLINE_S = 20.0
@@ -38,12 +38,12 @@ async def talker():
 @pytest.fixture
 async def stub(talker):
     service = GenerationService("m", SimpleNamespace(), talker, SimpleNamespace())
-    server = await rpc.open_server(
+    server = await servers.open_server(
         "127.0.0.1:0",
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
         [],
     )
-    async with rpc.open_channel(f"127.0.0.1:{server.port}") as channel:
+    async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
         yield generation_pb2_grpc.GenerationStub(channel)
     await server.stop()
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from services.engine.sglang.reports import TicketSent
-from services.kv.types import Generation, RankAddress, RankId
-from services.request import GenerationRequest, PrefillResult, SamplingParams
+from services.values.rank import Generation, RankAddress, RankId
+from services.values.request import GenerationRequest, PrefillResult, SamplingParams
 from sglang_settings import sglang_settings
 
 OWN = RankId("w", 0, Generation(1))
@@ -35,7 +35,7 @@ class Sglang:
 @pytest.fixture
 def rank(checkpoint, monkeypatch):
     """(engine, worker, clock) of a decode rank that has started; `clock.now` is the time."""
-    from services.engine.sglang import engine, worker
+    from services.engine.sglang.service import engine, worker
 
     clock = SimpleNamespace(now=100.0)
     for module in (engine, worker):

@@ -1,22 +1,23 @@
 """NIXL must not read a page before it is written: SGLang's early send of a cached prefix says when that is by
 an event, which its NIXL backend drops.
 
-The early send is off (tests/engine/sglang/test_settings.py), and our manager keeps such an event and waits
-for it where the write is posted. That is held here with SGLang's own classes, in a process such as it starts.
+The early send is off (tests/engine/sglang/service/test_settings.py), and our manager keeps such an event
+and waits for it where the write is posted. That is held here with SGLang's own classes, in a process such as
+it starts.
 """
 
 import os
 import subprocess
 import sys
 
-from services.kv.types import Role
+from services.values.rank import Role
 from sglang_settings import sglang_settings
 
 SCRIPT = """
 import threading
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 from sglang.srt.environ import envs
-from services.engine.sglang.manager import IsthmusKVManager
+from services.engine.sglang.inside.manager import IsthmusKVManager
 
 assert envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get() is False
 order = []

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from random_ids import random_ids
-from services.errors import IsthmusError
-from services.kv.types import Role
+from services.values.errors import IsthmusError
+from services.values.rank import Role
 from sglang_cluster import ERROR_WITHIN_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from services.engine.sglang import settings
-from services.engine.sglang.tree_events import TreeEventRebuilder
+from services.engine.sglang.service import settings
+from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import CacheEvents
+from services.values.kv import CacheEvents
 from sglang_settings import sglang_settings
 
 PAGE = 4

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.engine.sglang.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
-from services.errors import InvalidRequest, NoCapacity
-from services.request import GenerationRequest, SamplingParams
+from services.engine.sglang.service.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
+from services.values.errors import InvalidRequest, NoCapacity
+from services.values.request import GenerationRequest, SamplingParams
 from sglang_stand_in import OWN, worker_on
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.engine.sglang import worker
-from services.errors import ConfigError
-from services.kv.types import Generation, RankId, Role
+from services.engine.sglang.service import worker
+from services.values.errors import ConfigError
+from services.values.rank import Generation, RankId, Role
 from sglang_settings import sglang_settings
 from sglang_stand_in import active
 

@@ -4,15 +4,15 @@ import sys
 
 import pytest
 
-from services.errors import ConfigError, Unavailable
-from services.kv.types import Generation, RankId
+from services.values.errors import ConfigError, Unavailable
+from services.values.rank import Generation, RankId
 from sglang_settings import sglang_settings
 
 
 @pytest.fixture
 def start(checkpoint, monkeypatch):
     """Starts a worker whose SGLang is `python *command`."""
-    from services.engine.sglang import worker
+    from services.engine.sglang.service import worker
 
     async def run(*command):
         class Program(worker.SglangProcess):

@@ -12,14 +12,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from random_ids import random_ids
-from services import rpc
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
-from services.engine.sglang import frames
 from services.engine.sglang.directory import look_up
-from services.errors import IsthmusError, PeerFailed
-from services.kv.types import Generation, PageId, PageRun, PoolMemory, RankId, Rendezvous, Role, Room
-from services.request import GenerationRequest, SamplingParams
+from services.engine.sglang.inside import frames
+from services.net import channels, grpc_errors
 from services.transfer.hello import Hello
+from services.values.errors import IsthmusError, PeerFailed
+from services.values.kv import PageId, PageRun, PoolMemory
+from services.values.rank import Generation, RankId, Rendezvous, Role, Room
+from services.values.request import GenerationRequest, SamplingParams
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 from sglang_cluster import ERROR_WITHIN_S, PAGE
@@ -81,10 +82,10 @@ class ForgedDecode:
     async def stream(self, hello):
         """The Handshake of SGLang's own process, greeted."""
         (endpoint,) = (await look_up(self.prefill.address.endpoint, None)).endpoints.values()
-        async with rpc.open_channel(endpoint) as channel:
+        async with channels.open_channel(endpoint) as channel:
             call = handshake_pb2_grpc.HandshakeStub(channel).Connect()
             await call.write(hello)
-            with rpc.renaming():
+            with grpc_errors.renaming():
                 assert (await call.read()).WhichOneof("message") == "hello"
             yield call
 

@@ -4,9 +4,9 @@ import asyncio
 import logging
 
 from services.engine.sglang.reports import TreeEvents
-from services.errors import ProtocolError
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.types import CacheEvents
+from services.values.errors import ProtocolError
+from services.values.kv import CacheEvents
 from sglang_stand_in import PAGE, worker_on
 
 SECONDS = 60.0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import services
-from services.kv.types import PoolMemory
+from services.values.kv import PoolMemory
 
 PASSIVE_RANK = Path(__file__).parent / "passive_rank.py"
 

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 
-from services.kv.types import PoolMemory
 from services.transfer.choose import open_transport
+from services.values.kv import PoolMemory
 
 
 def main() -> None:

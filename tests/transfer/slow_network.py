@@ -16,10 +16,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import PassiveRank
-from services.errors import PeerFailed
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
 from services.transfer.choose import open_transport
+from services.values.errors import PeerFailed
+from services.values.kv import PoolMemory
 
 NUM_PAGES, PAGE_BYTES = 16, 2 << 20
 EVERYTHING = [PageMove(0, 0, NUM_PAGES)]

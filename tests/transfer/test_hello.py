@@ -5,19 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from services.errors import ProtocolError
-from services.kv.types import (
-    Generation,
+from services.transfer.hello import Hello, check_hello, read_hello
+from services.values.errors import ProtocolError
+from services.values.kv import (
     GroupKind,
     KvGroup,
     KvLayout,
     KvTicket,
     PageRun,
     PoolMemory,
-    RankId,
-    Room,
 )
-from services.transfer.hello import Hello, check_hello, read_hello
+from services.values.rank import Generation, RankId, Room
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2 as pb
 

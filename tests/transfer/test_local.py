@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import ConfigError, PeerFailed
 from services.kv.transfer_plan import PageMove
-from services.kv.types import PoolMemory
 from services.transfer import local
 from services.transfer.local import LocalTransport
+from services.values.errors import ConfigError, PeerFailed
+from services.values.kv import PoolMemory
 
 
 @pytest.fixture

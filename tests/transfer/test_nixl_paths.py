@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import services
-from services.errors import ConfigError
-from services.kv.kv_path import KvPath, KvPathKind
 from services.kv.transfer_plan import PageMove
 from services.transfer.choose import open_transport
 from services.transfer.nixl_settings import NixlSettings, parameters_of
+from services.values.errors import ConfigError
+from services.values.kv_path import KvPath, KvPathKind
 
 SCRIPT = Path(__file__).parent / "told_paths.py"
 

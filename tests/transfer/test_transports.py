@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import services
-from services.errors import ConfigError, PeerFailed, ProtocolError
 from services.kv.transfer_plan import PageMove
 from services.transfer.base import Unsettled
 from services.transfer.choose import open_transport
+from services.values.errors import ConfigError, PeerFailed, ProtocolError
 
 NUM_PAGES, PAGE_BYTES = 2500, 512
 SLOW_NETWORK = Path(__file__).parent / "slow_network.py"

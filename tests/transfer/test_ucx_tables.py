@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.kv.kv_path import KvPath, KvPathKind
 from services.transfer.ucx_tables import UcxTables, kind_of
+from services.values.kv_path import KvPath, KvPathKind
 
 PREFIX = "[1795327206.303543] [vm:7773 :0]   "
 SELF = """

@@ -8,26 +8,28 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import InvalidRequest, ProtocolError
-from services.kv.kv_path import KvPath, KvPathKind
-from services.kv.types import (
-    Generation,
+from services.values.errors import InvalidRequest, ProtocolError
+from services.values.kv import (
     GroupKind,
     KvGroup,
     KvLayout,
     KvTicket,
     PageBooks,
     PageRun,
-    Plan,
     PoolMemory,
+)
+from services.values.kv_path import KvPath, KvPathKind
+from services.values.load import RankLoad
+from services.values.rank import (
+    Generation,
+    Plan,
     RankAddress,
     RankId,
-    RankLoad,
     Rendezvous,
     Role,
     Room,
 )
-from services.request import (
+from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
     FinishReason,

@@ -12,19 +12,20 @@ The core owns every page through its PrefixCache; `check()` proves that each is 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.engine.paged.admission import Patience
 from services.engine.paged.batch import chunk_of, computes_next_page_of, lacks_slot
 from services.engine.paged.events import Event, Offered, Reserved, Token
-from services.engine.paged.gate import Gate
+from services.engine.paged.queue.admission import Patience
+from services.engine.paged.queue.gate import Gate
+from services.engine.paged.queue.step_time import StepTimes
+from services.engine.paged.queue.waiting_queue import place_in_line
 from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
-from services.engine.paged.step_time import StepTimes
-from services.engine.paged.waiting_queue import place_in_line
-from services.errors import InvalidRequest, NoCapacity
 from services.kv.prefix_cache import PrefixCache
-from services.kv.step_histogram import NO_STEPS
-from services.kv.types import PageBooks, RankLoad
-from services.request import FinishReason
+from services.values.errors import InvalidRequest, NoCapacity
+from services.values.kv import PageBooks
+from services.values.load import RankLoad
+from services.values.request import FinishReason
+from services.values.step_histogram import NO_STEPS
 
 
 @dataclass(frozen=True, slots=True)

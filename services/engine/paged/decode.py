@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import grpc
 
-from services import rpc
 from services.engine.base import RemotePrefill
 from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
@@ -23,7 +22,6 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, EndQuarantine, Landed, Renegotiate
-from services.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
 from services.kv.handshake import (
     ReservationEffect,
     ReservationEvent,
@@ -33,12 +31,15 @@ from services.kv.handshake import (
 from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket
 from services.kv.transfer_plan import delta_bytes
-from services.kv.types import PageId, Plan, RankId, Rendezvous, Room
-from services.request import Admitted, GenerationRequest, Output, PrefillResult
+from services.net import channels
 from services.transfer.base import Transport
-from services.transfer.links import PrefillLink, PrefillLinks
-from services.transfer.room_watch import Landed as LandedDelta
-from services.transfer.room_watch import RoomWatch
+from services.transfer.decode.links import PrefillLink, PrefillLinks
+from services.transfer.decode.room_watch import Landed as LandedDelta
+from services.transfer.decode.room_watch import RoomWatch
+from services.values.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
+from services.values.kv import PageId
+from services.values.rank import Plan, RankId, Rendezvous, Room
+from services.values.request import Admitted, GenerationRequest, Output, PrefillResult
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class PagedDecodeEngine(PagedEngine):
         cache: CacheSettings,
         lease: Lease,
         digest_share: float = 0.0,
-        open_channel: OpenChannel = rpc.open_channel,
+        open_channel: OpenChannel = channels.open_channel,
     ) -> None:
         super().__init__(make_runner, limits, cache)
         self._open_transport = open_transport

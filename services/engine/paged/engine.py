@@ -15,12 +15,13 @@ from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
 from services.engine.paged.warm_up import warm_up
-from services.errors import Unavailable
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
-from services.kv.types import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory, RankLoad
-from services.request import GenerationRequest
-from services.turn_watch import TurnWatch, until_it_hangs
+from services.process.turn_watch import TurnWatch, until_it_hangs
+from services.values.errors import Unavailable
+from services.values.kv import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory
+from services.values.load import RankLoad
+from services.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 

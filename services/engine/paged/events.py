@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from services.kv.types import PageId, Room
-from services.request import FinishReason, TokenLogprobs
+from services.values.kv import PageId
+from services.values.rank import Room
+from services.values.request import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from services.errors import IsthmusError, root_cause
+from services.values.errors import IsthmusError, root_cause
 
 A = TypeVar("A")
 B = TypeVar("B")

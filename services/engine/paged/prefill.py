@@ -11,14 +11,15 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, Failed, RoomEnded
-from services.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
-from services.kv.types import RankId, RankLoad, Rendezvous
-from services.request import GenerationRequest, PrefillResult
 from services.transfer.base import Transport
-from services.transfer.handshake_server import HandshakeService
 from services.transfer.hearing import Hearing
-from services.transfer.room import Outcome, RoomEnd
-from services.transfer.sender import KvSender
+from services.transfer.prefill.handshake_server import HandshakeService
+from services.transfer.prefill.room import Outcome, RoomEnd
+from services.transfer.prefill.sender import KvSender
+from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
+from services.values.load import RankLoad
+from services.values.rank import RankId, Rendezvous
+from services.values.request import GenerationRequest, PrefillResult
 
 # In one go the sender posts, polls or digests a piece of one room, which takes milliseconds.
 _MAX_SENDER_LIMIT_S = 30.0

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.kv.types import KvLayout, PageId, PoolMemory
-from services.request import SamplingParams, TokenLogprobs
+from services.values.kv import KvLayout, PageId, PoolMemory
+from services.values.request import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

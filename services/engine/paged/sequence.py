@@ -26,8 +26,8 @@ from enum import Enum, auto
 from services.engine.paged.runner import Sampled
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
-from services.kv.types import Room
-from services.request import FinishReason, GenerationRequest
+from services.values.rank import Room
+from services.values.request import FinishReason, GenerationRequest
 
 
 class Phase(Enum):

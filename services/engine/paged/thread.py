@@ -18,9 +18,10 @@ from services.engine.paged.core import EngineCore
 from services.engine.paged.events import Event
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
-from services.errors import IsthmusError, Unavailable
-from services.kv.types import CacheEvents, PageBooks, RankLoad
-from services.turn_watch import TurnWatch, stack_of
+from services.process.turn_watch import TurnWatch, stack_of
+from services.values.errors import IsthmusError, Unavailable
+from services.values.kv import CacheEvents, PageBooks
+from services.values.load import RankLoad
 
 log = logging.getLogger(__name__)
 

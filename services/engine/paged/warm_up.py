@@ -15,7 +15,7 @@ are lent like any others and given back; nothing is published.
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.start_fault import start_fault
 from services.kv.prefix_cache import PrefixCache, SequencePages
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 

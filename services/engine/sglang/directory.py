@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc
 
-from services import rpc
 from services.engine.sglang.reports import Active
-from services.errors import IsthmusError, ProtocolError, Unavailable
-from services.kv.types import RankId
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.values.errors import IsthmusError, ProtocolError, Unavailable
+from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
@@ -81,10 +82,10 @@ def directory_from_proto(response: handshake_pb2.DescribeRanksResponse) -> Direc
     return Directory(endpoints, topology)
 
 
-async def look_up(endpoint: str, tls: rpc.TlsConfig | None) -> Directory:
+async def look_up(endpoint: str, tls: TlsConfig | None) -> Directory:
     """Ask the service at HOST:PORT. Raises IsthmusError."""
-    async with rpc.open_channel(endpoint, tls) as channel:
-        with rpc.renaming():
+    async with channels.open_channel(endpoint, tls) as channel:
+        with grpc_errors.renaming():
             response = await handshake_pb2_grpc.HandshakeStub(channel).DescribeRanks(
                 handshake_pb2.DescribeRanksRequest(), timeout=_TIMEOUT_S
             )

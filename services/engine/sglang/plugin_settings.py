@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.errors import ConfigError
-from services.rpc import TlsConfig
+from services.net.tls import TlsConfig
 from services.transfer.nixl_settings import UCX, NixlSettings
+from services.values.errors import ConfigError
 
 VARIABLE = "ISTHMUS_SGLANG_PLUGIN"
 

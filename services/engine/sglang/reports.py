@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.errors import ProtocolError
+from services.values.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 

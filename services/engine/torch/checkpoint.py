@@ -12,11 +12,11 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from services.engine.architectures import MODEL_TYPES, disagreement
 from services.engine.start_fault import reading, start_fault
-from services.engine.torch.attention import IMPLEMENTATION
-from services.errors import ConfigError
-from services.kv.context_length import context_tokens
+from services.engine.torch.attention.paged_attention import IMPLEMENTATION
+from services.model.architectures import MODEL_TYPES, disagreement
+from services.model.context_length import context_tokens
+from services.values.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.errors import ConfigError
+from services.values.errors import ConfigError
 
 
 def open_device(name: str) -> torch.device:

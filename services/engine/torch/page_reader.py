@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.kv.page_digest import ReadPages
 from services.kv.transfer_plan import runs_of
-from services.kv.types import PageId
+from services.values.kv import PageId
 
 # What a thread keeps, or a page where that is more.
 _STAGING_BYTES = 8 << 20

@@ -7,10 +7,10 @@ import torch
 
 from services.engine.start_fault import start_fault
 from services.engine.torch.page_reader import page_reader
-from services.errors import ConfigError, ProtocolError
 from services.kv.page_digest import ReadPages
-from services.kv.types import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.transfer.host_memory import map_memory
+from services.values.errors import ConfigError, ProtocolError
+from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 
 
 class KvPool:

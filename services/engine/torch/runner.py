@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from services.engine.paged.runner import Chunk, Sampled
+from services.engine.torch.attention.in_place import choose_in_place
+from services.engine.torch.attention.step_view import InPlace, view_step
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
-from services.engine.torch.in_place import choose_in_place
-from services.engine.torch.packed_linear import pack_linears
+from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
 from services.engine.torch.sampling import sample
-from services.engine.torch.step_view import InPlace, view_step
-from services.errors import ConfigError, ProtocolError
-from services.kv.types import KvLayout, PageId, PoolMemory
+from services.values.errors import ConfigError, ProtocolError
+from services.values.kv import KvLayout, PageId, PoolMemory
 
 # While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
 # process. Two that are made at once restore each other's state: half precision, or weights untied, for good.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.request import SamplingParams, TokenLogprobs
+from services.values.request import SamplingParams, TokenLogprobs
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]

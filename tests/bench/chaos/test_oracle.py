@@ -6,7 +6,7 @@ from plain_sampling import sample_row
 from reference import random_prompt, reference_generation
 from services.engine.fake import continuation
 from services.engine.paged.runner import Chunk
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 
 PROMPT = random_prompt(30, 3)
 

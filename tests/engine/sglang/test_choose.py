@@ -3,10 +3,10 @@
 import pytest
 
 from services.engine.choose import decode_engines, prefill_engines
-from services.errors import ConfigError
-from services.kv.types import Generation, RankId, Role
-from services.rank import rank_configs
-from services.rank_config import RankConfig
+from services.rank.config import RankConfig
+from services.rank.main import rank_configs
+from services.values.errors import ConfigError
+from services.values.rank import Generation, RankId, Role
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 
-from services import rpc
 from services.engine.sglang.directory import Directory, DirectoryService, Lookups, look_up
-from services.errors import ProtocolError, Unavailable
-from services.transfer.handshake_server import HandshakeService
+from services.net import channels, grpc_errors, servers
+from services.transfer.prefill.handshake_server import HandshakeService
+from services.values.errors import ProtocolError, Unavailable
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 
 def opened(servicer):
     add = partial(handshake_pb2_grpc.add_HandshakeServicer_to_server, servicer)
-    return rpc.open_server("127.0.0.1:0", add, [])
+    return servers.open_server("127.0.0.1:0", add, [])
 
 
 async def test_a_rank_that_serves_connect_itself_has_no_directory():
@@ -32,8 +32,8 @@ async def test_a_directory_serves_no_connect_and_is_empty_before_its_ranks_stand
     try:
         with pytest.raises(Unavailable, match="no ranks yet"):
             await look_up(endpoint, None)
-        async with rpc.open_channel(endpoint) as channel:
-            with pytest.raises(ProtocolError, match="DescribeRanks"), rpc.renaming():
+        async with channels.open_channel(endpoint) as channel:
+            with pytest.raises(ProtocolError, match="DescribeRanks"), grpc_errors.renaming():
                 await handshake_pb2_grpc.HandshakeStub(channel).Connect().read()
     finally:
         await server.stop()

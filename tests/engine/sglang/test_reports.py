@@ -16,7 +16,7 @@ from services.engine.sglang.reports import (
     encode_report,
     serve_reports,
 )
-from services.kv.types import Generation, RankId
+from services.values.rank import Generation, RankId
 
 ACTIVE = Active(
     role="prefill",

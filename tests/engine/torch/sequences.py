@@ -3,7 +3,7 @@
 import random
 
 from services.engine.paged.runner import Chunk
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 

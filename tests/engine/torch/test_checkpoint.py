@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import tiny_checkpoint
 from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
-from services.errors import ConfigError, Unavailable
+from services.values.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 

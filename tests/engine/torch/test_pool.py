@@ -6,7 +6,7 @@ import torch
 
 from services.engine.torch import pool as pool_module
 from services.engine.torch.pool import KvPool, full_attention_group
-from services.errors import ConfigError, ProtocolError, Unavailable
+from services.values.errors import ConfigError, ProtocolError, Unavailable
 
 
 def make_pool(num_pages=5, page_size=8, dtype=torch.bfloat16):

@@ -12,10 +12,10 @@ from reference import check_half_precision, count_near_ties, random_prompt, refe
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import runner as torch_runner
+from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.runner import TorchRunner
-from services.engine.torch.step_view import view_step
-from services.errors import ConfigError, ProtocolError
-from services.request import SamplingParams
+from services.values.errors import ConfigError, ProtocolError
+from services.values.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 NUM_PAGE_TOKENS = 2048

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.sampling import sample, uniform
-from services.request import SamplingParams
+from services.values.request import SamplingParams
 
 VOCAB_SIZE = 24
 GREEDY = SamplingParams(temperature=0)

@@ -12,7 +12,7 @@ from plain_sampling import sample_row
 from services.engine.paged.runner import Chunk
 from services.engine.torch import sampling
 from services.engine.torch.sampling import sample
-from services.request import SamplingParams, TokenLogprobs
+from services.values.request import SamplingParams, TokenLogprobs
 
 VOCAB_SIZE = 1000  # 15 ids in a stripe
 CASES = {

@@ -1,0 +1,314 @@
+"""A whole cluster on this machine: etcd, routers, prefill and decode workers as processes.
+
+    start: preflight -> etcd -> workers and routers at once -> our own routers listen -> every rank is
+           connected -> READY
+    stop:  routers -> workers -> etcd, each with SIGTERM first; nothing is left behind
+    kill:  SIGKILL to all of them at once, then as stop
+
+Should this process be killed, the kernel kills the children (PR_SET_PDEATHSIG).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from services.cli.client import key_metadata
+from services.cli.local import preflight
+from services.etcd.embedded import EmbeddedEtcd
+from services.host.child_lines import child_lines
+from services.host.parent_death import dying_with_us
+from services.host.ports import host_port, is_wildcard
+from services.net import channels, grpc_errors
+from services.process import supervisor
+from services.process.health import Lifecycle, Phase
+from services.process.notify import listening
+from services.router.config import RouterConfig
+from services.settings.cluster import ClusterConfig
+from services.values.errors import ConfigError, Unavailable
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_GRACE_FLAG = "--grace-s="
+# A supervisor gives its ranks 15 s more to stop their engines (rank/main.py), and takes a moment itself.
+_AFTER_GRACE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What to start, and with which flags on top of what the cluster itself sets."""
+
+    model: Path
+    data_dir: Path
+    routers: int = 1
+    prefill_workers: int = 1
+    prefill_dp_size: int = 1
+    decode_workers: int = 1
+    decode_dp_size: int = 2
+    etcd: tuple[str, ...] = ()  # empty: an embedded one
+    host: str = "127.0.0.1"
+    port: int = 0  # of the first router; the others follow
+    http_port: int = 0
+    common_flags: tuple[str, ...] = ()
+    rank_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    ready_timeout_s: float | None = 120.0  # None: for as long as none of them ends
+
+    @property
+    def decode_ranks(self) -> int:
+        return self.decode_workers * self.decode_dp_size
+
+    @property
+    def threads_per_rank(self) -> int:
+        """All ranks share this machine's cores; with more threads than cores torch crawls."""
+        return max(1, (os.cpu_count() or 1) // (self.decode_ranks + self.prefill_ranks))
+
+    @property
+    def prefill_ranks(self) -> int:
+        return self.prefill_workers * self.prefill_dp_size
+
+
+@dataclass(slots=True)
+class Child:
+    """One process and the task that passes on its log lines."""
+
+    name: str
+    command: list[str]
+    process: asyncio.subprocess.Process
+    log_task: "asyncio.Task[None]"
+    life: Lifecycle  # as it tells; supervisors tell nothing
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Within it a service ends by itself, by its own flags; one that it cannot read it refuses itself."""
+        grace_s = ClusterConfig().grace_s
+        for text in self.command:
+            with suppress(ValueError):
+                grace_s = float(text.removeprefix(_GRACE_FLAG)) if text.startswith(_GRACE_FLAG) else grace_s
+        return grace_s + _AFTER_GRACE_S
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and wait; SIGKILL when it takes too long. Returns the exit code."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        try:
+            async with asyncio.timeout(self.stop_timeout_s):
+                code = await self.process.wait()
+        except TimeoutError:
+            log.warning("child_killed name=%s", self.name)
+            self.process.kill()
+            code = await self.process.wait()
+        await self.log_task
+        return code
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """`async with LocalCluster(shape, show_line)`. `show_line(name, line)` gets every log line."""
+
+    shape: Shape
+    show_line: Callable[[str, str], None]
+    children: dict[str, Child] = field(default_factory=dict)
+    router_ports: tuple[int, ...] = ()
+    http_ports: tuple[int, ...] = ()
+    etcd_endpoints: tuple[str, ...] = ()
+    etcd: EmbeddedEtcd | None = None
+    router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))  # of the first
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _lives: ExitStack = field(default_factory=ExitStack)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def router_endpoint(self, index: int = 0) -> str:
+        return host_port(self.shape.host, self.router_ports[index])
+
+    def open_channel(self, index: int = 0) -> grpc.aio.Channel:
+        """To that router, with TLS where its flags say so."""
+        return channels.open_channel(self.router_endpoint(index), self.router_config.tls())
+
+    async def is_whole(self, index: int = 0) -> bool:
+        """That router sees every rank, and could choose each."""
+        async with self.open_channel(index) as channel:
+            return await self._serves(generation_pb2_grpc.GenerationStub(channel))
+
+    async def wait_for_exit(self) -> Child:
+        """Returns a child that ended although nobody asked it to."""
+        waits = {asyncio.create_task(c.process.wait()): c for c in self.children.values()}
+        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        return waits[done.pop()]
+
+    async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
+        """Start a service; also used to start one again under its old name."""
+        command = [sys.executable, "-m", module, *flags]
+        life = Lifecycle(name)
+        notified = self._lives.enter_context(listening(life))
+        process = await asyncio.create_subprocess_exec(
+            *dying_with_us(command),
+            env={**os.environ, **notified},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C is for us: we stop the children in order.
+            start_new_session=True,
+        )
+        child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)), life)
+        self.children[name] = child
+        return child
+
+    async def _start(self) -> None:
+        shape = self.shape
+        self.check()
+        self.router_ports = supervisor.choose_ports(shape.host, shape.port, shape.routers)
+        self.http_ports = supervisor.choose_ports(shape.host, shape.http_port, shape.routers)
+        self._stack.enter_context(preflight.sole_user(shape.data_dir))
+        if shape.etcd:
+            self.etcd_endpoints = shape.etcd
+        else:
+            self.etcd = await self._stack.enter_async_context(EmbeddedEtcd(shape.data_dir))
+            self.etcd_endpoints = (self.etcd.endpoint,)
+        self._stack.enter_context(self._lives)
+        self._stack.push_async_callback(self._stop_children)
+        for name, module, flags in self._plan():
+            await self.start_child(name, module, flags)
+        await self._until_ready()
+
+    def check(self) -> None:
+        """What can be told to fail before anything is started.
+
+        Raises:
+            ConfigError: the checkpoint or a port cannot be used.
+            SystemExit: a service would refuse its flags; standard error says which, and why.
+        """
+        shape = self.shape
+        engines = set()
+        for name, module, flags in reversed(self._plan()):
+            if module == "services.router":
+                self.router_config = preflight.router_config(name, flags)
+            else:
+                engines.add(preflight.rank_config(name, flags).engine)
+        for engine in engines:
+            preflight.check_checkpoint(shape.model, engine)
+        self.router_config.tls()
+        key_metadata(self.router_config.api_key_file)
+        wanted = {"--port": shape.port, "--http-port": shape.http_port}
+        named = {flag: port for flag, port in wanted.items() if port}
+        preflight.check_ports(shape.host, named, shape.routers)
+
+    def _plan(self) -> list[tuple[str, str, list[str]]]:
+        """Name, module and flags of every child."""
+        shape = self.shape
+        common = [f"--model={shape.model}", f"--host={shape.host}", *shape.common_flags]
+        advertised = ["--advertise-host=127.0.0.1"] if is_wildcard(shape.host) else []
+        common.append(f"--etcd={','.join(self.etcd_endpoints or shape.etcd)}")
+        plan = []
+        for role, workers, dp_size in (
+            ("prefill", shape.prefill_workers, shape.prefill_dp_size),
+            ("decode", shape.decode_workers, shape.decode_dp_size),
+        ):
+            for number in range(workers):
+                name = role if workers == 1 else f"{role}-{number}"
+                flags = [*advertised, *common, f"--worker={name}", f"--dp-size={dp_size}"]
+                flags += [f"--num-threads={shape.threads_per_rank}", *shape.rank_flags]
+                plan.append((name, f"services.{role}", flags))
+        not_yet = (0,) * shape.routers
+        ports = zip(self.router_ports or not_yet, self.http_ports or not_yet, strict=True)
+        for number, (port, http_port) in enumerate(ports):
+            name = _router_name(number, shape.routers)
+            flags = [*common, f"--name={name}", f"--port={port}", f"--http-port={http_port}"]
+            plan.append((name, "services.router", [*flags, *shape.router_flags]))
+        return plan
+
+    async def _pass_lines(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in child_lines(process.stdout):
+            self.show_line(name, line)
+
+    async def _until_ready(self) -> None:
+        """Every router sees every rank and can place a request.
+
+        Raises:
+            ConfigError: a process ended, or they do not find each other in time, if there is a limit.
+        """
+        died = asyncio.create_task(self.wait_for_exit())
+        ready = asyncio.create_task(self._routers_ready())
+        try:
+            async with asyncio.timeout(self.shape.ready_timeout_s):
+                await asyncio.wait({died, ready}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise ConfigError(f"the cluster was not ready within {self.shape.ready_timeout_s} s") from None
+        finally:
+            died.cancel()
+            ready.cancel()
+            with suppress(asyncio.CancelledError):
+                await ready
+        if died.done() and not died.cancelled():
+            child = died.result()
+            raise ConfigError(f"{child.name} ended with exit code {child.process.returncode}")
+
+    async def _routers_ready(self) -> None:
+        for index in range(self.shape.routers):
+            await self._router_ready(index)
+
+    async def _router_ready(self, index: int) -> None:
+        """Our own one has said so, and not who else may listen there."""
+        own = self.children[_router_name(index, self.shape.routers)]
+        while not (own.life.phase is Phase.SERVING and await self.is_whole(index)):
+            await asyncio.sleep(0.1)
+
+    async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:
+        prompt = generation_pb2.TokenIds(ids=[0])
+        probe = generation_pb2.ExplainRequest(request=generation_pb2.GenerateRequest(token_ids=prompt))
+        metadata = key_metadata(self.router_config.api_key_file)
+        try:
+            models = generation_pb2.ListModelsRequest()
+            (model,) = (await stub.ListModels(models, timeout=2, metadata=metadata)).models
+            explanation = await stub.Explain(probe, timeout=2, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            if isinstance(grpc_errors.error_from(error), Unavailable) or error.code() in _NOT_YET:
+                return False
+            raise
+        complete = model.decode_ranks == self.shape.decode_ranks
+        complete = complete and model.prefill_ranks == self.shape.prefill_ranks
+        return complete and not any(c.excluded for c in explanation.candidates)
+
+    def kill(self) -> None:
+        """At once, without any grace. Leaving the context reaps them."""
+        for child in self.children.values():
+            with suppress(ProcessLookupError):
+                child.process.kill()
+
+    async def _stop_children(self) -> None:
+        """Routers first, so that nobody asks the ranks for more."""
+        for role in ("router", "decode", "prefill"):
+            children = [c for name, c in self.children.items() if name.startswith(role)]
+            await asyncio.gather(*(child.stop() for child in children))
+
+
+def _router_name(number: int, routers: int) -> str:
+    return "router" if routers == 1 else f"router-{number}"
+
+
+_NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

@@ -1,0 +1,1 @@
+"""Who comes in next, and how much room it must be given."""

@@ -1,0 +1,164 @@
+"""Lets those that wait into the pool: what there is, what each would take, what those that run still need.
+
+Decided in admission.py and growth.py. A round of decisions is made only when there is news, that is when
+something has happened that may let somebody in: weighing takes time, which those that decode would feel at
+every token.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+
+from services.engine.paged.queue.admission import Patience, Waiting
+from services.engine.paged.queue.growth import Growing, Growth, OutputEstimate
+from services.engine.paged.queue.waiting_queue import WaitingQueue
+from services.engine.paged.sequence import Sequence
+from services.engine.queue_rate import QueueRate
+from services.kv.prefix_cache import PrefixCache
+
+
+class Gate:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_context_tokens: int,
+        patience: Patience,
+        expected_output: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._max_context_tokens = max_context_tokens
+        self._clock = clock
+        self._queue = WaitingQueue(patience)
+        self._rate = QueueRate()
+        self._output_estimate = OutputEstimate(expected_output)
+        self._news = 0
+        self._blocked_at = (-1, True)  # the news by which nobody could be let in, and whether to receive
+        self.reserved_pages = 0  # for the growth of those that run, when last looked at
+        self.overtakes = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    @property
+    def admitted_per_s(self) -> float:
+        """Of those that wait; 0: nobody does, or it is not known yet."""
+        return self._rate.per_s(self._clock())
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def note_news(self) -> None:
+        """Pages were given back, or pages of a prompt published."""
+        self._news += 1
+
+    def add(self, seq: Sequence) -> None:
+        self._queue.add(seq)
+        self._rate.waits(self._clock())
+        self._news += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """It was cancelled; those behind it come into reach."""
+        self._queue.remove(seq)
+        self._note_if_empty()
+        self._news += 1
+
+    def note_end(self, seq: Sequence) -> None:
+        """It has generated all it will."""
+        if not seq.single_token:
+            self._output_estimate.ended(seq.num_output, self._allowed_tokens(seq))
+
+    def note_retraction(self) -> None:
+        self._output_estimate.retracted()
+
+    # -- who comes in -----------------------------------------------------------------------------
+
+    def next(self, active: Collection[Sequence], may_receive: bool = True) -> Sequence | None:
+        """Who would come in beside `active`; None: nobody has room, or only one that would receive."""
+        blocked = (self._news, True), (self._news, may_receive)
+        if not self._queue or self._blocked_at in blocked:
+            return None
+        growth = Growth([self._growing(seq) for seq in active], self._cache.page_size)
+        self.reserved_pages = growth.peak
+        available = self._cache.available_pages
+
+        def fits(seq: Sequence, waiting: Waiting) -> bool:
+            if seq.receives and not may_receive:
+                return False
+            if not active or waiting.num_pages > available:
+                return waiting.num_pages <= available
+            return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
+
+        def looks_small(seq: Sequence) -> bool:
+            return self._pages_wanted(seq) + self.reserved_pages <= available
+
+        seq = self._queue.next(self._weigh, fits, looks_small, self._clock())
+        if seq is None:
+            self._blocked_at = (self._news, may_receive)
+        return seq
+
+    def reserve(self, seq: Sequence) -> bool:
+        """Take whom `next` has named in: lock its cached prefix, take pages for the rest.
+
+        False when part of that prefix is cached no more, evicted for one that came in since it was weighed.
+        Then it waits on, to be weighed again.
+        """
+        assert seq.lookup is not None
+        pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens, protect=False)
+        if len(pages.pages) < seq.lookup.cached_pages:
+            self._cache.close(pages)
+            seq.lookup = None
+            return False
+        fitted = self._cache.extend(pages, self._pages_wanted(seq) - len(pages.pages))
+        assert fitted, f"{seq} does not fit into {self._cache} though it was found to"
+        seq.pages = pages
+        if seq.retractions == 0:  # else it has matched what it computed itself
+            self._cache.protect(pages)
+        if seq.lookup.cached_pages > seq.lookup.locked_pages:
+            self._news += 1  # for those who share that prefix: it is held now
+        self.overtakes += self._queue.take(seq, self._clock())
+        self._rate.taken(self._clock())
+        self._note_if_empty()
+        return True
+
+    def _note_if_empty(self) -> None:
+        if not self._queue:
+            self._rate.empty()
+
+    def _weigh(self, seq: Sequence) -> Waiting:
+        if seq.lookup is None or seq.looked_up_at != self._news:
+            salt, limit = seq.request.cache_salt, seq.matchable_tokens
+            seq.lookup = self._cache.look_up(seq.ids, salt, limit, seq.lookup)
+            seq.looked_up_at = self._news
+        cached, locked = seq.lookup.cached_pages, seq.lookup.locked_pages
+        since_s = seq.overtaken_since_s
+        return Waiting(
+            new_pages=self._pages_wanted(seq) - cached,
+            unheld_pages=cached - locked,
+            shares=2 * locked * self._cache.page_size >= len(seq.ids),
+            overtaken=seq.overtaken,
+            overtaken_for_s=0.0 if since_s is None else self._clock() - since_s,
+        )
+
+    def _pages_wanted(self, seq: Sequence) -> int:
+        """For its ids and, unless it ends with its first one, one more token."""
+        return -(-(len(seq.ids) + (not seq.single_token)) // self._cache.page_size)
+
+    def _growing(self, seq: Sequence) -> Growing:
+        assert seq.pages is not None
+        own_pages = self._cache.own_pages(seq.pages)
+        return Growing(len(seq.ids), len(seq.pages.pages), own_pages, self._more_tokens(seq))
+
+    def _newcomer(self, seq: Sequence, waiting: Waiting) -> Growing:
+        return Growing(len(seq.ids), self._pages_wanted(seq), waiting.new_pages, self._more_tokens(seq))
+
+    def _more_tokens(self, seq: Sequence) -> int:
+        if seq.single_token:
+            return 0
+        return self._output_estimate.more_tokens(self._allowed_tokens(seq) - seq.num_output)
+
+    def _allowed_tokens(self, seq: Sequence) -> int:
+        """That it may generate at most, those from before it came here included."""
+        context = self._max_context_tokens - len(seq.request.prompt_ids)
+        limit = seq.request.sampling.max_tokens
+        return context if limit is None else min(limit, context)

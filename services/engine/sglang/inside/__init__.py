@@ -1,0 +1,1 @@
+"""What runs in SGLang's own processes: its NIXL classes, with our Handshake."""

@@ -1,0 +1,59 @@
+"""The entry point `sglang.srt.plugins`: SGLang calls `register` in each process it starts.
+
+Nothing is opened here: the same function runs in processes that hold no KV.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from services.engine.sglang.plugin_settings import VARIABLE
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def register() -> None:
+    """Have SGLang make our KV managers, senders and receivers, and publish KV events to us."""
+    if VARIABLE not in os.environ:
+        return  # installed beside SGLang, but not started by us
+    from sglang.srt.disaggregation.kv_events import EventPublisherFactory
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from services.engine.sglang.inside import idle_waits
+    from services.engine.sglang.inside.event_publisher import TreeEventPublisher, publish_events
+
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+        _note_prompt_len,
+        HookType.AFTER,
+    )
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+        idle_waits.wait_for_requests,
+        HookType.BEFORE,
+    )
+    EventPublisherFactory.register_publisher("isthmus", TreeEventPublisher)
+
+
+def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+
+    from services.engine.sglang.inside import manager, request_ends
+
+    ours = {
+        KVClassType.MANAGER: manager.IsthmusKVManager,
+        KVClassType.SENDER: request_ends.IsthmusKVSender,
+        KVClassType.RECEIVER: request_ends.IsthmusKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: manager.NoBootstrapServer,
+    }
+    if backend == TransferBackend.NIXL and class_type in ours:
+        return ours[class_type]
+    return original(backend, class_type)
+
+
+def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """A ticket says how long the prompt is, which SGLang's own metadata does not."""
+    decode_request.kv_receiver.prompt_len = len(request.origin_input_ids)

@@ -1,0 +1,37 @@
+"""Several processes of a rank that hold the same head of the KV: whose writes are counted, and which pairs
+of ranks are refused. Pure."""
+
+from dataclasses import dataclass
+
+from services.values.errors import ProtocolError
+from services.values.kv import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class TpPlace:
+    """A process among those of its DP rank that share the attention heads."""
+
+    rank: int
+    size: int
+
+
+def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
+    """Of the writes that carry one and the same head, the first one is; `num_kv_heads`: of the whole model.
+
+    With more processes than heads SGLang gives each process one, so neighbours hold the same, and each of
+    them is written. The latent of MLA is one head, which every process holds.
+    """
+    wider = writer if writer.size >= reader.size else reader
+    replicas = max(1, wider.size // num_kv_heads)
+    return wider.rank % replicas == 0
+
+
+def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
+    """Raises ProtocolError for a pair between which SGLang 0.5.23 writes KV that is wrong, without an error:
+    seen at TP 2:1 of a model with one KV head, where decode's greedy output was not the model's."""
+    heads = min((group.num_kv_heads for group in prefill.groups), default=prefill.tp_size)
+    if prefill.tp_size > max(heads, decode.tp_size):
+        raise ProtocolError(
+            f"prefill has {heads} KV heads over {prefill.tp_size} processes, decode over {decode.tp_size}: "
+            f"a wider prefill can have no more than {heads}"
+        )

@@ -1,0 +1,1 @@
+"""SGLang seen from our process: started, asked, counted."""

@@ -1,0 +1,303 @@
+"""Both roles of one DP rank of an SGLang worker.
+
+    generate:  room drawn --+--> SGLang (decode) with room and ranks --> chunks
+                            +--> prefill leg, at once -----------------> PrefillResult
+               first chunk and result --> admitted, with what the plugin reported of the room
+
+SGLang learns decode_prefix_len only inside its scheduler, when both legs are in flight.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from services.engine.base import RemotePrefill
+from services.engine.sglang.directory import DirectoryService, directory_to_proto
+from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
+from services.engine.sglang.service.worker import SglangWorker
+from services.kv.transfer_plan import delta_bytes
+from services.values.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
+from services.values.kv import CacheEvents, KvLayout, PageBooks
+from services.values.load import RankLoad
+from services.values.rank import Plan, RankId, Rendezvous, Room
+from services.values.request import Admitted, FinishReason, GenerationRequest, Output, PrefillResult
+
+log = logging.getLogger(__name__)
+
+_ROOM_BITS = 62  # SGLang keeps rooms in signed 64-bit numbers, and 0 means "nothing landed yet"
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class SglangRank:
+    """What both roles have in common; implements services.engine.base.Engine."""
+
+    def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
+        self._worker = worker
+        self._own_id = own_id
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._own_id})"
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._worker.layout
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._worker.max_context_tokens
+
+    @property
+    def model_context_tokens(self) -> int:
+        return self._worker.model_context_tokens
+
+    async def start(self) -> None:
+        await self._worker.start()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
+
+    async def crashed(self) -> bool:
+        await self._worker.crashed()
+        return False
+
+    def load(self) -> RankLoad:
+        return self._worker.load(self._own_id.rank)
+
+    def metrics(self) -> Iterable[Metric]:
+        return self._worker.metrics(self._own_id.rank)
+
+    async def cache_events(self) -> AsyncIterator[CacheEvents]:
+        events = self._worker.events[self._own_id.rank]
+        while True:
+            yield await events.get()
+
+    async def books(self) -> PageBooks:
+        """As SGLang reports them: it walks its own pages, and ends itself when its books are wrong."""
+        return self.load().books
+
+    def _body(self, request: GenerationRequest, room: Room, prefill_rank: int) -> dict[str, Any]:
+        self._check(request)
+        priority = {"priority": request.priority} if self._worker.settings.heeds_priority else {}
+        return {
+            **priority,
+            "rid": f"{room:016x}",
+            "input_ids": list(request.all_ids),
+            "bootstrap_room": room,
+            "routed_dp_rank": self._own_id.rank,
+            "disagg_prefill_dp_rank": prefill_rank,
+            "cache_salt": request.cache_salt or None,
+            "sampling_params": sampling_arguments(request, self._worker.max_context_tokens),
+        }
+
+    def _check(self, request: GenerationRequest) -> None:
+        """SGLang itself does not look at the ids: one that is out of the vocabulary ends its process."""
+        check_sampling(request.sampling)
+        check_resumption(request)
+        if request.priority and not self._worker.settings.heeds_priority:
+            raise InvalidRequest("priority: engine sglang heeds it with --enable-priority-scheduling only")
+        ids, vocab_size = request.all_ids, self._worker.shape.vocab_size
+        if not ids:
+            raise InvalidRequest("the prompt is empty")
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidRequest(f"token ids must be in [0, {vocab_size})")
+        if len(ids) >= (holds := self._worker.max_context_tokens):
+            raise NoCapacity(f"prompt has {len(ids)} tokens; this rank holds {holds} with the answer")
+
+
+class SglangDecodeEngine(SglangRank):
+    """Implements services.engine.base.DecodeEngine."""
+
+    plans = frozenset({Plan.REMOTE})
+    moves_penalties = False
+
+    async def generate(
+        self, request: GenerationRequest, remote_prefill: RemotePrefill | None
+    ) -> AsyncGenerator[Output, None]:
+        if remote_prefill is None:
+            raise InvalidRequest("a decode rank of engine sglang computes no prompts: only plan remote works")
+        peer = remote_prefill.peer
+        room = Room(secrets.randbits(_ROOM_BITS) + 1)
+        host, _, port = peer.endpoint.rpartition(":")
+        body = self._body(request, room, peer.id.rank)
+        body |= {"bootstrap_host": host, "bootstrap_port": int(port)}
+        began = time.monotonic()
+        rendezvous = Rendezvous(room, self._own_id, peer.id)
+        leg = asyncio.create_task(_leg(remote_prefill, request, rendezvous), name=f"prefill-{room:016x}")
+        finished = False
+        try:
+            async with aclosing(self._worker.stream(body)) as chunks:
+                with self._worker.blaming_ourselves():
+                    first, prefill = await _both(chunks, leg)
+                    admitted = await self._admitted(request, room, prefill, began, time.monotonic())
+                async for output in _outputs(request, first, chunks, admitted):
+                    finished = output.finished is not None
+                    yield output
+                    if finished:
+                        break
+        finally:
+            leg.cancel()
+            with suppress(asyncio.CancelledError, Exception):  # whoever waited for it has had its error
+                await leg
+            self._worker.forget(room)
+            if not finished:
+                await asyncio.shield(self._worker.http.abort(body["rid"]))
+
+    async def _admitted(
+        self, request: GenerationRequest, room: Room, prefill: PrefillResult, began: float, ended: float
+    ) -> Admitted:
+        ticket, reserved = await self._worker.ticket_of(room)
+        self._worker.note_admitted(self._own_id.rank)
+        prompt_tokens = len(request.all_ids)
+        due = delta_bytes(ticket.decode_prefix_len, prompt_tokens, self.layout)
+        if prefill.kv_bytes_moved != due:
+            raise PeerFailed(
+                f"prefill says that it moved {prefill.kv_bytes_moved} bytes where {due} were due"
+            )
+        # In turn: pages here, the queue and the computation there (on another clock), the transfer.
+        decode_queue_s = min(max(0.0, reserved - began), ended - began)
+        prefill_s = ended - began - decode_queue_s
+        prefill_queue_s = min(prefill.queue_s, prefill_s)
+        prefill_compute_s = min(prefill.compute_s, prefill_s - prefill_queue_s)
+        return Admitted(
+            prompt_tokens=prompt_tokens,
+            decode_prefix_len=ticket.decode_prefix_len,
+            prefill_prefix_len=prefill.prefill_prefix_len,
+            computed_tokens=prefill.computed_tokens,
+            kv_bytes_moved=prefill.kv_bytes_moved,
+            kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
+            decode_queue_s=decode_queue_s,
+            prefill_queue_s=prefill_queue_s,
+            prefill_compute_s=prefill_compute_s,
+            transfer_s=max(0.0, prefill_s - prefill_queue_s - prefill_compute_s),
+            plan=Plan.REMOTE,
+        )
+
+
+class SglangPrefillEngine(SglangRank):
+    """Implements services.engine.base.PrefillEngine."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Of the prompt: SGLang wants room for its first token here too."""
+        return self._worker.max_context_tokens - 1
+
+    def handshake(self) -> DirectoryService:
+        """Served at our endpoint: it says where SGLang's own processes serve Connect."""
+        return DirectoryService(directory_to_proto(self._worker.actives, dict(self._worker.own_ids)))
+
+    async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
+        if rendezvous.prefill != self._own_id:
+            raise StaleGeneration(f"the rendezvous is with {rendezvous.prefill}, another life of this rank")
+        room = rendezvous.room
+        body = self._body(request, room, self._own_id.rank)
+        body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it
+        began = time.monotonic()
+        finished = False
+        try:
+            chunk = await _only(self._worker.stream(body))
+            moved = await self._worker.bytes_moved(room)
+            finished = True
+        finally:
+            self._worker.forget(room)
+            if not finished:
+                await asyncio.shield(self._worker.http.abort(body["rid"]))
+        meta_info = chunk["meta_info"]
+        cached = int(meta_info["cached_tokens"])
+        queue_s, compute_s = _stages(meta_info, time.monotonic() - began)
+        return PrefillResult(
+            first_token_id=int(chunk["output_ids"][-1]),
+            first_token_logprobs=None,
+            prefill_prefix_len=cached,
+            computed_tokens=len(request.all_ids) - cached,
+            kv_bytes_moved=moved,
+            queue_s=queue_s,
+            compute_s=compute_s,
+        )
+
+
+def _stages(meta_info: Mapping[str, Any], elapsed_s: float) -> tuple[float, float]:
+    """Seconds in SGLang's queue, and under computation (observability/req_time_stats.py). The answer comes
+    after the transfer, so what is left of `elapsed_s` is the transfer's. By two clocks: kept within it."""
+    queue_s = min(elapsed_s, max(0.0, float(meta_info.get("queue_time") or 0.0)))
+    began_s, ended_s = meta_info.get("forward_entry_time"), meta_info.get("prefill_finished_time")
+    if not began_s or not ended_s:
+        return queue_s, elapsed_s - queue_s
+    return queue_s, min(elapsed_s - queue_s, max(0.0, ended_s - began_s))
+
+
+async def _leg(
+    remote_prefill: RemotePrefill, request: GenerationRequest, rendezvous: Rendezvous
+) -> PrefillResult:
+    return await remote_prefill(request, rendezvous)
+
+
+async def _both(
+    chunks: AsyncGenerator[dict[str, Any], None], leg: "asyncio.Task[PrefillResult]"
+) -> tuple[dict[str, Any], PrefillResult]:
+    """The first chunk and the leg's result; raises what the first of the two to fail raised.
+
+    Of two that failed at once, that our own SGLang is gone tells more.
+    """
+    first = asyncio.ensure_future(_next(chunks))
+    try:
+        await asyncio.wait({first, leg}, return_when=asyncio.FIRST_EXCEPTION)
+        failures = [error for task in (leg, first) if task.done() and (error := task.exception())]
+        if failures:
+            raise next((error for error in failures if isinstance(error, Unavailable)), failures[0])
+        return await first, await leg
+    finally:
+        if not first.done():
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+
+
+async def _next(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    async for chunk in chunks:
+        return chunk
+    raise Unavailable("SGLang ended the request without a word")
+
+
+async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    """The last chunk of a request of one token."""
+    async with aclosing(chunks):
+        last = await _next(chunks)
+        async for chunk in chunks:
+            last = chunk if chunk["output_ids"] else last
+    return last
+
+
+async def _outputs(
+    request: GenerationRequest,
+    first: dict[str, Any],
+    chunks: AsyncGenerator[dict[str, Any], None],
+    admitted: Admitted,
+) -> AsyncIterator[Output]:
+    """Deltas until the finish; a stop token of the request's ends it whatever SGLang makes of it."""
+    stops = set(request.sampling.stop_token_ids)
+    if not request.sampling.ignore_eos:
+        stops |= set(request.eos_token_ids)
+    output = _output(first, stops)
+    yield Output(output.token_ids, (), admitted, output.finished)
+    while output.finished is None:
+        try:
+            chunk = await _next(chunks)
+        except PeerFailed as error:  # prefill's part is over: this is SGLang's own failure
+            raise Unavailable(str(error)) from error
+        output = _output(chunk, stops)
+        yield output
+
+
+def _output(chunk: dict[str, Any], stops: set[int]) -> Output:
+    ids = tuple(int(token) for token in chunk["output_ids"])
+    reason = chunk["meta_info"].get("finish_reason")
+    stop = next((index for index, token in enumerate(ids) if token in stops), None)
+    if stop is not None:
+        return Output(ids[: stop + 1], finished=FinishReason.STOP)
+    return Output(ids, finished=None if reason is None else _FINISH[reason["type"]])

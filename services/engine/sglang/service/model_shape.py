@@ -1,0 +1,101 @@
+"""Which models SGLang can serve here, and what of them concerns us: read from a checkpoint's config.json.
+
+The index knows a prompt by its blocks from the first token on, and a KvLayout has one group of full
+attention. So every layer must keep the KV of every token, and nothing else: a window's KV goes while its
+blocks count as held, and a recurrent state is that of one length only. MLA's latent is KV of every token, and
+so are the keys of its sparse attention.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.engine.start_fault import start_fault
+from services.model.architectures import disagreement
+from services.model.context_length import context_tokens
+from services.values.errors import ConfigError
+
+# Lists of what each layer is, and the words for full attention; 1 is MiniMax's.
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "mixer_types", "attn_type_list")
+_FULL_ATTENTION = ("full_attention", "attention", "attn", "indexed_attention", "deepseek_sparse_attention", 1)
+# Tokens that a layer sees; the first three as SGLang looks for them (configs/model_config.py).
+_WINDOWS = (
+    "sliding_window_size",
+    "sliding_window",
+    "window_size",
+    "attention_window_size",
+    "attention_chunk_size",
+)
+# Said by models that have layers of other kinds, and may list them nowhere.
+_OTHER_LAYERS = (
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "linear_attn_config",
+    "linear_num_key_heads",
+    "mamba_d_state",
+    "ssm_state_size",
+    "ssm_cfg",
+    "state_size",
+    "conv_L_cache",
+    "compress_ratios",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a checkpoint's config.json concerns us."""
+
+    num_kv_heads: int
+    head_dim: int
+    max_context_tokens: int
+    vocab_size: int
+    max_position_embeddings: int  # from which rotary angles may be stretched to the context
+
+    @classmethod
+    def read(cls, model_path: str) -> "ModelShape":
+        """Raises ConfigError when config.json is missing, says too little, or tells of layers that keep
+        something else than the KV of every token; Unavailable when it cannot be read now."""
+        try:
+            whole = json.loads((Path(model_path) / "config.json").read_text())
+            contradiction, config = disagreement(whole), whole.get("text_config", whole)
+            heads = config["num_attention_heads"]
+            head_dim = config.get("head_dim") or config["hidden_size"] // heads
+            kv_heads = config.get("num_key_value_heads") or heads
+            stated, vocab_size = config["max_position_embeddings"], config["vocab_size"]
+            context = context_tokens(config)
+            shape = cls(int(kv_heads), int(head_dim), context, int(vocab_size), int(stated))
+            reasons = list(not_full_attention(config))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise start_fault(f"config.json of {model_path} cannot be used: {error!r}", error) from error
+        if contradiction:
+            raise ConfigError(f"{model_path}/config.json contradicts itself: {contradiction}")
+        if reasons:
+            raise ConfigError(
+                f"{model_path} is no model for --engine=sglang: the index knows only layers that keep the KV "
+                f"of every token, and its config.json says {'; '.join(reasons)}"
+            )
+        return shape
+
+
+def not_full_attention(config: Mapping[str, Any]) -> Iterator[str]:
+    """What config.json, or its text part, says of layers without full attention."""
+    listed = [name for name in _LAYER_LISTS if config.get(name)]
+    for name in listed:
+        if others := sorted({str(kind) for kind in config[name] if kind not in _FULL_ATTENTION}):
+            yield f"{name}: {', '.join(others)}"
+    if not listed:  # where layers are listed, the list is what holds
+        yield from (f"{name}={config[name]}" for name in _WINDOWS if _sees_less(config, name))
+        yield from (name for name in _OTHER_LAYERS if config.get(name))
+
+
+def _sees_less(config: Mapping[str, Any], name: str) -> bool:
+    """Than its whole context. Qwen names windows that are switched off, or begin after its last layer."""
+    window = config.get(name)
+    if not isinstance(window, int) or window <= 0 or not config.get("use_sliding_window", True):
+        return False
+    first = config.get("max_window_layers") if config.get("use_sliding_window") else None
+    if isinstance(first, int) and first >= int(config.get("num_hidden_layers", first + 1)):
+        return False
+    return window < int(config["max_position_embeddings"])

@@ -1,0 +1,63 @@
+"""What SGLang counts itself, passed on: its page of metrics, shared out over the pages of its DP ranks.
+
+SGLang listens on loopback only and for this service alone, so nobody else can ask it.
+"""
+
+import logging
+import urllib.request
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.observe.telemetry import event
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "sglang:"  # all of its own; what a Python process tells of itself ours tells already
+_TIMEOUT_S = 5.0
+# A page has these for every sample, and they are ours: theirs go by another name, as in Prometheus.
+_OURS = ("isthmus_cluster", "role", "worker", "rank", "model")
+
+
+def read(url: str, dp_rank: int) -> Iterator[Metric]:
+    """Of one DP rank; blocks. Where SGLang does not answer, only that."""
+    try:
+        # No proxy of the environment's: SGLang is here.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=_TIMEOUT_S) as response:
+            told = list(of_rank(response.read().decode(), dp_rank))
+    except (OSError, ValueError) as error:
+        event(log, "sglang_metrics_unreadable", level=logging.WARNING, error=error)
+        yield _answers(0)
+        return
+    yield _answers(1)
+    yield from told
+
+
+def of_rank(page: str, dp_rank: int) -> Iterator[Metric]:
+    """Those of its metrics that speak of that DP rank; what speaks of no rank belongs to the first one.
+
+    Raises ValueError where the page is not in Prometheus's format.
+    """
+    for metric in text_string_to_metric_families(page):
+        if metric.name.startswith(_PREFIX):
+            mine = [s for s in metric.samples if _rank_of(s.labels) == dp_rank]
+            metric.samples = [s._replace(labels=_renamed(s.labels)) for s in mine]
+            if metric.samples:
+                yield metric
+
+
+def _rank_of(labels: dict[str, str]) -> int:
+    text = labels.get("dp_rank", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _renamed(labels: dict[str, str]) -> dict[str, str]:
+    return {f"exported_{name}" if name in _OURS else name: value for name, value in labels.items()}
+
+
+def _answers(value: int) -> Metric:
+    return GaugeMetricFamily(
+        "isthmus_sglang_metrics_up", "1 where SGLang's own metrics could be read.", value
+    )

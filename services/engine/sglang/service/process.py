@@ -1,0 +1,116 @@
+"""SGLang as a child process: its end takes its whole tree with it, and ours takes it.
+
+start --> running --SIGTERM, a while, SIGKILL to what is left--> stopped
+              +--exits unasked--> ended --> stopped: what is left of its tree is killed
+
+In the end the shared memory of the tree is removed. A tree whose root has gone cannot be walked, so it is
+noted before: while SGLang starts, for later it makes no more processes that matter.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+from services.engine.sglang.service import shared_memory
+from services.host.child_lines import child_lines
+from services.host.parent_death import dying_with_us
+
+log = logging.getLogger(__name__)
+
+# SGLang looks every 5 s whether it was told to stop; then its schedulers give back what they hold.
+_TERM_TIMEOUT_S = 12.0
+_KILL_TIMEOUT_S = 5.0
+_LAST_LINES = 200
+_NOISE = ("WARNING", "UserWarning", "FutureWarning")
+
+
+class SglangProcess:
+    """`python -m sglang.launch_server`, in our process group, so that a supervisor reaps it with us."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        self._environment = dict(environment)
+        self._process: asyncio.subprocess.Process | None = None
+        self._tree: dict[psutil.Process, float] = {}  # all that have been seen, with when they were born
+        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._reader: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *dying_with_us(self._command),
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        log.info("sglang_started pid=%d", self._process.pid)
+        self._reader = asyncio.create_task(self._pass_lines(self._process), name="sglang-log")
+
+    async def stop(self, in_order: bool = True) -> None:
+        """Returns when every process of SGLang's has ended; not in order: killed at once."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self.note_tree()
+            self._process.send_signal(signal.SIGTERM)
+        await self._until_ended(_TERM_TIMEOUT_S if in_order else 0.0)
+        for process in filter(_alive, self._tree):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        await self._process.wait()
+        await self._until_ended(_KILL_TIMEOUT_S)
+        shared_memory.remove_of({p.pid: born_s for p, born_s in self._tree.items() if not _alive(p)})
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal that killed it."""
+        return None if self._process is None else self._process.returncode
+
+    def last_error(self) -> str:
+        """The line that most probably says why it ended."""
+        telling = [line for line in self._lines if "Error" in line or "error:" in line]
+        telling = [line for line in telling if not any(noise in line for noise in _NOISE)]
+        return (telling or list(self._lines) or ["it wrote nothing"])[-1].strip()
+
+    def note_tree(self) -> None:
+        """Remember which processes are SGLang's, while it runs. Costs 13 us for each process there is."""
+        assert self._process is not None
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                self._tree.setdefault(process, process.create_time())
+
+    async def _until_ended(self, timeout_s: float) -> None:
+        """Or until the time is over."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while any(map(_alive, self._tree)) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+
+    async def _pass_lines(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        try:
+            async for line in child_lines(process.stdout):
+                if line:
+                    self._lines.append(line)
+                    print(line, file=sys.stderr, flush=True)
+        finally:
+            await process.wait()
+            self.ended.set()
+        log.warning("sglang_ended code=%s", process.returncode)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

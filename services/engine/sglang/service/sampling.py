@@ -1,0 +1,50 @@
+"""Our sampling parameters as SGLang's. Pure."""
+
+from typing import Any
+
+from services.values.errors import InvalidRequest, Unavailable
+from services.values.request import GenerationRequest, SamplingParams
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for what this engine does not offer."""
+    if sampling.logprobs is not None:
+        raise InvalidRequest("sampling.logprobs: engine sglang returns none")
+    if sampling.min_tokens:
+        raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
+
+
+def check_resumption(request: GenerationRequest) -> None:
+    """Raises Unavailable where the output would be another one: SGLang counts penalties over the tokens that
+    it has generated itself, and those so far are prompt to it. Routers that know of this end such a request.
+    """
+    if request.output_ids_so_far and request.sampling.penalizes:
+        raise Unavailable("engine sglang cannot go on with a request that has penalties; send it anew")
+
+
+def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> dict[str, Any]:
+    """SGLang's `sampling_params`. The seed is left out: SGLang's random numbers are not a function of
+    (seed, position), so only greedy output is the same wherever a request runs."""
+    sampling, so_far = request.sampling, len(request.output_ids_so_far)
+    left = max_context_tokens - len(request.all_ids)
+    if sampling.max_tokens is not None:
+        left = min(left, sampling.max_tokens - so_far)
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_new_tokens": max(1, left),
+        "stop_token_ids": _stop_ids(request),
+        "ignore_eos": sampling.ignore_eos,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+
+
+def _stop_ids(request: GenerationRequest) -> list[int]:
+    stops = set(request.sampling.stop_token_ids)
+    if not request.sampling.ignore_eos:
+        stops |= set(request.eos_token_ids)
+    return sorted(stops)

@@ -1,0 +1,364 @@
+"""What a worker's SGLang is started with, and what is refused before it is. Pure but for the paths."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from services.net.tls import TlsConfig
+from services.transfer.nixl_settings import NixlSettings
+from services.values.errors import ConfigError
+from services.values.rank import Role
+
+# The service decides these: a value of the user's would break what it relies on.
+_OURS = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--dp-size",
+    "--data-parallel-size",
+    "--attn-dp-size",
+    "--attention-data-parallel-size",
+    "--page-size",
+    "--max-total-tokens",
+    "--max-running-requests",
+    "--kv-events-config",
+    "--skip-tokenizer-init",
+    "--incremental-streaming-output",
+    "--disaggregation-mode",
+    "--disaggregation-transfer-backend",
+    "--disaggregation-bootstrap-port",
+    "--disaggregation-decode-enable-radix-cache",
+    "--disable-radix-cache",
+)
+_ONE_STAGE = "every process of a rank must hold all layers of every page, only heads are shared out"
+_ONE_TIER = (
+    "the index knows one tier of pages, the device's: what SGLang moves to another counts as gone, and a "
+    "restore that fails there fails its request (sglang#30322)"
+)
+# With the decode radix cache, or with our handshake, SGLang cannot do these.
+_UNSUPPORTED = {
+    "--config": "what a file says would not be checked: give each flag by itself",
+    "--enable-hisparse": "SGLang does not support it with the decode radix cache",
+    "--enable-pd-role-switch": "SGLang's NIXL backend does not support it",
+    "--enable-lora": "its adapters are not part of the index's hashes",
+    "--lora-paths": "its adapters are not part of the index's hashes",
+    "--enable-prefill-cp": _ONE_STAGE,
+    "--enable-kv-cache-sharding": _ONE_STAGE,
+    "--enable-hierarchical-cache": _ONE_TIER,
+    "--enable-hicache": _ONE_TIER,
+    "--enable-lmcache": _ONE_TIER,
+    "--enable-flexkv": _ONE_TIER,
+    "--enable-unified-cache-external-linker": _ONE_TIER,
+    "--disaggregation-decode-enable-offload-kvcache": _ONE_TIER,
+    "--disaggregation-decode-host-receive-threshold": _ONE_TIER,
+    "--radix-cache-backend": "the index follows the events of SGLang's own radix trees",
+}
+# And whatever begins so.
+_UNSUPPORTED_FAMILIES = {
+    "--hicache-": _ONE_TIER,
+    "--lmcache-": _ONE_TIER,
+    "--flexkv-": _ONE_TIER,
+    "--unified-cache-external-linker-": _ONE_TIER,
+}
+# These only at 1.
+_UNSUPPORTED_SIZES = {
+    "--pp-size": _ONE_STAGE,
+    "--pipeline-parallel-size": _ONE_STAGE,
+    "--attn-cp-size": _ONE_STAGE,
+    "--attention-context-parallel-size": _ONE_STAGE,
+    "--dcp-size": _ONE_STAGE,
+    "--decode-context-parallel-size": _ONE_STAGE,
+    "--dwdp-size": "it makes DP ranks of its own",
+    "--nnodes": "the service must be on the host of all processes of its SGLang",
+}
+# Their values are looked at.
+_SPECULATION = "--speculative-algorithm"
+_ALLOCATION = "--disaggregation-decode-allocation-policy"
+_RETRACTION = "--disaggregation-decode-retraction-backup"
+_CONTEXT = "--context-length"
+_RESERVED = "--num-reserved-decode-tokens"
+_PROCESSES = ("--tp-size", "--tensor-parallel-size")
+_CONFIG = "--json-model-override-args"
+_PRIORITIES = "--enable-priority-scheduling"
+_DP_ATTENTION = "--enable-dp-attention"
+# All that are known here, by which an abbreviation of one is known.
+_KNOWN = (
+    *_OURS,
+    *_UNSUPPORTED,
+    *_UNSUPPORTED_FAMILIES,
+    *_UNSUPPORTED_SIZES,
+    *(
+        _SPECULATION,
+        _ALLOCATION,
+        _RETRACTION,
+        _CONTEXT,
+        _RESERVED,
+        *_PROCESSES,
+        _CONFIG,
+        _PRIORITIES,
+        _DP_ATTENTION,
+    ),
+)
+_SET = "the service sets it itself"
+# What a chart can refuse before there is a service: flag, or what it begins with -> why.
+REFUSED_FLAGS = {**dict.fromkeys(_OURS, _SET), **_UNSUPPORTED}
+REFUSED_FAMILIES = _UNSUPPORTED_FAMILIES
+REFUSED_SIZES = _UNSUPPORTED_SIZES  # at more than 1
+IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
+# For an abort that prefill does not acknowledge; environ.py's default is the least that is safe.
+_RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+_LEAST_RELEASE_TIMEOUT_S = 30.0
+_NIXL_BACKEND = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
+_NIXL_PARAMETERS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
+# managers/tp_worker.py: max_req_input_len.
+_CONTEXT_ASIDE = 6
+# arg_groups/fields/disagg.py: the default.
+_RESERVED_DECODE_TOKENS = 512
+_CPU_STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+# speculative/spec_info.py, is_eagle(): these, and NEXTN, which is EAGLE's other name (spec_registry.py).
+_KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+# arg_groups/speculative_hook.py: with the decode radix cache EAGLE, EAGLE3 and this one.
+_SPECULATIVE = ("DSPARK",)
+
+
+@dataclass(frozen=True, slots=True)
+class SglangSettings:
+    """Of one worker, all its DP ranks."""
+
+    role: Role
+    worker: str
+    model_path: str
+    model_name: str
+    dp_size: int
+    device: str  # cpu, cuda or cuda:N
+    dtype: str | None
+    num_pages: int
+    page_size: int
+    index_block: int
+    cache_enabled: bool
+    max_running_requests: int
+    chunk_size: int
+    num_threads: int | None
+    host: str
+    advertise_host: str
+    engine_args: tuple[str, ...] = ()
+    tls: TlsConfig | None = None
+    nixl: NixlSettings = field(default_factory=NixlSettings)
+
+    def __post_init__(self) -> None:
+        for text in self.engine_args:
+            _check_argument(text)
+        _check_values(_values(self.engine_args))
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device is cpu, cuda or cuda:N with --engine=sglang, got {self.device!r}")
+        if not Path(self.model_path).is_dir():
+            raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.model_path!r} is none")
+
+    def arguments(self, port: int) -> list[str]:
+        """Of `python -m sglang.launch_server`; the user's come last."""
+        arguments = [
+            f"--model-path={self.model_path}",
+            "--host=127.0.0.1",  # only this service speaks to it
+            f"--port={port}",
+            f"--dp-size={self.dp_size}",
+            f"--page-size={self.page_size}",
+            f"--max-total-tokens={self.num_pages * self.page_size}",
+            f"--max-running-requests={self.max_running_requests * self._shares}",
+            f"--chunked-prefill-size={self.chunk_size * self._shares}",
+            f"--disaggregation-mode={self.role.value}",
+            "--disaggregation-transfer-backend=nixl",
+            f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+            "--log-level-http=warning",  # not one line per poll of ours
+            "--incremental-streaming-output",
+            "--enable-metrics",  # passed on; and without it an answer does not say how long it queued
+        ]
+        if self.dtype is not None:
+            arguments.append(f"--dtype={self.dtype}")
+        arguments += self._cache_arguments() + self._device_arguments()
+        return arguments + list(self.engine_args)
+
+    @property
+    def heeds_priority(self) -> bool:
+        return _PRIORITIES in self.engine_args
+
+    @property
+    def _shares(self) -> int:
+        """Into how many SGLang divides these limits: with DP attention they are those of all DP ranks
+        together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
+        return self.dp_size if _DP_ATTENTION in self.engine_args else 1
+
+    def max_context_tokens(self, of_checkpoint: int) -> int:
+        """Prompt and output together. Raises ConfigError.
+
+        SGLang keeps a few tokens of the context and two pages of the pool to itself. A prompt that leaves
+        less of the pool than it reserves for output is not refused by its decode: it waits for ever, and
+        whatever comes behind it.
+        """
+        reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
+        aside = max(2 * self.page_size, reserved if self.role is Role.DECODE else 0)
+        pool_pages = self.num_pages - -(-aside // self.page_size)
+        if pool_pages < 1:
+            raise ConfigError(
+                f"--kv-pages={self.num_pages}: nothing is left of {aside} tokens that SGLang sets aside; "
+                f"for a small pool lower --engine-arg={_RESERVED}"
+            )
+        return min(self.model_context_tokens(of_checkpoint), pool_pages * self.page_size)
+
+    def model_context_tokens(self, of_checkpoint: int) -> int:
+        """Whatever the pool holds of it; as far as SGLang goes. Raises ConfigError."""
+        return self._number(_CONTEXT, of_checkpoint) - _CONTEXT_ASIDE
+
+    def stretching(self, stated: int, context: int) -> tuple[list[str], dict[str, str]]:
+        """Flags and environment for a context other than the `stated` max_position_embeddings: SGLang leaves
+        it at that with yarn (get_context_length). Nothing where the user's flags may say another."""
+        if context == stated or {_CONTEXT, _CONFIG} & _values(self.engine_args).keys():
+            return [], {}
+        return [f"{_CONTEXT}={context}"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+    def _number(self, flag: str, default: int) -> int:
+        text = _values(self.engine_args).get(flag, str(default))
+        if not text.isdecimal():
+            raise ConfigError(f"--engine-arg={flag} must be a number, got {text!r}")
+        return int(text)
+
+    def _cache_arguments(self) -> list[str]:
+        if self.role is Role.DECODE:
+            return ["--disaggregation-decode-enable-radix-cache"] if self.cache_enabled else []
+        return [] if self.cache_enabled else ["--disable-radix-cache"]
+
+    def _device_arguments(self) -> list[str]:
+        if self.device != "cpu":
+            _, _, first_gpu = self.device.partition(":")
+            return ["--device=cuda", f"--base-gpu-id={first_gpu or 0}"]
+        return [
+            "--device=cpu",
+            "--attention-backend=torch_native",
+            "--sampling-backend=pytorch",
+            "--grammar-backend=none",
+            # Both call torch.cuda.
+            "--disable-overlap-schedule",
+            "--disable-cuda-graph",
+            "--mem-fraction-static=0.15",
+            "--sleep-on-idle",  # else each process keeps a core busy with nothing
+        ]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Of SGLang's processes, without what the plugin is told. Raises ConfigError."""
+        if inherited.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() not in ("", "0", "false"):
+            raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER: the Handshake does not carry staging messages")
+        environment = {
+            # Prometheus's files would stay there; without it SGLang makes a folder of its own for them.
+            **{name: value for name, value in inherited.items() if name != "PROMETHEUS_MULTIPROC_DIR"},
+            "SGLANG_PLUGINS": "isthmus",  # no other package's
+            # NIXL would read pages before they are written: it drops the event that says when they are.
+            "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+            # Else a decode rank frees the pages of an aborted request while prefill may still write them.
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
+            _RELEASE_TIMEOUT: _release_timeout_s(inherited.get(_RELEASE_TIMEOUT, "")),
+            # We close idle connections, never SGLang: a request could meet one that is being closed.
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
+            **_nixl_environment(self.nixl, inherited),
+        }
+        if self.device == "cpu":
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            threads = self.num_threads or 1
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", self._binding(threads))
+            if find_spec("sgl_kernel") is None:
+                paths = (str(_CPU_STAND_INS), inherited.get("PYTHONPATH", ""))
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return environment
+
+    def _processes_per_rank(self) -> int:
+        """With DP attention, more than there are."""
+        short, long = _PROCESSES
+        return self._number(short, self._number(long, 1))
+
+    def _binding(self, threads: int) -> str:
+        """Cores of each process that computes: `threads` neighbours, round and round."""
+        cores = os.cpu_count() or 1
+        sets = []
+        for rank in range(self.dp_size * self._processes_per_rank()):
+            first = rank * threads % cores
+            last = min(first + threads, cores) - 1
+            sets.append(str(first) if first == last else f"{first}-{last}")
+        return "|".join(sets)
+
+
+def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """SGLang reads NIXL's settings there (environ.py). Raises ConfigError when others stand there."""
+    told = {_NIXL_BACKEND: nixl.backend, _NIXL_PARAMETERS: json.dumps(nixl.parameters)}
+    for name, value in told.items():
+        if inherited.get(name, value) != value:
+            raise ConfigError(f"{name}={inherited[name]}: say it by --nixl-backend and --nixl-parameter")
+    return told
+
+
+def _check_argument(text: str) -> None:
+    if not text.startswith("--"):
+        raise ConfigError(f"--engine-arg must be one --flag or --flag=value of SGLang's, got {text!r}")
+    flag = text.split("=", 1)[0]
+    reasons = [reason for prefix, reason in REFUSED_FAMILIES.items() if flag.startswith(prefix)]
+    if flag in REFUSED_FLAGS:
+        reasons.append(REFUSED_FLAGS[flag])
+    if reasons:
+        raise ConfigError(f"--engine-arg={flag}: {reasons[0]}")
+    _check_whole(flag)
+
+
+def _release_timeout_s(inherited: str) -> str:
+    try:
+        timeout_s = float(inherited or _LEAST_RELEASE_TIMEOUT_S)
+    except ValueError:
+        raise ConfigError(f"{_RELEASE_TIMEOUT} is a number of seconds, got {inherited!r}") from None
+    if not timeout_s >= _LEAST_RELEASE_TIMEOUT_S:
+        raise ConfigError(
+            f"{_RELEASE_TIMEOUT}={inherited}: pages would be lent again while prefill may still write them, "
+            f"for which it can take {_LEAST_RELEASE_TIMEOUT_S:g} s to learn of an abort"
+        )
+    return str(timeout_s)
+
+
+def _check_whole(flag: str) -> None:
+    """SGLang takes abbreviations, by which any check here could be passed."""
+    meant = [known for known in _KNOWN if known.startswith(flag)]
+    if meant and flag not in meant:
+        raise ConfigError(f"--engine-arg={flag}: write the flag out, it may stand for {meant[0]}")
+
+
+def _values(engine_args: tuple[str, ...]) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in engine_args if "=" in text)
+
+
+def _check_values(values: Mapping[str, str]) -> None:
+    if _SPECULATION in values:
+        _check_speculation(values[_SPECULATION])
+    if values.get(_ALLOCATION, "early") != "early":
+        raise ConfigError(f"{_ALLOCATION}: SGLang's NIXL backend knows only early")
+    if values.get(_RETRACTION) == "host_pool":
+        raise ConfigError(f"--engine-arg={_RETRACTION}=host_pool: {_ONE_TIER}")
+    for flag, reason in REFUSED_SIZES.items():
+        if values.get(flag, "1") != "1":
+            raise ConfigError(f"--engine-arg={flag}={values[flag]}: {reason}")
+
+
+def _check_speculation(algorithm: str) -> None:
+    name = algorithm.upper()  # as SGLang reads it
+    if name in _KEYED_BY_PAIRS:
+        raise ConfigError(
+            f"--engine-arg={_SPECULATION}={algorithm}: SGLang's radix trees then have pairs of tokens for "
+            "keys, of which the index's hashes cannot be made"
+        )
+    if name not in _SPECULATIVE:
+        raise ConfigError(
+            f"--engine-arg={_SPECULATION}={algorithm}: with the decode radix cache and this index SGLang "
+            f"can only do {', '.join(_SPECULATIVE)}"
+        )

@@ -1,0 +1,162 @@
+"""SGLang's radix tree events to ours. Pure.
+
+    BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent
+    node at the end of an index block -------> stored: the block's sequence hash, chained from the root
+    BlockRemoved(hashes) --------------------> removed, where such a node goes
+    AllBlocksCleared ------------------------> cleared
+    one that we cannot read -----------------> counted, and cleared: nothing that we know is sure any more
+
+SGLang's hashes are names to us and nothing more; ours are computed anew from token ids and parents.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.kv.block_hash import extend_hash, scope_seed
+from services.values.errors import ProtocolError
+from services.values.kv import BlockHash, CacheEvents
+
+# sglang.srt.disaggregation.kv_events.StorageMedium: the device's own pages, or not said.
+_OUR_TIER = ("GPU", None)
+_MAX_KINDS = 16  # of what cannot be read: texts of errors, which may have values in them
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A page in the tree."""
+
+    block: BlockHash | None  # sequence hash of the last full index block up to here
+    open_tokens: tuple[int, ...]  # since that block's end
+    seed: int
+
+
+@dataclass(slots=True)
+class _News:
+    """What one batch comes to; a block is in at most one of the two."""
+
+    stored: dict[BlockHash, None] = field(default_factory=dict)
+    removed: dict[BlockHash, None] = field(default_factory=dict)
+    cleared: bool = False
+
+    def store(self, block: BlockHash) -> None:
+        if self.removed.pop(block, ...) is ...:
+            self.stored[block] = None
+
+    def remove(self, block: BlockHash) -> None:
+        if self.stored.pop(block, ...) is ...:
+            self.removed[block] = None
+
+    def clear(self) -> None:
+        self.stored.clear()
+        self.removed.clear()
+        self.cleared = True
+
+
+class TreeEventRebuilder:
+    """Of one DP rank. Memory: a node per page that the tree holds."""
+
+    def __init__(self, model: str, page_size: int, index_block: int) -> None:
+        if index_block % page_size:
+            raise ValueError(f"index block {index_block} is no multiple of page size {page_size}")
+        self._model = model
+        self._page_size = page_size
+        self._index_block = index_block
+        self._nodes: dict[int, _Node] = {}
+        self.unreadable: Counter[str] = Counter()  # events that could not be read, by kind
+
+    def __repr__(self) -> str:
+        return f"TreeEventRebuilder(pages={len(self._nodes)} unreadable={self.unreadable.total()})"
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._nodes)
+
+    def rebuild(self, events: Iterable[Mapping[str, Any]]) -> CacheEvents:
+        """What one batch of SGLang's events means. Never raises.
+
+        After an event that cannot be read no block counts as held but those that are stored from then on,
+        from the root.
+        """
+        news = _News()
+        for event in events:
+            try:
+                self._read(event, news)
+            except Exception as error:  # another's words: whatever is wrong with them
+                self._count(str(error) if isinstance(error, ProtocolError) else repr(error))
+                self._forget(news)
+        return CacheEvents(tuple(news.stored), tuple(news.removed), news.cleared)
+
+    def forget(self, kind: str) -> CacheEvents:
+        """For a batch of which nothing could be read."""
+        self._count(kind)
+        news = _News()
+        self._forget(news)
+        return CacheEvents(cleared=news.cleared)
+
+    def _count(self, kind: str) -> None:
+        known = kind in self.unreadable or len(self.unreadable) < _MAX_KINDS
+        self.unreadable[kind if known else "others"] += 1
+
+    def _forget(self, news: _News) -> None:
+        stands = bool(news.stored) or any(not node.open_tokens for node in self._nodes.values())
+        self._nodes.clear()
+        if stands:  # else nothing that was told does
+            news.clear()
+
+    def _read(self, event: Mapping[str, Any], news: _News) -> None:
+        if event.get("medium") not in _OUR_TIER:
+            return  # not of our pages
+        match event["type"]:
+            case "BlockStored":
+                self._check(event)
+                for block in self._store(event):
+                    news.store(block)
+            case "BlockRemoved":
+                for block in self._remove(event["block_hashes"]):
+                    news.remove(block)
+            case "AllBlocksCleared":
+                self._nodes.clear()
+                news.clear()
+            case other:
+                raise ProtocolError(f"events of type {other} are not known")
+
+    def _check(self, event: Mapping[str, Any]) -> None:
+        """Raises ProtocolError."""
+        if event["block_size"] != self._page_size:
+            raise ProtocolError(f"pages have {event['block_size']} tokens, not {self._page_size}")
+        if len(event["token_ids"]) != len(event["block_hashes"]) * self._page_size:
+            raise ProtocolError("pages and tokens are not of one number")
+
+    def _store(self, event: Mapping[str, Any]) -> Iterable[BlockHash]:
+        node = self._parent(event)
+        if node is None:
+            return  # below a page that we were never told of: its hash cannot be known
+        tokens = event["token_ids"]
+        for number, name in enumerate(event["block_hashes"]):
+            page = tokens[number * self._page_size : (number + 1) * self._page_size]
+            node = self._child(node, page)
+            is_news = name not in self._nodes
+            self._nodes[name] = node
+            if is_news and not node.open_tokens:
+                assert node.block is not None
+                yield node.block
+
+    def _parent(self, event: Mapping[str, Any]) -> _Node | None:
+        parent = event.get("parent_block_hash")
+        if parent is not None:
+            return self._nodes.get(parent)
+        return _Node(None, (), scope_seed(self._model, event.get("cache_salt") or ""))
+
+    def _child(self, parent: _Node, page: list[int]) -> _Node:
+        tokens = (*parent.open_tokens, *page)
+        if len(tokens) < self._index_block:
+            return _Node(parent.block, tokens, parent.seed)
+        return _Node(extend_hash(parent.block, tokens, parent.seed), (), parent.seed)
+
+    def _remove(self, names: Iterable[int]) -> Iterable[BlockHash]:
+        for name in names:
+            node = self._nodes.pop(name, None)
+            if node is not None and not node.open_tokens and node.block is not None:
+                yield node.block

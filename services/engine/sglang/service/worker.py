@@ -1,0 +1,463 @@
+"""One SGLang with all its DP ranks, shared by the engines of those ranks.
+
+first start --> child process --> healthy --> plugin active in every process --> pools as large as asked for
+            --> loads polled --> serving
+last stop ----> child process ended
+child ends, or the loop of its Handshake falls silent ---> crashed
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from services.engine.queue_rate import QueueRate
+from services.engine.sglang.beats import Beats
+from services.engine.sglang.plugin_settings import PluginSettings
+from services.engine.sglang.reports import (
+    Active,
+    Beat,
+    Moved,
+    PathFound,
+    Report,
+    TicketSent,
+    TreeEvents,
+    serve_reports,
+)
+from services.engine.sglang.service import loads, own_metrics
+from services.engine.sglang.service.http_client import SglangHttp
+from services.engine.sglang.service.model_shape import ModelShape
+from services.engine.sglang.service.process import SglangProcess
+from services.engine.sglang.service.run_folder import RunFolder
+from services.engine.sglang.service.settings import SglangSettings
+from services.engine.sglang.service.step_times import StepTimes
+from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.torch.checkpoint import model_fingerprint
+from services.host.ports import free_ports
+from services.values.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
+from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout
+from services.values.kv_path import KvPath, KvPathKind
+from services.values.load import RankLoad
+from services.values.rank import RankId, Room
+
+log = logging.getLogger(__name__)
+
+_ACTIVE_TIMEOUT_S = 15.0
+_POOLS_TIMEOUT_S = 60.0  # a scheduler reports its load when it first finds nothing to do
+_HEALTH_POLL_S = 0.2
+_REFUSED = 2  # argparse's exit code
+_LOAD_POLL_S = 0.25
+_REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
+_MAX_ROOMS = 4096
+# sglang.srt.disaggregation.base.conn.StateType: what is as much a part of each page as its KV.
+_KINDS_BY_PAGE = {"dsa", "block_scale"}
+
+
+class SglangWorker:
+    """Owned by one asyncio loop."""
+
+    def __init__(self, settings: SglangSettings, own_ids: Mapping[int, RankId]) -> None:
+        """`own_ids` by DP rank. Raises ConfigError."""
+        self.settings = settings
+        self.own_ids = own_ids
+        self.shape = ModelShape.read(settings.model_path)
+        self._stretched, self._allows_stretched = settings.stretching(
+            self.shape.max_position_embeddings, self.shape.max_context_tokens
+        )
+        context = self.shape.max_context_tokens if self._stretched else self.shape.max_position_embeddings
+        self.max_context_tokens = settings.max_context_tokens(context)
+        self.model_context_tokens = settings.model_context_tokens(context)
+        self.stopping = False
+        self._fingerprint = model_fingerprint(Path(settings.model_path))
+        self._active: dict[tuple[int, int, int, int], Active] = {}
+        self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
+        self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
+        self._paths: dict[int, dict[KvPath, None]] = {}  # by DP rank, in the order in which they were found
+        self._told = asyncio.Condition()
+        self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
+        self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
+        self._loads: dict[int, dict[str, Any]] = {}
+        self._step_times = StepTimes()
+        self._queue_rates = [QueueRate() for _ in range(settings.dp_size)]
+        self._retractions = [0] * settings.dp_size
+        # A process of SGLang's has ended, which SGLang itself takes seconds to see.
+        self._broken = asyncio.Event()
+        self._users = 0
+        self._starting = asyncio.Lock()
+        self._process: SglangProcess | None = None
+        self._http: SglangHttp | None = None
+        self._reports: asyncio.Server | None = None
+        self._poller: asyncio.Task[None] | None = None
+        self._beats = Beats()
+        self._listener: asyncio.Task[None] | None = None
+        self._folder: RunFolder | None = None
+
+    def __repr__(self) -> str:
+        return f"SglangWorker({self.settings.worker} dp_size={self.settings.dp_size} users={self._users})"
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Started by the first of its ranks; the others wait, as long as SGLang takes to load.
+
+        Raises:
+            ConfigError: SGLang refuses its flags, or runs without our plugin.
+            Unavailable: it ended; it may start another time, for memory or a GPU may be taken.
+        """
+        async with self._starting:
+            self._users += 1
+            if self._users > 1:
+                return
+            try:
+                await self._start()
+            except BaseException:
+                self._users -= 1
+                await self._stop()
+                raise
+
+    async def stop(self) -> None:
+        """Ended by the last of its ranks."""
+        async with self._starting:
+            self._users -= 1
+            if self._users == 0:
+                await self._stop()
+
+    async def crashed(self) -> None:
+        assert self._process is not None
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._process.ended, self._broken)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _start(self) -> None:
+        settings = self.settings
+        _require_entry_point()
+        self._folder = RunFolder.open()
+        reports_path = str(self._folder.path / "reports")
+        self._reports = await serve_reports(reports_path, self._take, self._take_unreadable, self._broken.set)
+        environment = self._folder.environment(settings.environment(os.environ))
+        environment |= self._allows_stretched | self._plugin_settings(reports_path).to_environment()
+        (port,) = free_ports("127.0.0.1", 1)
+        self._http = SglangHttp(port)
+        self._process = SglangProcess([*settings.arguments(port), *self._stretched], environment)
+        await self._process.start()
+        await self._until_healthy()
+        await self._until_active()
+        await self._until_pools_known()
+        self._check_pools()
+        self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
+        self._listener = asyncio.create_task(self._fail_when_silent(), name="sglang-beats")
+
+    async def _stop(self) -> None:
+        self.stopping = True
+        tasks = [task for task in (self._poller, self._listener) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http is not None and not self._broken.is_set():
+            await self._http.abort_all()  # SGLang would let requests finish, for as long as they take
+        if self._process is not None:
+            await self._process.stop(in_order=not self._broken.is_set())
+        if self._http is not None:
+            await self._http.close()
+        if self._reports is not None:
+            self._reports.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    async def _until_healthy(self) -> None:
+        """However long that takes: how long a model may load is the start-up probe's to know."""
+        assert self._process is not None
+        while not await self.http.healthy():
+            # Its children may outlive it, and hold its output open.
+            exit_code = self._process.exit_code
+            if exit_code is not None or self._process.ended.is_set() or self._broken.is_set():
+                refused = exit_code == _REFUSED
+                error = ConfigError if refused else Unavailable
+                raise error(f"SGLang ended while starting: {self._process.last_error()}")
+            self._process.note_tree()
+            await asyncio.sleep(_HEALTH_POLL_S)
+        self._process.note_tree()
+
+    async def _until_active(self) -> None:
+        """Every process that holds KV must have told us that our plugin is active in it."""
+        try:
+            async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._told:
+                await self._told.wait_for(lambda: not self._missing())
+        except TimeoutError:
+            raise ConfigError(
+                f"the plugin is not active in SGLang's processes {self._missing()} (DP rank, TP rank); is "
+                "isthmus installed in SGLang's environment?"
+            ) from None
+        if any(active.cp_rank or active.pp_rank for active in self._active.values()):
+            raise ConfigError(
+                "SGLang has chosen context or pipeline parallelism for this model: not supported"
+            )
+        kinds = {kind for active in self._active.values() for kind in active.state_kinds}
+        if others := sorted(kinds - _KINDS_BY_PAGE):
+            raise ConfigError(
+                f"SGLang keeps state beside the KV of this model that no page holds ({', '.join(others)}): "
+                "windows and recurrent layers are not supported"
+            )
+
+    def _missing(self) -> list[tuple[int, int]]:
+        tp_size = max((active.tp_size for active in self._active.values()), default=1)
+        present = {(active.dp_rank, active.tp_rank) for active in self._active.values()}
+        wanted = {(dp, tp) for dp in range(self.settings.dp_size) for tp in range(tp_size)}
+        return sorted(wanted - present)
+
+    async def _until_pools_known(self) -> None:
+        try:
+            async with asyncio.timeout(_POOLS_TIMEOUT_S):
+                while not self.ending and len(self._num_pages()) < self.settings.dp_size:
+                    await self._poll_load()
+                    await asyncio.sleep(_HEALTH_POLL_S)
+        except TimeoutError:
+            raise Unavailable(f"SGLang told no load within {_POOLS_TIMEOUT_S:g} s") from None
+        if self.ending:
+            raise Unavailable(self.ending)
+
+    def _num_pages(self) -> list[int]:
+        """Of the pool of each DP rank that has told."""
+        told = (loads.num_pages(load, self.settings.page_size) for load in self._loads.values())
+        return [pages for pages in told if pages]
+
+    def _check_pools(self) -> None:
+        """Raises ConfigError. Where memory is short SGLang makes a smaller pool and only warns; what we let
+        in by the size that was asked for would then wait for ever."""
+        smallest = min(self._num_pages())
+        if smallest < self.settings.num_pages:
+            raise ConfigError(
+                f"--kv-pages={self.settings.num_pages}: SGLang has memory for {smallest} pages; ask for "
+                "no more, or give it more memory (--engine-arg=--mem-fraction-static=...)"
+            )
+
+    async def _poll_loads(self) -> None:
+        while True:
+            await self._poll_load()
+            await asyncio.sleep(_LOAD_POLL_S)
+
+    async def _fail_when_silent(self) -> None:
+        silent = await self._beats.until_silent()
+        log.critical("sglang_hangs pids=%s", ",".join(map(str, silent)))
+        self._broken.set()
+
+    async def _poll_load(self) -> None:
+        try:
+            answer = await self.http.get(f"/v1/loads?include={loads.SECTIONS}")
+            self._take_loads(answer["loads"])
+        except Unavailable as error:
+            log.warning("sglang_loads_unknown reason=%r", str(error))
+
+    def _take_loads(self, told: list[dict[str, Any]]) -> None:
+        self._loads = {int(load["dp_rank"]): load for load in told}
+        for dp_rank, load in self._loads.items():
+            self._step_times.note(dp_rank, load.get("decode_moments"))
+            if loads.waiting(load, self.settings.role):
+                self._queue_rates[dp_rank].waits(time.monotonic())
+            else:
+                self._queue_rates[dp_rank].empty()
+
+    def _plugin_settings(self, reports_path: str) -> PluginSettings:
+        settings, tls = self.settings, self.settings.tls
+        paths = ("", "", "") if tls is None else tuple(str(p or "") for p in (tls.ca, tls.cert, tls.key))
+        return PluginSettings(
+            worker=settings.worker,
+            generations=tuple(self.own_ids[rank].generation for rank in range(settings.dp_size)),
+            model_fingerprint=self._fingerprint,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            host=settings.host,
+            advertise_host=settings.advertise_host,
+            reports_path=reports_path,
+            tls_ca=paths[0],
+            tls_cert=paths[1],
+            tls_key=paths[2],
+            tls_mutual=tls is not None and tls.mutual,
+            tls_server_name="" if tls is None else tls.server_name,
+            nixl_backend=settings.nixl.backend,
+            expects_rdma=settings.nixl.expects_rdma,
+        )
+
+    def _rebuilder(self) -> TreeEventRebuilder:
+        settings = self.settings
+        return TreeEventRebuilder(settings.model_name, settings.page_size, settings.index_block)
+
+    # -- what its ranks ask ----------------------------------------------------------------------------
+
+    @property
+    def http(self) -> SglangHttp:
+        assert self._http is not None, "the worker has not been started"
+        return self._http
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of one request. Raises as SglangHttp.stream, or Unavailable when we end."""
+        if self.ending:
+            raise Unavailable(self.ending)
+        with self.blaming_ourselves():
+            async with aclosing(self.http.stream(body)) as chunks:
+                retractions = 0
+                async for chunk in chunks:
+                    counted = int(chunk["meta_info"].get("num_retractions") or 0)
+                    self._retractions[body["routed_dp_rank"]] += counted - retractions
+                    retractions = counted
+                    yield chunk
+
+    @property
+    def ending(self) -> str:
+        """Why no request can come to a good end here any more; empty while all is well."""
+        if self.stopping:
+            return "the engine is stopping"
+        gone = self._broken.is_set() or (self._process is not None and self._process.ended.is_set())
+        return "SGLang has ended" if gone else ""
+
+    @contextmanager
+    def blaming_ourselves(self) -> Iterator[None]:
+        """When our own SGLang ends, its peers lose their streams and fail the request as well: no fault of
+        theirs, for which a router would leave them alone."""
+        try:
+            yield
+        except PeerFailed as error:
+            if self.ending:
+                raise Unavailable(self.ending) from error
+            raise
+
+    @property
+    def actives(self) -> list[Active]:
+        """All processes that hold KV."""
+        return list(self._active.values())
+
+    @property
+    def layout(self) -> KvLayout:
+        active = next(iter(self._active.values()))
+        group = KvGroup(
+            GroupKind.FULL_ATTENTION,
+            tuple(range(active.num_layers)),
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+            active.dtype,
+        )
+        return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, (group,))
+
+    def load(self, dp_rank: int) -> RankLoad:
+        """From SGLang's own report, some hundred milliseconds old, and what we measured ourselves."""
+        settings = self.settings
+        told = loads.rank_load(
+            self._loads.get(dp_rank, {}), settings.role, settings.page_size, settings.num_pages
+        )
+        return replace(
+            told,
+            step_s=self._step_times.step_s(dp_rank),
+            decode_steps=self._step_times.histogram(dp_rank),
+            admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
+            retractions=self._retractions[dp_rank],
+            unreadable_events=self._rebuilders[dp_rank].unreadable.total(),
+            kv_paths=tuple(self._paths.get(dp_rank, ())),
+        )
+
+    def metrics(self, dp_rank: int) -> Iterator[Metric]:
+        """SGLang's own; any thread may ask, and waits."""
+        return own_metrics.read(f"{self.http.base}/metrics", dp_rank)
+
+    def note_admitted(self, dp_rank: int) -> None:
+        """A request that may have waited there is through."""
+        self._queue_rates[dp_rank].taken(time.monotonic())
+
+    async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
+        """What the decode side promised for a room, and when (monotonic).
+
+        Raises PeerFailed when the plugin says nothing.
+        """
+        await self._until_told(lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
+        return self._tickets.pop(room)
+
+    async def bytes_moved(self, room: Room) -> int:
+        """What was written for a room, by all of the rank's processes. Raises PeerFailed likewise."""
+        tp_size = self.layout.tp_size
+        await self._until_told(
+            lambda: self._moved.get(room, (0, 0))[0] >= tp_size, f"no writes were reported for {room:016x}"
+        )
+        return self._moved.pop(room)[1]
+
+    def forget(self, room: Room) -> None:
+        self._tickets.pop(room, None)
+        self._moved.pop(room, None)
+
+    async def _until_told(self, told: Any, problem: str) -> None:
+        try:
+            async with asyncio.timeout(_REPORT_TIMEOUT_S), self._told:
+                await self._told.wait_for(told)
+        except TimeoutError:
+            raise PeerFailed(problem) from None
+
+    # -- what the plugin reports -----------------------------------------------------------------------
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Active():
+                place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
+                self._active[place] = report
+            case TicketSent():
+                self._tickets[report.room] = (report, time.monotonic())
+                _bound(self._tickets)
+            case Moved():
+                count, size = self._moved.get(report.room, (0, 0))
+                self._moved[report.room] = (count + 1, size + report.size_bytes)
+                _bound(self._moved)
+            case PathFound():
+                path = KvPath(KvPathKind(report.path_kind), report.reach, report.lanes)
+                self._paths.setdefault(report.dp_rank, {})[path] = None
+                return
+            case TreeEvents():
+                self._take_events(report)
+                return
+            case Beat():
+                self._beats.heard(report.pid)
+                return
+        task = asyncio.ensure_future(self._tell())
+        task.add_done_callback(lambda ended: ended.exception())
+
+    def _take_events(self, report: TreeEvents) -> None:
+        self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))
+
+    def _take_unreadable(self, error: ProtocolError) -> None:
+        """Events of any rank may have been in it."""
+        for dp_rank in range(self.settings.dp_size):
+            self._follow(dp_rank, lambda rebuilder: rebuilder.forget(str(error)))
+
+    def _follow(self, dp_rank: int, read: Callable[[TreeEventRebuilder], CacheEvents]) -> None:
+        """What cannot be read is counted, and logged once of each kind."""
+        rebuilder = self._rebuilders[dp_rank]
+        known = set(rebuilder.unreadable)
+        self.events[dp_rank].put_nowait(read(rebuilder))
+        for kind in rebuilder.unreadable.keys() - known:
+            log.error("sglang_events_unreadable dp_rank=%d kind=%r", dp_rank, kind)
+
+    async def _tell(self) -> None:
+        async with self._told:
+            self._told.notify_all()
+
+
+def _require_entry_point() -> None:
+    """Raises ConfigError. SGLang's processes have our interpreter, but would miss it only after loading."""
+    if not entry_points(group="sglang.srt.plugins", name="isthmus"):
+        raise ConfigError(
+            "the plugin is not installed: SGLang finds it by the entry point isthmus of sglang.srt.plugins, "
+            "so isthmus must be installed where SGLang is, not only be on the path"
+        )
+
+
+def _bound(rooms: dict[int, Any]) -> None:
+    """Rooms of requests that failed before anybody asked are forgotten in time."""
+    while len(rooms) > _MAX_ROOMS:
+        del rooms[next(iter(rooms))]

@@ -1,0 +1,141 @@
+"""Pieces (step_view.py) cut into parts: what one program of a device computes, and how queries join them.
+
+    piece   pages x their readers            who reads what
+    part    some of the pages x some of the readers, for one KV head at a time
+
+Pages are cut so that a device with many processors has a part for each of them, also for one long context;
+readers only where their query heads are more rows than a program multiplies at once. So up to 64 query heads
+(32 in float32) of one KV head read a page together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.torch.attention.decode_kernel import Ids, Joins, Pieces
+
+# Rows that a program multiplies at once: a row is one query head of one reader. Tensor cores take 16 at
+# least; parts of that many are computed apart, for most pages are read by one sequence alone. Wide ones are
+# as wide as registers and shared memory allow.
+_NARROW_ROWS, _WIDE_ROW_BYTES = 16, 128
+# A part of fewer tokens is not worth what it takes to join it.
+_LEAST_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """That `attend` is to read pages where they are, on a device that runs `num_programs` at once."""
+
+    attend: "AttendParts"
+    num_heads: int
+    num_programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartsView:
+    """The step's single tokens, on the device; tables are int32.
+
+    Query i is the one at offsets[i] of the step. Part j is parts[j] = (first_page, end_page, first_reader,
+    end_reader, first_output): tokens[k] slots of pages[k], for each k from first_page to end_page, for the
+    queries at readers[k] of the step, for each k from first_reader to end_reader. Their results are
+    `outputs` from first_output on, in that order. Query i joins outputs[readings[k]] for each k from
+    starts[i] to starts[i + 1].
+    """
+
+    pages: Tensor
+    tokens: Tensor
+    readers: Tensor
+    parts: Tensor  # [num_parts, 5], the narrow ones first
+    readings: Tensor
+    starts: Tensor  # [num_queries + 1]
+    offsets: Tensor  # [num_queries]
+    num_narrow: int
+    outputs: Tensor  # float32 [num_outputs, num_heads, head_dim], for each layer anew
+    log_sums: Tensor  # float32 [num_outputs, num_heads], to base 2
+    attend: "AttendParts"
+
+
+# See triton_kernel.attend_parts: view, query, the pool, layer, scaling, output.
+AttendParts = Callable[[PartsView, Tensor, Tensor, int, float, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    table: Ids  # as PartsView.parts
+    num_narrow: int
+    joins: Joins
+
+
+def rows_of(kv: Tensor, num_heads: int) -> tuple[int, int]:
+    """Rows of a narrow and of a wide part: powers of two, and enough for one reader."""
+    whole = 1 << (num_heads // kv.shape[3] - 1).bit_length()
+    return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.itemsize, whole)
+
+
+def view_parts(kv: Tensor, offsets: Ids, pieces: Pieces, on_device: OnDevice) -> PartsView:
+    """`offsets` say where in the step each query is. All tables go to the device in one copy."""
+    parts = cut_pieces(pieces, kv, on_device.num_heads, on_device.num_programs)
+    tables = (
+        pieces.pages,
+        pieces.tokens,
+        offsets[pieces.readers],
+        parts.table.reshape(-1),
+        parts.joins.readings,
+        parts.joins.starts,
+        offsets,
+    )
+    packed = torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(kv.device)
+    pages, tokens, readers, table, readings, starts, on_offsets = packed.split([len(t) for t in tables])
+    shape = (len(parts.joins.readings), on_device.num_heads, kv.shape[5])
+    return PartsView(
+        pages=pages,
+        tokens=tokens,
+        readers=readers,
+        parts=table.view(-1, 5),
+        readings=readings,
+        starts=starts,
+        offsets=on_offsets,
+        num_narrow=parts.num_narrow,
+        outputs=torch.empty(shape, dtype=torch.float32, device=kv.device),
+        log_sums=torch.empty(shape[:2], dtype=torch.float32, device=kv.device),
+        attend=on_device.attend,
+    )
+
+
+def cut_pieces(pieces: Pieces, kv: Tensor, num_heads: int, num_programs: int) -> Parts:
+    """About `num_programs` parts for all KV heads together, or fewer where that would make them too small."""
+    num_kv_heads, page_size = kv.shape[3:5]
+    group = num_heads // num_kv_heads
+    narrow, wide = rows_of(kv, num_heads)
+    num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
+    reader_cuts = -(-num_readers // (wide // group))
+    num_reads = int((num_pages * reader_cuts).sum()) * num_kv_heads
+    page_cuts = -(-num_pages // max(-(-num_reads // num_programs), -(-_LEAST_TOKENS // page_size)))
+    counts = page_cuts * reader_cuts
+    piece = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+    by_pages = _bounds(pieces.page_starts, page_cuts, piece, nth % page_cuts[piece])
+    by_readers = _bounds(pieces.reader_starts, reader_cuts, piece, nth // page_cuts[piece])
+    is_wide = (by_readers[1] - by_readers[0]) * group > narrow
+    columns = np.stack([*by_pages, *by_readers], axis=1)[np.argsort(is_wide, kind="stable")]
+    sizes = columns[:, 3] - columns[:, 2]
+    first_outputs = np.cumsum(sizes) - sizes
+    table = np.concatenate([columns, first_outputs[:, None]], axis=1)
+    return Parts(table, int((~is_wide).sum()), _joins(pieces.readers, table))
+
+
+def _bounds(starts: Ids, cuts: Ids, piece: Ids, nth: Ids) -> tuple[Ids, Ids]:
+    """Of the `nth` of a piece's cuts, which are as even as can be."""
+    start, length, count = starts[piece], np.diff(starts)[piece], cuts[piece]
+    return start + length * nth // count, start + length * (nth + 1) // count
+
+
+def _joins(readers: Ids, table: Ids) -> Joins:
+    first_readers, end_readers, first_outputs = table[:, 2:].T
+    sizes = end_readers - first_readers
+    queries = readers[np.arange(sizes.sum()) + np.repeat(first_readers - first_outputs, sizes)]
+    readings = np.argsort(queries, kind="stable")
+    return Joins(readings, np.searchsorted(queries[readings], np.arange(queries.max() + 2)))

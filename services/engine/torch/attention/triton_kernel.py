@@ -1,0 +1,209 @@
+"""Attention of single tokens over pages, where they lie, on a GPU: Triton kernels.
+
+    attend_parts   1. _attend_part, for each part and KV head: all heads of the part's readers, over its pages
+                   2. _join_parts, for each query and head: what its parts say, by their log-sum-exps
+
+Online softmax as in FlashAttention (arXiv 2205.14135), parts along the sequence as in Flash-Decoding. The
+rows of a product are query heads, those of several readers where they share pages, so one reading of K and V
+serves all of them. Tables are made once a step (parts.py); nothing here waits for the device. Exponentials
+are of base 2, which is what a GPU computes.
+
+What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
+once: when the runner starts (in_place.py), and not in a step.
+
+Written, compiled and tested without a GPU: in Triton's interpreter (make test-triton). It has not run on one.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.torch.attention.parts import PartsView, rows_of
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+# What a program holds of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared memory.
+# (By 1 KiB not in float32 with head_dim 256: where there are no more, that gathers.)
+_TILE_BYTES = 16 << 10
+_MAX_SLOTS = 64
+NUM_STAGES, NUM_WARPS = 2, 4
+
+
+@triton.jit(
+    do_not_specialize=["first_part", "layer", "num_layers", "scaling"],
+    do_not_specialize_on_alignment=["query", "pages", "tokens", "readers", "parts"],
+)
+def _attend_part(
+    query,
+    kv,
+    pages,
+    tokens,
+    readers,
+    parts,
+    outputs,
+    log_sums,
+    first_part,
+    layer,
+    num_layers,
+    scaling,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Program (j, k): part first_part + j, the heads of its readers that share KV head k. See PartsView."""
+    part = parts + (first_part + tl.program_id(0)) * 5
+    kv_head = tl.program_id(1)
+    first_page, end_page = tl.load(part), tl.load(part + 1)
+    first_reader, end_reader = tl.load(part + 2), tl.load(part + 3)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = rows < (end_reader - first_reader) * GROUP
+    is_column = columns < HEAD_DIM
+    offsets = tl.load(readers + first_reader + rows // GROUP, mask=is_row, other=0).to(tl.int64)
+    row_starts = (offsets * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
+    is_number = is_row[:, None] & is_column[None, :]
+    queries = tl.load(query + row_starts[:, None] + columns[None, :], mask=is_number, other=0.0).to(FACTOR)
+    # Of the softmax so far: the greatest score, the sum of all exponentials over that one's, of V by them.
+    greatest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
+    num_slots = (end_page - first_page) * PAGE_SIZE
+    for start in range(0, num_slots, SLOTS):
+        nth = start + tl.arange(0, SLOTS)
+        is_slot = nth < num_slots
+        page = tl.load(pages + first_page + nth // PAGE_SIZE, mask=is_slot, other=0).to(tl.int64)
+        num_tokens = tl.load(tokens + first_page + nth // PAGE_SIZE, mask=is_slot, other=0)
+        slot = nth % PAGE_SIZE
+        is_token = slot < num_tokens
+        head = (page * num_layers + layer) * (2 * NUM_KV_HEADS) + kv_head
+        keys_at = head * (PAGE_SIZE * HEAD_DIM) + slot * HEAD_DIM
+        keys = tl.load(
+            kv + keys_at[None, :] + columns[:, None], mask=is_token[None, :] & is_column[:, None], other=0.0
+        ).to(FACTOR)
+        scores = tl.dot(queries, keys, input_precision="tf32x3") * (scaling * _LOG2_E)
+        scores = tl.where(is_token[None, :], scores, -float("inf"))
+        # The first slot of a page is always a token, so from the first round on this is a number.
+        peak = tl.maximum(greatest, tl.max(scores, 1))
+        shrunk = tl.exp2(greatest - peak)
+        weights = tl.exp2(scores - peak[:, None])
+        values_at = keys_at + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        values = tl.load(
+            kv + values_at[:, None] + columns[None, :], mask=is_token[:, None] & is_column[None, :], other=0.0
+        ).to(FACTOR)
+        weighted = tl.dot(weights.to(FACTOR), values, weighted * shrunk[:, None], input_precision="tf32x3")
+        total = total * shrunk + tl.sum(weights, 1)
+        greatest = peak
+    places = (tl.load(part + 4) + rows // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP + heads
+    tl.store(log_sums + places, greatest + tl.log2(total), mask=is_row)
+    results = outputs + places[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(results, weighted / total[:, None], mask=is_number)
+
+
+@triton.jit(do_not_specialize_on_alignment=["readings", "starts", "offsets", "joined"])
+def _join_parts(
+    outputs,
+    log_sums,
+    readings,
+    starts,
+    offsets,
+    joined,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (i, h): head h of query i."""
+    query, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < HEAD_DIM
+    peak = tl.full([COLUMNS], -float("inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    weighted = tl.zeros([COLUMNS], tl.float32)
+    for k in range(tl.load(starts + query), tl.load(starts + query + 1)):
+        place = tl.load(readings + k).to(tl.int64) * num_heads + head
+        log_sum = tl.load(log_sums + place)
+        output = tl.load(outputs + place * HEAD_DIM + columns, mask=is_column, other=0.0)
+        greatest = tl.maximum(peak, log_sum)
+        shrunk, weight = tl.exp2(peak - greatest), tl.exp2(log_sum - greatest)
+        weighted = weighted * shrunk + output * weight
+        total = total * shrunk + weight
+        peak = greatest
+    place = tl.load(offsets + query).to(tl.int64) * num_heads + head
+    results = joined + place * HEAD_DIM + columns
+    tl.store(results, (weighted / total).to(joined.dtype.element_ty), mask=is_column)
+
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_IS_INTERPRETED = not isinstance(_attend_part, triton.JITFunction)
+
+
+def attend_parts(
+    view: PartsView, query: Tensor, kv: Tensor, layer: int, scaling: float, output: Tensor
+) -> None:
+    """Write the attention of the step's single tokens to their rows of `output`.
+
+    `query` and `output` are [total, num_heads, head_dim]; `output` and `kv`, the pool, are contiguous.
+    """
+    num_heads = query.shape[1]
+    num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
+    query = query.contiguous()
+    narrow, wide = rows_of(kv, num_heads)
+    ranges = ((0, view.num_narrow, narrow), (view.num_narrow, len(view.parts), wide))
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        for first, end, rows in ranges:
+            if first == end:
+                continue
+            _attend_part[end - first, num_kv_heads](
+                query,
+                kv,
+                view.pages,
+                view.tokens,
+                view.readers,
+                view.parts,
+                view.outputs,
+                view.log_sums,
+                first,
+                layer,
+                kv.shape[1],
+                scaling,
+                **part_constants(kv, num_heads, rows),
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+            )
+        _join_parts[len(view.offsets), num_heads](
+            view.outputs,
+            view.log_sums,
+            view.readings,
+            view.starts,
+            view.offsets,
+            output,
+            HEAD_DIM=head_dim,
+            COLUMNS=_columns(head_dim),
+        )
+
+
+def part_constants(kv: Tensor, num_heads: int, rows: int) -> dict[str, Any]:
+    """Of _attend_part for parts of `rows`."""
+    num_kv_heads, page_size, head_dim = kv.shape[3:]
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "PAGE_SIZE": page_size,
+        "HEAD_DIM": head_dim,
+        "ROWS": rows,
+        "COLUMNS": _columns(head_dim),
+        "SLOTS": max(16, min(_MAX_SLOTS, _TILE_BYTES // (_columns(head_dim) * kv.itemsize))),
+        # The interpreter takes the bits of bfloat16 for integers when it multiplies, so there it is wider.
+        "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[kv.dtype],
+    }
+
+
+def _columns(head_dim: int) -> int:
+    columns: int = max(16, triton.next_power_of_2(head_dim))
+    return columns

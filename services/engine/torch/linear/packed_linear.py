@@ -1,0 +1,78 @@
+"""Linear layers for the CPU, with their weights in the order in which they are read.
+
+One thread and float32: panels (linear_kernel.py). Else oneDNN's order, for it shares the work among torch's
+threads and knows what the processor can do with bfloat16. A plain weight goes to a BLAS that packs it anew in
+every call: for the few rows of a decode step that takes twice as long as reading the weight once.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from services.engine.torch.linear.linear_kernel import multiply, pack
+
+# How many rows to expect when oneDNN chooses the order. For one row it would be another, and wrong for all
+# others.
+_TYPICAL_ROWS = 16
+# oneDNN compiles code for every number of rows and keeps that of the last 1,024 shapes: with prompts of all
+# lengths 0.7 GB, and 0.6 ms for each new shape. So more rows than the first of these are filled up to a
+# multiple of the second; less coarsely for batches, where every row is felt.
+_ROW_STEPS = ((64, 16), (16, 4))
+# In an order made for many rows fewer take longer than these (8 layers of hidden size 512, two threads: one
+# row 6.1 ms, four 5.1).
+_FEWEST_ROWS = 4
+
+
+class PanelLinear(nn.Module):
+    """Computes what the float32 nn.Linear it is made of does; keeps no weight in the usual order."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        bias = None if linear.bias is None else linear.bias.detach().numpy()
+        self._panels = pack(linear.weight.detach().numpy(), bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1]).numpy()
+        product = torch.from_numpy(multiply(flat, self._panels))
+        return product.view(*rows.shape[:-1], product.shape[-1])
+
+
+class PackedLinear(nn.Module):
+    """The same in oneDNN's order, also for bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+        self._bias = linear.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        num_rows = rows.shape[-2]
+        step = next((step for more_than, step in _ROW_STEPS if num_rows > more_than), 1)
+        extra = max(-num_rows % step, _FEWEST_ROWS - num_rows)
+        if extra:
+            rows = pad(rows, (0, 0, 0, extra))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return product[..., :num_rows, :] if extra else product
+
+
+def pack_linears(module: nn.Module, num_threads: int) -> None:
+    """Replace every linear layer below `module`; nothing happens where this torch or processor cannot.
+
+    `num_threads` is how many torch has.
+    """
+    for name, child in module.named_children():
+        if not isinstance(child, nn.Linear):
+            pack_linears(child, num_threads)
+        elif num_threads == 1 and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
+            setattr(module, name, PanelLinear(child))
+        elif _can_pack(child.weight):
+            setattr(module, name, PackedLinear(child))
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(weight.dtype == torch.float32)

@@ -1,0 +1,1 @@
+"""A client of etcd: keys, leases, watches. Knows no index."""

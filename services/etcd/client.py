@@ -1,0 +1,268 @@
+"""A thin client of etcd's v3 API: keys, transactions and leases. Streams are in lease.py and watch.py."""
+
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+
+from services.etcd.connection import EtcdConnection, Method, Observe, unobserved
+from services.etcd.errors import EtcdCompacted, EtcdTooLarge
+from services.etcd.settings import EtcdSettings
+from services.wire.etcd import etcd_pb2
+
+_RANGE = Method("/etcdserverpb.KV/Range", etcd_pb2.RangeRequest, etcd_pb2.RangeResponse)
+_PUT = Method("/etcdserverpb.KV/Put", etcd_pb2.PutRequest, etcd_pb2.PutResponse)
+_DELETE = Method("/etcdserverpb.KV/DeleteRange", etcd_pb2.DeleteRangeRequest, etcd_pb2.DeleteRangeResponse)
+_TXN = Method("/etcdserverpb.KV/Txn", etcd_pb2.TxnRequest, etcd_pb2.TxnResponse)
+_COMPACT = Method("/etcdserverpb.KV/Compact", etcd_pb2.CompactionRequest, etcd_pb2.CompactionResponse)
+_GRANT = Method("/etcdserverpb.Lease/LeaseGrant", etcd_pb2.LeaseGrantRequest, etcd_pb2.LeaseGrantResponse)
+_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", etcd_pb2.LeaseRevokeRequest, etcd_pb2.LeaseRevokeResponse)
+_STATUS = Method("/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest, etcd_pb2.StatusResponse)
+
+# Our largest values are 1 MiB, so a page of this many keys stays below the response limit.
+_FIRST_PAGE_KEYS = 120
+# What a page brings is unpacked in one go: small enough not to hold up the loop.
+_MAX_PAGE_KEYS = 1_000
+_PAGE_BYTES = 1 << 20
+_LIST_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    key: bytes
+    value: bytes
+    mod_revision: int
+    lease_id: int = 0  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """`succeeded`: every comparison held. `revision`: of the store after the transaction.
+
+    `swaps`: of each `put_if_unchanged_op`, in order.
+    """
+
+    succeeded: bool
+    revision: int
+    swaps: tuple["Swap", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """`mod_revision`: of the key after the transaction, whoever wrote it."""
+
+    succeeded: bool
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of a prefix's keys at `revision`, in key order."""
+
+    revision: int
+    kvs: list["KeyValue"]
+    next_key: bytes | None  # None: this is the last page
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The least key greater than every key with this prefix; b"\\0" (etcd: no end) when there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
+
+
+def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
+    operation = etcd_pb2.RequestOp()
+    put = operation.request_put  # filled in place: a message that is handed over is written out and parsed
+    put.key, put.value, put.lease = key, value, lease_id
+    return operation
+
+
+def delete_op(key: bytes) -> etcd_pb2.RequestOp:
+    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
+
+
+def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
+    """Delete the keys in [start, end)."""
+    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=start, range_end=end))
+
+
+def put_if_unchanged_op(key: bytes, value: bytes, mod_revision: int, lease_id: int) -> etcd_pb2.RequestOp:
+    """A nested transaction: a compare_and_swap of its own among others."""
+    found = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=key, keys_only=True))
+    swap = etcd_pb2.TxnRequest(
+        compare=[unchanged(key, mod_revision)], success=[put_op(key, value, lease_id)], failure=[found]
+    )
+    return etcd_pb2.RequestOp(request_txn=swap)
+
+
+def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
+    """Holds while the key was last written at `mod_revision`; 0: while it does not exist."""
+    compare = etcd_pb2.Compare
+    return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=mod_revision)
+
+
+class Etcd:
+    """Every method raises Unavailable when no member answers in time, else as `rename` says.
+
+    What is idempotent is retried within the deadline. After Unavailable a write may or may not have
+    happened.
+    """
+
+    def __init__(
+        self,
+        settings: EtcdSettings,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Observe = unobserved,
+    ) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.connection = EtcdConnection(settings, rng=rng, clock=clock, observe=observe)
+
+    async def __aenter__(self) -> "Etcd":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def get(self, key: bytes, revision: int = 0) -> KeyValue | None:
+        """As of `revision` (0: now). Raises EtcdCompacted."""
+        response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key, revision=revision))
+        return _key_value(response.kvs[0]) if response.kvs else None
+
+    async def current_revision(self, key: bytes = b"\0") -> int:
+        """The store's revision, agreed on by a majority (a linearizable read of a key that we may read)."""
+        request = etcd_pb2.RangeRequest(key=key, count_only=True)
+        return (await self.connection.unary(_RANGE, request)).header.revision
+
+    async def snapshot(self, prefix: bytes, page_keys: int = _FIRST_PAGE_KEYS) -> tuple[int, list[KeyValue]]:
+        """A revision, and every key with the prefix at exactly that revision, in key order."""
+        for attempt in range(1, _LIST_ATTEMPTS + 1):
+            kvs: list[KeyValue] = []
+            try:
+                async with aclosing(self.pages(prefix, prefix_end(prefix), page_keys=page_keys)) as pages:
+                    async for page in pages:
+                        kvs.extend(page.kvs)
+                return page.revision, kvs
+            except EtcdCompacted:
+                # Compacted between two pages: begin again at a newer revision.
+                if attempt == _LIST_ATTEMPTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def pages(
+        self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
+    ) -> AsyncGenerator[Page, None]:
+        """The keys in [start, end) at `revision` (0: now), in pages of about 1 MiB; one page at least.
+
+        Raises EtcdCompacted when the revision is compacted meanwhile.
+        """
+        next_key: bytes | None = start
+        while next_key is not None:
+            try:
+                page = await self._page(next_key, end, revision, page_keys)
+            except EtcdTooLarge:
+                page_keys = max(1, page_keys // 4)
+                continue
+            yield page
+            revision, next_key = page.revision, page.next_key
+            page_keys = _next_page_keys(page, page_keys)
+
+    async def _page(self, start: bytes, end: bytes, revision: int, page_keys: int) -> Page:
+        request = etcd_pb2.RangeRequest(key=start, range_end=end, limit=page_keys, revision=revision)
+        response = await self.connection.unary(_RANGE, request)
+        kvs = [_key_value(kv) for kv in response.kvs]
+        next_key = kvs[-1].key + b"\0" if response.more else None
+        return Page(revision or response.header.revision, kvs, next_key)
+
+    async def count(self, prefix: bytes) -> int:
+        """How many keys have the prefix, as one member knows it."""
+        request = etcd_pb2.RangeRequest(
+            key=prefix, range_end=prefix_end(prefix), count_only=True, serializable=True
+        )
+        return (await self.connection.unary(_RANGE, request)).count
+
+    async def put(self, key: bytes, value: bytes, lease_id: int = 0) -> int:
+        """Returns the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
+        request = etcd_pb2.PutRequest(key=key, value=value, lease=lease_id)
+        return (await self.connection.unary(_PUT, request)).header.revision
+
+    async def delete(self, key: bytes) -> bool:
+        """False: the key did not exist (or a retry found it gone)."""
+        response = await self.connection.unary(_DELETE, etcd_pb2.DeleteRangeRequest(key=key))
+        return response.deleted > 0
+
+    async def delete_prefix(self, prefix: bytes) -> int:
+        """Returns how many keys were deleted."""
+        request = etcd_pb2.DeleteRangeRequest(key=prefix, range_end=prefix_end(prefix))
+        return (await self.connection.unary(_DELETE, request)).deleted
+
+    async def txn(
+        self,
+        compares: Iterable[etcd_pb2.Compare],
+        success: Iterable[etcd_pb2.RequestOp],
+        failure: Iterable[etcd_pb2.RequestOp] = (),
+        *,
+        idempotent: bool = False,
+    ) -> TxnResult:
+        """At most 128 operations and 1.5 MiB. `idempotent`: doing it twice is the same as once."""
+        request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
+        response = await self.connection.unary(_TXN, request, idempotent=idempotent)
+        revision = response.header.revision
+        swaps = tuple(
+            _swap(op.response_txn, revision) for op in response.responses if op.HasField("response_txn")
+        )
+        return TxnResult(response.succeeded, revision, swaps)
+
+    async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
+        """Put unless the key exists. False: it exists."""
+        return await self.compare_and_swap(key, value, 0, lease_id)
+
+    async def compare_and_swap(self, key: bytes, value: bytes, mod_revision: int, lease_id: int = 0) -> bool:
+        """Put if the key was last written at `mod_revision` (0: never). False: it was not."""
+        result = await self.txn([unchanged(key, mod_revision)], [put_op(key, value, lease_id)])
+        return result.succeeded
+
+    async def grant_lease(self, ttl_s: int) -> tuple[int, int]:
+        """Returns the lease's id and the seconds it was given. Nobody keeps it alive; see lease.py."""
+        # Retried although each try may leave a lease behind: one without keys that soon lapses.
+        response = await self.connection.unary(_GRANT, etcd_pb2.LeaseGrantRequest(TTL=ttl_s))
+        return response.ID, response.TTL
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        """Delete the lease and every key under it. Raises LeaseNotFound."""
+        await self.connection.unary(_REVOKE, etcd_pb2.LeaseRevokeRequest(ID=lease_id))
+
+    async def compact(self, revision: int) -> None:
+        """Forget the history before `revision`."""
+        await self.connection.unary(_COMPACT, etcd_pb2.CompactionRequest(revision=revision, physical=True))
+
+    async def status(self) -> etcd_pb2.StatusResponse:
+        """Of the member that we talk to."""
+        return await self.connection.unary(_STATUS, etcd_pb2.StatusRequest())
+
+
+def _next_page_keys(page: Page, page_keys: int) -> int:
+    """As many as fill a page if they are like the last; at most four times as many, lest they are not."""
+    size_bytes = sum(len(kv.value) for kv in page.kvs)
+    fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
+    return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
+
+
+def _swap(response: etcd_pb2.TxnResponse, revision: int) -> Swap:
+    if response.succeeded:
+        return Swap(True, revision)
+    found = response.responses[0].response_range.kvs
+    return Swap(False, found[0].mod_revision if found else 0)
+
+
+def _key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
+    return KeyValue(pb.key, pb.value, pb.mod_revision, pb.lease)

@@ -1,0 +1,337 @@
+"""Calls to a cluster of etcd members.
+
+One channel per endpoint, so that hostnames, addresses and TLS names all fail over alike:
+
+    current endpoint --ready?--> log in once --> call --ok------------------------------> answer
+          ^    no                                  |--transient--> next endpoint, wait --+
+          +----------- next endpoint <-------------+                                     |
+          +--------------------------- again, while idempotent and in time --------------+
+                                                   |--token refused--> new token, again
+
+A call is sent only on a channel that is connected. What fails before that was never sent, so it is
+tried elsewhere even when it is not idempotent.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+import grpc
+
+from services.etcd.backoff import Backoff
+from services.etcd.errors import is_auth_off, is_token_refused, is_transient, rename
+from services.etcd.settings import EtcdSettings
+from services.net import grpc_errors
+from services.net.tls import TlsConfig
+from services.values.errors import IsthmusError, Unavailable
+from services.wire.etcd import etcd_pb2
+
+logger = logging.getLogger(__name__)
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+Observe = Callable[[str, float, bool], None]  # method, seconds, whether it failed
+_Metadata = tuple[tuple[str, str], ...]
+
+# A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).
+_HAS_LEADER: _Metadata = (("hasleader", "true"),)
+_MAX_RESPONSE_BYTES = 128 << 20
+_MAX_AHEAD = 8  # messages of a stream that wait for its reader; beyond that, HTTP/2 holds up the sender
+_AUTH_OFF = ""  # in place of a token
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # see rpc.py
+    ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Another client of the process must not lend us its reconnect timer.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[_Request, _Response]):
+    """One of etcd's RPCs."""
+
+    path: str
+    request_type: type[_Request]
+    response_type: type[_Response]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def serializers(self) -> dict[str, Any]:
+        return {
+            "request_serializer": self.request_type.SerializeToString,  # type: ignore[attr-defined]
+            "response_deserializer": self.response_type.FromString,  # type: ignore[attr-defined]
+        }
+
+
+_AUTHENTICATE = Method(
+    "/etcdserverpb.Auth/Authenticate", etcd_pb2.AuthenticateRequest, etcd_pb2.AuthenticateResponse
+)
+
+
+def unobserved(method: str, took_s: float, failed: bool) -> None:
+    pass
+
+
+class EtcdStream(Generic[_Request, _Response]):
+    """One open bidirectional stream; any error ends it. Close it always.
+
+    What comes is received by one task for the whole stream, a little ahead of the reader: a watch brings
+    thousands of messages a second, and a task, a wait and a timer for each cost as much as receiving it.
+    """
+
+    def __init__(self, call: Any, failed: Callable[[BaseException], IsthmusError]) -> None:
+        self._call = call
+        self._failed = failed
+        self._received: deque[_Response] = deque()
+        self._room = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for
+        self._receiving = asyncio.create_task(self._receive())
+        self._receiving.add_done_callback(self._ended)
+
+    async def write(self, request: _Request) -> None:
+        """Raises Unavailable, or what `rename` says."""
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise self._failed(error) from error
+
+    async def read(self, timeout_s: float) -> _Response | None:
+        """The next message; None when none came in time, and the stream is still good.
+
+        Raises Unavailable when the stream has ended, or what `rename` says.
+        """
+        if not self._received and not self._receiving.done():
+            await self._wait_for_news(timeout_s)
+        if self._received:
+            self._room.set()
+            return self._received.popleft()
+        if self._receiving.done():
+            self._raise_end()
+        return None
+
+    def silent(self, error: IsthmusError) -> IsthmusError:
+        """Nothing came where something had to: the endpoint is left. Returns `error`, to be raised.
+
+        A member that falls silent looks connected until gRPC's own pings have failed.
+        """
+        return self._failed(error)
+
+    def close(self) -> None:
+        self._call.cancel()
+        self._receiving.cancel()
+
+    async def _wait_for_news(self, timeout_s: float) -> None:
+        # A cancelled read would cancel the whole RPC: only the waiting for it is given up.
+        loop = asyncio.get_running_loop()
+        self._news = loop.create_future()
+        timer = loop.call_later(timeout_s, self._tell)
+        try:
+            await self._news
+        finally:
+            timer.cancel()
+            self._news = None
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def _receive(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            self._received.append(message)
+            self._tell()
+            while len(self._received) >= _MAX_AHEAD:
+                self._room.clear()
+                await self._room.wait()
+
+    def _ended(self, receiving: asyncio.Task[None]) -> None:
+        if not receiving.cancelled():
+            receiving.exception()  # is told to who reads next; after `close` it is nobody's concern
+        self._tell()
+
+    def _raise_end(self) -> NoReturn:
+        try:
+            self._receiving.result()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            raise self._failed(error) from error
+        raise self._failed(Unavailable("etcd ended the stream"))
+
+
+class EtcdConnection:
+    """Knows which endpoint answers and which token is good. Owned by one event loop.
+
+    `observe` is called after each attempt at a unary call.
+    """
+
+    def __init__(
+        self,
+        settings: EtcdSettings,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Observe = unobserved,
+    ) -> None:
+        self._settings = settings
+        self._rng = rng
+        self._clock = clock
+        self._observe = observe
+        self._channels = [_open_channel(endpoint, settings.tls) for endpoint in settings.endpoints]
+        # Clients spread over the members; each stays where it is while that works.
+        self._current = rng.randrange(len(self._channels))
+        self._token: str | None = None  # None: log in first
+        self._login = asyncio.Lock()
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close(None)
+
+    async def unary(
+        self, method: Method[_Request, _Response], request: _Request, *, idempotent: bool = True
+    ) -> _Response:
+        """Call until it succeeds, cannot succeed, or `settings.timeout_s` has passed.
+
+        Raises:
+            Unavailable: no answer; unless idempotent it may have been carried out all the same.
+            EtcdNoSpace, EtcdCompacted, LeaseNotFound, ConfigError, ProtocolError: see `rename`.
+        """
+        deadline = self._clock() + self._settings.timeout_s
+        backoff = Backoff(self._rng)
+        while True:
+            channel, metadata = await self._prepare(deadline)
+            try:
+                return await self._attempt(channel, method, request, metadata, deadline)
+            except grpc.aio.AioRpcError as error:
+                grpc_errors.heed_cancellation()
+                failure = self._note_failure(channel, metadata, error)
+                refused = isinstance(failure, Unavailable) and is_token_refused(error)
+                retry = refused or (idempotent and is_transient(error))
+                wait_s = backoff.next_s()
+                if not retry or self._clock() + wait_s >= deadline:
+                    raise failure from error
+            await asyncio.sleep(wait_s)
+
+    async def open_stream(self, method: Method[_Request, _Response]) -> EtcdStream[_Request, _Response]:
+        """Open a stream at an endpoint that answers. Raises Unavailable, ConfigError."""
+        channel, metadata = await self._prepare(self._clock() + self._settings.timeout_s)
+        call = channel.stream_stream(method.path, **method.serializers())(metadata=metadata)
+        return EtcdStream(call, lambda error: self._note_failure(channel, metadata, error))
+
+    def distrust_token(self) -> None:
+        """Log in again before the next call: a watch is refused in a message, not by a status."""
+        self._token = None
+
+    async def _prepare(self, deadline: float) -> tuple[grpc.aio.Channel, _Metadata]:
+        """A connected channel and what to send with the call. Raises Unavailable, ConfigError."""
+        backoff = Backoff(self._rng)
+        channel = await self._ready_channel(deadline)
+        while self._settings.user and self._token is None:
+            try:
+                await self._authenticate(channel, deadline)
+            except Unavailable:
+                wait_s = backoff.next_s()
+                if self._clock() + wait_s >= deadline:
+                    raise
+                await asyncio.sleep(wait_s)
+                channel = await self._ready_channel(deadline)
+        return channel, _HAS_LEADER + ((("token", self._token),) if self._token else ())
+
+    async def _attempt(
+        self,
+        channel: grpc.aio.Channel,
+        method: Method[_Request, _Response],
+        request: _Request,
+        metadata: _Metadata,
+        deadline: float,
+    ) -> _Response:
+        left_s = max(0.01, deadline - self._clock())
+        call = channel.unary_unary(method.path, **method.serializers())
+        timeout_s = min(left_s, self._settings.attempt_timeout_s)
+        started, failed = self._clock(), True
+        try:
+            response: _Response = await call(request, timeout=timeout_s, metadata=metadata)
+            failed = False
+        finally:
+            self._observe(method.name, self._clock() - started, failed)
+        return response
+
+    async def _authenticate(self, channel: grpc.aio.Channel, deadline: float) -> None:
+        async with self._login:
+            if self._token is not None:
+                return  # someone else did while we waited
+            request = etcd_pb2.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
+            try:
+                response = await self._attempt(channel, _AUTHENTICATE, request, _HAS_LEADER, deadline)
+            except grpc.aio.AioRpcError as error:
+                grpc_errors.heed_cancellation()
+                if not is_auth_off(error):
+                    raise self._note_failure(channel, _HAS_LEADER, error) from error
+                self._token = _AUTH_OFF
+            else:
+                self._token = response.token
+
+    async def _ready_channel(self, deadline: float) -> grpc.aio.Channel:
+        backoff = Backoff(self._rng, max_s=0.5)
+        while True:
+            for _ in self._channels:
+                channel = self._channels[self._current]
+                if await self._connected(channel, deadline):
+                    return channel
+                self._leave(channel)
+            wait_s = backoff.next_s()
+            if self._clock() + wait_s >= deadline:
+                raise Unavailable(f"no etcd endpoint answers: {', '.join(self._settings.endpoints)}")
+            await asyncio.sleep(wait_s)
+
+    async def _connected(self, channel: grpc.aio.Channel, deadline: float) -> bool:
+        if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
+            return True  # nearly always, and what follows costs a tenth of a call
+        timeout_s = min(self._settings.connect_timeout_s, max(0.01, deadline - self._clock()))
+        broken = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (state := channel.get_state(try_to_connect=True)) not in broken:
+                    if state is grpc.ChannelConnectivity.READY:
+                        return True
+                    await channel.wait_for_state_change(state)
+        except TimeoutError:
+            return False
+        return False
+
+    def _leave(self, channel: grpc.aio.Channel) -> None:
+        """Make the next endpoint the current one, unless another call has already left this one."""
+        if channel is self._channels[self._current]:
+            self._current = (self._current + 1) % len(self._channels)
+
+    def _note_failure(
+        self, channel: grpc.aio.Channel, metadata: _Metadata, error: BaseException
+    ) -> IsthmusError:
+        """Learn from a failed call or stream, and rename its error."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            self._leave(channel)
+            return (
+                error if isinstance(error, IsthmusError) else Unavailable(f"etcd's stream broke: {error!r}")
+            )
+        if is_token_refused(error) and self._settings.user:
+            if dict(metadata).get("token", _AUTH_OFF) == self._token:
+                self._token = None  # unless another call has renewed it meanwhile
+            return Unavailable("etcd's token has expired")
+        if is_transient(error):
+            self._leave(channel)
+        return rename(error)
+
+
+def _open_channel(endpoint: str, tls: TlsConfig | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+    return tls.open_channel(endpoint, _CHANNEL_OPTIONS)

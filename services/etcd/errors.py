@@ -1,0 +1,81 @@
+"""etcd's errors, renamed at the door.
+
+The texts are those of etcd's api/v3rpc/rpctypes/error.go: a status code alone does not tell a full
+database from too many requests, or an expired token from a wrong password.
+"""
+
+import grpc
+
+from services.values.errors import ConfigError, IsthmusError, NoCapacity, NotFound, ProtocolError, Unavailable
+
+_Code = grpc.StatusCode
+_TRANSIENT = frozenset(
+    {
+        _Code.UNAVAILABLE,
+        _Code.DEADLINE_EXCEEDED,
+        _Code.CANCELLED,
+        _Code.ABORTED,
+        _Code.UNKNOWN,
+        _Code.INTERNAL,
+    }
+)
+_NO_USER_TEXT = "user name is empty"  # INVALID_ARGUMENT: we came without a token
+_TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old", _NO_USER_TEXT)
+
+
+class EtcdCompacted(IsthmusError):
+    """The revision asked for has been compacted away; list again."""
+
+
+class EtcdTooLarge(IsthmusError):
+    """The answer is larger than we take; ask for less at a time."""
+
+
+class EtcdNoSpace(NoCapacity):
+    """etcd's database has reached its quota: it refuses writes until an operator
+    compacts, defragments and disarms the alarm."""
+
+
+class LeaseNotFound(NotFound):
+    """The lease has lapsed or was revoked; take a new one and write again what was under it."""
+
+
+def details(error: grpc.aio.AioRpcError) -> str:
+    text: str = error.details() or error.code().name
+    return text
+
+
+def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
+    """Our error for etcd's; Unavailable for all that may pass."""
+    text, code = details(error), error.code()
+    if "database space exceeded" in text:
+        return EtcdNoSpace(f"etcd is full: {text}")
+    if "has been compacted" in text:
+        return EtcdCompacted(text)
+    if "requested lease not found" in text:
+        return LeaseNotFound(text)
+    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
+        return EtcdTooLarge(text)
+    if code is _Code.NOT_FOUND:
+        return NotFound(f"etcd: {text}")
+    refused = code in (_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED)
+    if refused or "authentication failed" in text or _NO_USER_TEXT in text:
+        return ConfigError(f"etcd refuses this user: {text}")
+    if code in (_Code.INVALID_ARGUMENT, _Code.FAILED_PRECONDITION, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED):
+        return ProtocolError(f"etcd refuses the call: {text}")
+    return Unavailable(f"etcd: {code.name}: {text}")
+
+
+def is_transient(error: grpc.aio.AioRpcError) -> bool:
+    """True: the same call may succeed later or elsewhere. It may also have been carried out."""
+    return error.code() in _TRANSIENT or "too many requests" in details(error)
+
+
+def is_token_refused(error: grpc.aio.AioRpcError) -> bool:
+    """True: nothing was done; a new token helps."""
+    return error.code() is _Code.UNAUTHENTICATED or any(text in details(error) for text in _TOKEN_TEXTS)
+
+
+def is_auth_off(error: grpc.aio.AioRpcError) -> bool:
+    """True: this etcd knows no users, so no token is needed."""
+    return "authentication is not enabled" in details(error)

@@ -1,0 +1,91 @@
+"""Where servers of our own listen: addresses of either family, and ports for those that are told none."""
+
+import errno
+import ipaddress
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from services.values.errors import ConfigError
+
+_FIRST_PORT = 10_000
+_LAST_PORT = 65_535
+_ATTEMPTS = 100
+
+
+def check_port(flag: str, port: int | None, count: int = 1) -> None:
+    """For `count` servers, from `port` on. Raises ConfigError naming the flag where there is no such port."""
+    last = _LAST_PORT - (count - 1)
+    if port is not None and not 0 <= port <= last:
+        of = f" with {count} of them" if count > 1 else ""
+        raise ConfigError(f"{flag} is between 0 and {last}{of}, got {port}")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether servers can listen there, on every address of this machine, but nobody can be told to call."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host in ("", "0")
+
+
+def bindable(host: str) -> str:
+    """As sockets take it: without brackets. `::` is every address, IPv4's too, and these alone on a machine
+    without IPv6."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in bare and is_wildcard(bare) and not socket.has_dualstack_ipv6():
+        return "0.0.0.0"
+    return bare
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT, of IPv6 [HOST]:PORT."""
+    bare = host.removeprefix("[").removesuffix("]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    host = bindable(host)
+    if ":" not in host:
+        return socket.create_server((host, port))
+    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=is_wildcard(host))
+
+
+def free_ports(host: str, count: int) -> tuple[int, ...]:
+    """Ports that are free on `host` now, and that the kernel gives to no outgoing connection.
+
+    From the kernel's own range (ip(7), ip_local_port_range) a port could be taken by anybody's connection
+    before its server binds it, and again whenever that server is down for a moment.
+
+    Raises:
+        ConfigError: nothing can listen on `host`.
+    """
+    candidates = _server_ports()
+    with ExitStack() as open_sockets:  # all open at once, so that they differ
+        sockets = [open_sockets.enter_context(_listen_on_any(host, candidates)) for _ in range(count)]
+        return tuple(sock.getsockname()[1] for sock in sockets)
+
+
+def _server_ports() -> Sequence[int]:
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        return ()
+    return [*range(_FIRST_PORT, first), *range(last + 1, _LAST_PORT + 1)]
+
+
+def _listen_on_any(host: str, candidates: Sequence[int]) -> socket.socket:
+    ports = random.sample(candidates, min(_ATTEMPTS, len(candidates)))
+    try:
+        for port in ports:
+            try:
+                return listen(host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        return listen(host, 0)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error}") from error

@@ -1,0 +1,96 @@
+"""Prefix records to the bytes that are kept in etcd, and back.
+
+Every `decode_*` raises ProtocolError when the value is torn, or says another place than its key.
+"""
+
+import math
+
+from services.index.keys import HeadKey, LogKey, SnapshotKey
+from services.index.message import fill, to_bytes
+from services.index.records import (
+    PrefixDelta,
+    PrefixHead,
+    PrefixSnapshot,
+    pack_hashes,
+    unpack_hashes,
+)
+from services.values.errors import ProtocolError
+from services.values.rank import Generation
+from services.wire.isthmus.v1 import index_pb2
+
+
+def encode_head(head: PrefixHead) -> bytes:
+    return to_bytes(
+        index_pb2.PrefixHead(
+            generation=head.generation,
+            epoch=head.epoch,
+            base_seq=head.base_seq,
+            snapshot_chunks=head.snapshot_chunks,
+            age_s=head.age_s,
+        )
+    )
+
+
+def encode_snapshot(snapshot: PrefixSnapshot) -> bytes:
+    return to_bytes(
+        index_pb2.PrefixSnapshot(
+            generation=snapshot.generation,
+            epoch=snapshot.epoch,
+            chunk=snapshot.chunk,
+            hashes=pack_hashes(snapshot.hashes),
+        )
+    )
+
+
+def encode_delta(delta: PrefixDelta) -> bytes:
+    return to_bytes(
+        index_pb2.PrefixDelta(
+            generation=delta.generation,
+            epoch=delta.epoch,
+            seq=delta.seq,
+            added=pack_hashes(delta.added),
+            removed=pack_hashes(delta.removed),
+            age_s=delta.age_s,
+        )
+    )
+
+
+def decode_record(
+    key: HeadKey | SnapshotKey | LogKey, value: bytes
+) -> PrefixHead | PrefixSnapshot | PrefixDelta:
+    match key:
+        case HeadKey():
+            return _decode_head(value)
+        case SnapshotKey():
+            return _decode_snapshot(key, value)
+        case LogKey():
+            return _decode_delta(key, value)
+
+
+def _decode_head(value: bytes) -> PrefixHead:
+    pb = index_pb2.PrefixHead()
+    fill(pb, value)
+    return PrefixHead(Generation(pb.generation), pb.epoch, pb.base_seq, pb.snapshot_chunks, _age_s(pb.age_s))
+
+
+def _decode_snapshot(key: SnapshotKey, value: bytes) -> PrefixSnapshot:
+    pb = index_pb2.PrefixSnapshot()
+    fill(pb, value)
+    if (pb.epoch, pb.chunk) != (key.epoch, key.chunk):
+        raise ProtocolError(f"a snapshot of epoch {pb.epoch}, chunk {pb.chunk} lies at {key}")
+    return PrefixSnapshot(Generation(pb.generation), pb.epoch, pb.chunk, unpack_hashes(pb.hashes))
+
+
+def _decode_delta(key: LogKey, value: bytes) -> PrefixDelta:
+    pb = index_pb2.PrefixDelta()
+    fill(pb, value)
+    if pb.seq != key.seq:
+        raise ProtocolError(f"a delta with seq {pb.seq} lies at {key}")
+    added, removed = unpack_hashes(pb.added), unpack_hashes(pb.removed)
+    return PrefixDelta(Generation(pb.generation), pb.epoch, pb.seq, added, removed, _age_s(pb.age_s))
+
+
+def _age_s(age_s: float) -> float:
+    if not (math.isfinite(age_s) and age_s >= 0):
+        raise ProtocolError(f"an age must be a number of seconds, got {age_s}")
+    return age_s

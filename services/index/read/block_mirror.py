@@ -1,0 +1,191 @@
+"""What the ranks hold, read from their records as the watch brings them.
+
+    record --RankHistory--> apply, wait or ignore --apply--> index, in slices that requests come between
+               |--a record is missing--> a gap: the rank's records are read again, beside the watch
+
+A rank's snapshot takes effect at once, when all of it is there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.etcd.backoff import Backoff
+from services.etcd.client import Etcd
+from services.etcd.watch import KeyChange
+from services.index.codec import decode_record
+from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
+from services.index.read.prefix_index import PrefixIndex
+from services.index.read.rank_history import RankHistory, Step, Verdict
+from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
+from services.values.errors import IsthmusError, ProtocolError
+from services.values.rank import Generation, RankId, RankKey
+
+logger = logging.getLogger(__name__)
+
+RecordKey = HeadKey | SnapshotKey | LogKey
+_SLICE_HASHES = 8192  # taken in within about a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """How far one rank's records have been read. `age_s`: of its last delta or snapshot when written."""
+
+    epoch: int
+    next_seq: int
+    age_s: float
+    current: bool  # a snapshot has been read, and no delta is missing
+
+
+class _Reading:
+    """One rank's."""
+
+    __slots__ = ("age_s", "history")
+
+    def __init__(self) -> None:
+        self.history = RankHistory()
+        self.age_s = 0.0
+
+
+class BlockMirror:
+    """Owned by one event loop. Hold `turn` while applying: a rank's records may be read again meanwhile.
+
+    `told` is called with the rank and the age, when written, of each delta and snapshot that was applied.
+    """
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, told: Callable[[RankKey, float], None]) -> None:
+        self.index = PrefixIndex()
+        self.turn = asyncio.Lock()
+        self.gaps = 0  # times that a record was missing
+        self.resyncs = 0  # times that a rank's records were read again for that
+        self.added_blocks = 0
+        self.removed_blocks = 0
+        self._etcd = etcd
+        self._keys = keys
+        self._told = told
+        self._readings: dict[RankKey, _Reading] = {}
+        self._touched: set[RankKey] = set()  # had records since the prefix was last whole
+        self._rereads: set[asyncio.Task[None]] = set()
+        self._cost = 0  # of what was taken in since the loop last had its turn
+
+    def progress(self, rank: RankKey) -> RankProgress:
+        reading = self._readings.get(rank) or _Reading()
+        epoch, next_seq = reading.history.position
+        return RankProgress(epoch, next_seq, reading.age_s, reading.history.current)
+
+    def expect(self, rank: RankKey, generation: Generation) -> None:
+        """This is the rank's present life: nothing of another counts."""
+        self._reading(rank).history.expect(generation)
+        if self.index.generation(rank) != generation:
+            self.index.remove_rank(rank)
+
+    def restart(self) -> None:
+        """Revisions seen so far mean nothing any more; what the ranks held still does."""
+        for reading in self._readings.values():
+            reading.history.restart()
+
+    def forget(self, rank: RankKey) -> None:
+        self.index.remove_rank(rank)
+        self._readings.pop(rank, None)
+        self._touched.discard(rank)
+
+    def close(self) -> None:
+        for task in self._rereads:
+            task.cancel()
+
+    async def give_way(self, cost: int) -> None:
+        """Let the requests have their turn, once as much as `cost` hashes add up to a slice."""
+        self._cost += cost
+        if self._cost >= _SLICE_HASHES:
+            self._cost = 0
+            await asyncio.sleep(0)
+
+    async def apply(self, key: RecordKey, change: KeyChange) -> None:
+        """Raises ProtocolError when the value is torn; then nothing has changed."""
+        if change.value is not None:
+            await self._offer(key.rank, decode_record(key, change.value), change.mod_revision)
+
+    def look_for_gaps(self) -> None:
+        """All that there is up to some revision has been applied: what is missing is lost."""
+        touched, self._touched = self._touched, set()
+        for rank in touched:
+            reading = self._reading(rank)
+            if reading.history.gap():
+                self.gaps += 1
+                logger.warning("mirror.gap rank=%s", rank)
+                task = asyncio.create_task(self._read_again(rank, reading))
+                self._rereads.add(task)
+                task.add_done_callback(self._rereads.discard)
+
+    async def _offer(
+        self, rank: RankKey, record: PrefixHead | PrefixSnapshot | PrefixDelta, revision: int
+    ) -> None:
+        reading = self._reading(rank)
+        self._touched.add(rank)
+        step = reading.history.offer(record, revision)
+        if step.verdict is Verdict.APPLY and step.generation is not None:
+            await self._take(RankId(rank.worker, rank.rank, step.generation), reading, step)
+
+    async def _take(self, life: RankId, reading: _Reading, step: Step) -> None:
+        if step.snapshot is not None:
+            blocks = await self._gather(step.snapshot)
+            if self._readings.get(life.key) is not reading:
+                return  # forgotten meanwhile
+            self.index.take_snapshot(life, blocks, _joined(step.snapshot))
+            self._note_age(life.key, reading, step.snapshot_age_s)
+        for delta in step.deltas:
+            self.index.apply_delta(life, delta.added, delta.removed)
+            self.added_blocks += len(delta.added)
+            self.removed_blocks += len(delta.removed)
+            self._note_age(life.key, reading, delta.age_s)
+            await self.give_way(len(delta.added) + len(delta.removed))
+
+    async def _gather(self, chunks: Sequence[Hashes]) -> set[int]:
+        blocks: set[int] = set()
+        for chunk in chunks:
+            for start in range(0, len(chunk), _SLICE_HASHES):
+                part = chunk[start : start + _SLICE_HASHES]
+                blocks.update(part)
+                await self.give_way(len(part))
+        self.added_blocks += len(blocks)
+        return blocks
+
+    def _note_age(self, rank: RankKey, reading: _Reading, age_s: float) -> None:
+        reading.age_s = age_s
+        self._told(rank, age_s)
+
+    async def _read_again(self, rank: RankKey, reading: _Reading) -> None:
+        """Beside the watch, which goes on. Should a record be lost, the next snapshot makes up for it."""
+        backoff = Backoff(self._etcd.rng)
+        while True:
+            try:
+                _, kvs = await self._etcd.snapshot(self._keys.rank_prefix(rank))
+                break
+            except IsthmusError as error:
+                logger.warning("mirror.resync_failed rank=%s error=%s", rank, error)
+                await backoff.sleep()
+        async with self.turn:
+            for kv in kvs:
+                if self._readings.get(rank) is not reading:
+                    return  # forgotten meanwhile
+                key = self._keys.parse(kv.key)
+                if isinstance(key, HeadKey | SnapshotKey | LogKey):
+                    try:
+                        await self._offer(rank, decode_record(key, kv.value), kv.mod_revision)
+                    except ProtocolError:
+                        continue  # counted when the watch delivered it
+        self.resyncs += 1
+
+    def _reading(self, rank: RankKey) -> _Reading:
+        reading = self._readings.get(rank)
+        if reading is None:
+            reading = self._readings[rank] = _Reading()
+        return reading
+
+
+def _joined(chunks: Sequence[Hashes]) -> Hashes:
+    joined = hashes_of()
+    for chunk in chunks:
+        joined += chunk
+    return joined

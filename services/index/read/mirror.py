@@ -1,0 +1,330 @@
+"""A router's copy of the index: ranks, blocks and pins, read from etcd's watch and never from etcd itself.
+
+a rank:  --registration--> LIVE --its key goes (lease lapsed)--> SUSPECT, blocks kept --key comes back--> LIVE
+                            |  ^                                   |  ^
+                            |  +--------- mark_live ---------------+  |
+                            +------------ mark_dead (key is there) ---+
+                                                                   +--mark_dead (key is gone)--> forgotten
+         --registration of a new generation--> LIVE, blocks of the old life forgotten
+         --registration says draining--its key goes--> forgotten: a lapsed lease never says so first
+
+The ranks are listed first, so that they can be used while millions of blocks are still being read.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from services.etcd.client import Etcd
+from services.etcd.watch import KeyChange, PrefixWatch, WatchBatch
+from services.index.degraded import Degraded, reason_of
+from services.index.keys import (
+    ClusterKeys,
+    HeadKey,
+    LogKey,
+    PinKey,
+    ProbeKey,
+    RegistrationKey,
+    SchemaKey,
+    SnapshotKey,
+    pin_name,
+)
+from services.index.pins import KnownPin, Pin, decode_pin
+from services.index.read.block_mirror import BlockMirror, RankProgress
+from services.index.read.pin_mirror import PinMirror
+from services.index.read.probe import Probe
+from services.index.registrations import decode_registration
+from services.index.staleness import Staleness
+from services.values.errors import ProtocolError
+from services.values.rank import RankKey
+from services.values.registration import Registration
+
+logger = logging.getLogger(__name__)
+
+Subscriber = Callable[[RankKey], None]
+_CHANGE_COST = 64  # of one change, in hashes
+_BEHIND_S = 10.0
+_OF_LATE_S = 10.0
+_NOBODY = "nobody"  # whose probe is never written
+
+
+class RankState(Enum):
+    LIVE = "live"
+    SUSPECT = "suspect"
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """`since_s`: when it took its state, on the mirror's clock. `registered`: its key is in etcd, else since
+    `gone_s` it has not been."""
+
+    registration: Registration
+    state: RankState
+    since_s: float
+    registered: bool = True
+    gone_s: float = 0.0
+
+    @property
+    def draining(self) -> bool:
+        """It said itself that it takes no new requests."""
+        return self.registration.draining
+
+    @property
+    def condition(self) -> str:
+        """In a word: draining, live or suspect."""
+        return "draining" if self.draining else self.state.value
+
+
+class Mirror:
+    """Owned by one event loop; `ranks`, `pins` and `index` are for reading.
+
+    `ranks_known` is set when the registrations have been read, `ready` when all has; both stay set. Without a
+    `router` it is only looked at: nothing is written, and the time that etcd takes is not known.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        router: str | None,
+        *,
+        fleet: str = "",
+        max_pins: int = 100_000,
+        idle_timeout_s: float = 10.0,
+        probe_interval_s: float = 1.0,
+        observe_staleness: Callable[[float], None] = lambda staleness_s: None,
+    ) -> None:
+        self.blocks = BlockMirror(etcd, keys, self._told)
+        self.index = self.blocks.index
+        self.ranks: dict[RankKey, RankView] = {}
+        self.pins = PinMirror(max_pins)
+        self.ranks_known = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.torn_values = 0  # that nobody of ours can have written, or not whole; they are skipped
+        self._etcd = etcd
+        self._keys = keys
+        self._observe_staleness = observe_staleness
+        self._watch = PrefixWatch(
+            etcd,
+            keys.prefix,
+            first=keys.registrations,
+            unremembered=keys.pins,
+            idle_timeout_s=idle_timeout_s,
+        )
+        self._probe = Probe(etcd, keys, router or _NOBODY, fleet=fleet, interval_s=probe_interval_s)
+        self._is_router = router is not None
+        self._subscribers: list[Subscriber] = []
+        self._staleness = Staleness(_OF_LATE_S)
+        self._told_at: dict[RankKey, float] = {}  # when a record of the rank last took effect
+
+    @property
+    def revision(self) -> int:
+        """Of etcd, up to which the mirror has read."""
+        return self._watch.revision
+
+    @property
+    def listings(self) -> int:
+        return self._watch.listings
+
+    @property
+    def degraded_reason(self) -> Degraded | None:
+        """None while the mirror follows etcd."""
+        if (trouble := self._watch.trouble or self._probe.trouble) is not None:
+            return reason_of(trouble)
+        return Degraded.BEHIND if self._probe.delay_s > _BEHIND_S else None
+
+    @property
+    def degraded(self) -> str | None:
+        """Why the mirror may be behind; None while it follows etcd. Routing goes on from memory."""
+        reason = self.degraded_reason
+        if reason is None:
+            return None
+        trouble = self._watch.trouble or self._probe.trouble or f"no news for {self._probe.delay_s:.0f} s"
+        unread = "" if self.ready.is_set() else "the index has not been read yet: "
+        return f"{reason.value}: {unread}{trouble}"
+
+    @property
+    def staleness_s(self) -> float:
+        """How far the index is behind the ranks: the oldest age told of late, plus the way here."""
+        return self._staleness.age_s(self._etcd.clock()) + self._probe.delay_s
+
+    def rank_staleness_s(self, rank: RankKey) -> float:
+        """How far what is known of a rank is behind it: the age of its last record, if that came of late, or
+        for how long its records have been missing, plus the way here."""
+        view, progress, now = self.ranks.get(rank), self.progress(rank), self._etcd.clock()
+        if view is None:
+            return 0.0
+        told_at = self._told_at.get(rank, -math.inf)
+        age_s = progress.age_s if now - told_at < _OF_LATE_S else 0.0
+        missing_s = self.unregistered_s(view) if progress.current else now - max(told_at, view.since_s)
+        return max(age_s, missing_s) + self._probe.delay_s
+
+    def place_among_routers(self) -> tuple[int, int]:
+        """See Probe."""
+        return self._probe.place_among_routers()
+
+    def is_current(self, rank: RankKey) -> bool:
+        """A snapshot of the rank has been read, and no delta is missing."""
+        return self.progress(rank).current
+
+    def progress(self, rank: RankKey) -> RankProgress:
+        return self.blocks.progress(rank)
+
+    def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
+        """See PrefixIndex.match_all."""
+        return self.index.match_all(hashes)
+
+    def pin(self, conversation: str) -> Pin | None:
+        known = self.known_pin(pin_name(conversation))
+        return known.pin if known else None
+
+    def known_pin(self, name: str) -> KnownPin | None:
+        """`name` is from keys.pin_name."""
+        return self.pins.get(name)
+
+    def unregistered_s(self, view: RankView) -> float:
+        """For how long the rank's key has been missing from etcd, and its records with it; 0: it is there."""
+        return 0.0 if view.registered else self._etcd.clock() - view.gone_s
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` whenever a rank appears, changes or is forgotten. Returns how to stop that."""
+        self._subscribers.append(subscriber)
+        return lambda: self._subscribers.remove(subscriber)
+
+    def mark_live(self, rank: RankKey) -> None:
+        """The rank answered a direct health check."""
+        view = self.ranks.get(rank)
+        if view is not None and view.state is RankState.SUSPECT:
+            self._set_view(rank, replace(view, state=RankState.LIVE, since_s=self._etcd.clock()))
+
+    def mark_dead(self, rank: RankKey) -> None:
+        """The rank failed a direct health check. Forgotten if its key is gone; else it is suspect.
+
+        While etcd is away it is suspect in any case: it could not say that it has come back.
+        """
+        view = self.ranks.get(rank)
+        if view is None:
+            return
+        if view.registered or self._watch.trouble is not None:
+            self._suspect(rank, view)
+        else:
+            self._forget(rank)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises an ExceptionGroup with ConfigError when etcd refuses us from the start."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow())
+                if self._is_router:
+                    group.create_task(self._probe.run())
+        finally:
+            self.blocks.close()
+
+    async def _follow(self) -> None:
+        async with aclosing(self._watch.batches()) as batches:
+            async for batch in batches:
+                async with self.blocks.turn:
+                    await self._apply(batch)
+                if not batch.first:
+                    self.ranks_known.set()
+                if batch.listed and batch.complete:
+                    self.ready.set()
+
+    async def _apply(self, batch: WatchBatch) -> None:
+        if batch.rewound:
+            self.blocks.restart()
+        if batch.first:  # nothing of a listing comes before
+            self.pins.begin_listing()
+        for change in batch.changes:
+            try:
+                await self._apply_change(change)
+            except ProtocolError as error:
+                self.torn_values += 1
+                logger.warning("mirror.skipped key=%s error=%s", change.key, error)
+            await self.blocks.give_way(_CHANGE_COST)
+        if batch.complete:
+            self.blocks.look_for_gaps()
+            if batch.listed:
+                self.pins.end_listing()
+
+    async def _apply_change(self, change: KeyChange) -> None:
+        match self._keys.parse(change.key):
+            case (HeadKey() | SnapshotKey() | LogKey()) as key:
+                # What was deleted has been summed up by a snapshot, or its lease has lapsed.
+                await self.blocks.apply(key, change)
+                if isinstance(key, HeadKey) and change.value is None and key.rank not in self.ranks:
+                    self._forget(key.rank)
+            case PinKey(name):
+                self._apply_pin(name, change)
+            case RegistrationKey(rank):
+                self._apply_registration(rank, change.value)
+            case ProbeKey(router):
+                self._probe.seen(router, change.value)
+            case SchemaKey():
+                pass  # each process compares it when it starts
+            case None:
+                self.torn_values += change.value is not None
+
+    def _told(self, rank: RankKey, age_s: float) -> None:
+        self._told_at[rank] = self._etcd.clock()
+        if self.ready.is_set():  # what a listing shows may be hours old
+            self._staleness.told(age_s, self._etcd.clock())
+            self._observe_staleness(age_s + self._probe.delay_s)
+
+    # -- ranks ------------------------------------------------------------------------------------
+
+    def _apply_registration(self, rank: RankKey, value: bytes | None) -> None:
+        if value is None:
+            self._deregistered(rank)
+            return
+        registration = decode_registration(value)
+        if registration.id.key != rank:
+            raise ProtocolError(f"the registration of {registration.id} lies at {rank}")
+        self.blocks.expect(rank, registration.id.generation)
+        self._set_view(rank, RankView(registration, RankState.LIVE, self._etcd.clock()))
+
+    def _deregistered(self, rank: RankKey) -> None:
+        view = self.ranks.get(rank)
+        if view is None:
+            return
+        if view.draining:
+            self._forget(rank)
+        else:
+            gone_s = self._etcd.clock() if view.registered else view.gone_s
+            self._suspect(rank, replace(view, registered=False, gone_s=gone_s))
+
+    def _suspect(self, rank: RankKey, view: RankView) -> None:
+        since_s = view.since_s if view.state is RankState.SUSPECT else self._etcd.clock()
+        self._set_view(rank, replace(view, state=RankState.SUSPECT, since_s=since_s))
+
+    def _set_view(self, rank: RankKey, view: RankView) -> None:
+        if self.ranks.get(rank) != view:
+            self.ranks[rank] = view
+            self._tell(rank)
+
+    def _forget(self, rank: RankKey) -> None:
+        self.blocks.forget(rank)
+        self._told_at.pop(rank, None)
+        if self.ranks.pop(rank, None) is not None:
+            self._tell(rank)
+
+    def _tell(self, rank: RankKey) -> None:
+        for subscriber in tuple(self._subscribers):
+            subscriber(rank)
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def _apply_pin(self, name: str, change: KeyChange) -> None:
+        if change.value is None:
+            self.pins.remove(name)
+            return
+        try:
+            pin = decode_pin(change.value)
+        except ProtocolError:
+            self.pins.remove(name)
+            raise
+        self.pins.put(name, KnownPin(pin, change.mod_revision))

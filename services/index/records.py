@@ -1,0 +1,75 @@
+"""What a rank writes about its blocks, as values, and packed hashes. Pure. See index.proto."""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from services.values.errors import ProtocolError
+from services.values.rank import Generation
+
+HASH_BYTES = 8
+_BIG_ENDIAN = sys.byteorder == "big"
+
+# 64-bit hashes, 8 bytes each in memory: millions of them wait here for their turn. Nobody changes one.
+Hashes: TypeAlias = "array[int]"  # of typecode "Q"
+
+
+def hashes_of(blocks: Iterable[int] = ()) -> Hashes:
+    return array("Q", blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHead:
+    """Names the snapshot that counts. It holds the effect of every delta with seq < base_seq.
+
+    `age_s`: how long the oldest event that the snapshot is the first to tell waited.
+    """
+
+    generation: Generation
+    epoch: int
+    base_seq: int
+    snapshot_chunks: int
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSnapshot:
+    """Chunk `chunk` of the snapshot of one epoch."""
+
+    generation: Generation
+    epoch: int
+    chunk: int
+    hashes: Hashes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDelta:
+    """`added` and `removed` have nothing in common. `age_s`: how long the oldest event in it waited."""
+
+    generation: Generation
+    epoch: int
+    seq: int
+    added: Hashes = field(default_factory=hashes_of)
+    removed: Hashes = field(default_factory=hashes_of)
+    age_s: float = 0.0
+
+
+def pack_hashes(hashes: Hashes) -> bytes:
+    """8 bytes each, little-endian."""
+    return _swapped(hashes).tobytes() if _BIG_ENDIAN else hashes.tobytes()
+
+
+def unpack_hashes(packed: bytes) -> Hashes:
+    """Raises ProtocolError when the bytes are not whole hashes."""
+    if len(packed) % HASH_BYTES:
+        raise ProtocolError(f"packed hashes of {len(packed)} bytes are torn")
+    hashes = array("Q", packed)
+    return _swapped(hashes) if _BIG_ENDIAN else hashes
+
+
+def _swapped(hashes: Hashes) -> Hashes:
+    swapped = hashes[:]
+    swapped.byteswap()
+    return swapped

@@ -1,0 +1,89 @@
+"""The ranks' registrations in etcd."""
+
+import logging
+
+from services.etcd.client import Etcd
+from services.index.keys import ClusterKeys
+from services.index.message import fill, to_bytes
+from services.values.errors import ProtocolError, StaleGeneration, Unavailable
+from services.values.rank import RankId
+from services.values.registration import UNSAID_VERSION, Registration
+from services.wire import convert
+from services.wire.isthmus.v1 import index_pb2
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+
+
+def encode_registration(registration: Registration) -> bytes:
+    return to_bytes(
+        index_pb2.Registration(
+            role=convert.role_to_proto(registration.role),
+            address=convert.address_to_proto(registration.address),
+            layout=convert.layout_to_proto(registration.layout),
+            model=registration.model,
+            max_context_tokens=registration.max_context_tokens,
+            capabilities=registration.capabilities,
+            total_pages=registration.total_pages,
+            model_path=registration.model_path,
+            engine=registration.engine,
+            draining=registration.draining,
+            handshake_version=registration.handshake_version,
+            model_context_tokens=registration.model_context_tokens,
+        )
+    )
+
+
+def decode_registration(value: bytes) -> Registration:
+    """Raises ProtocolError when the value is torn or can never be right."""
+    pb = index_pb2.Registration()
+    fill(pb, value)
+    return Registration(
+        role=convert.role_from_proto(pb.role),
+        address=convert.address_from_proto(pb.address),
+        layout=convert.layout_from_proto(pb.layout),
+        model=pb.model,
+        max_context_tokens=pb.max_context_tokens,
+        total_pages=pb.total_pages,
+        engine=pb.engine,
+        model_path=pb.model_path,
+        capabilities=tuple(pb.capabilities),
+        draining=pb.draining,
+        handshake_version=pb.handshake_version or UNSAID_VERSION,
+        model_context_tokens=pb.model_context_tokens,
+    )
+
+
+async def register(
+    etcd: Etcd, keys: ClusterKeys, registration: Registration, lease_id: int, *, take_over: bool = True
+) -> None:
+    """Put the registration under the lease.
+
+    `take_over`: the first time in a life, when what is there can only be an earlier life's. Later a
+    foreign registration is a later life's.
+
+    Raises:
+        StaleGeneration: another life has registered, and we must not take over.
+        Unavailable, EtcdNoSpace, LeaseNotFound.
+    """
+    key, value = keys.registration(registration.id.key), encode_registration(registration)
+    for _ in range(_ATTEMPTS):
+        found = await etcd.get(key)
+        if found is not None and not take_over:
+            _check_own(registration.id, found.value)
+        revision = found.mod_revision if found else 0
+        if await etcd.compare_and_swap(key, value, revision, lease_id):
+            logger.info("registry.registered rank=%s lease_id=%x", registration.id, lease_id)
+            return
+    raise Unavailable(f"the registration of rank {registration.id} is written by others all the time")
+
+
+def _check_own(ours: RankId, value: bytes) -> None:
+    try:
+        found = decode_registration(value).id
+    except ProtocolError as error:
+        logger.warning("registry.overwrites rank=%s error=%s", ours, error)
+        return  # whoever wrote that is no life of this rank
+    if found.generation != ours.generation:
+        raise StaleGeneration(f"another life of rank {ours} has registered: {found.generation:016x}")

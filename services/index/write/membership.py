@@ -1,0 +1,196 @@
+"""One rank's place in the cluster: lease, registration and published blocks, for as long as it runs.
+
+run --> schema checked --> lease --> registered --> publisher attached <--drain--> registered as draining
+             ^                                            |                             |
+             +--------- lease lost, or another life publishes: publisher detached, -----+
+                        the engine notices nothing
+cancelled --> lease revoked: everything of the rank is gone from etcd
+
+What etcd does after it has once let us register never ends a rank: whatever it says, we try again.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from services.etcd.backoff import Backoff
+from services.etcd.client import Etcd
+from services.etcd.lease import Lease
+from services.index.keys import ClusterKeys
+from services.index.registrations import register
+from services.index.schema import Schema, check_schema
+from services.index.write.hash_ledger import HashLedger
+from services.index.write.publisher import Publisher, PublisherSettings
+from services.values.errors import ConfigError, IsthmusError, StaleGeneration
+from services.values.kv import CacheEvents
+from services.values.registration import Registration
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 2.0
+_COUNT_INTERVAL_S = 30.0
+# For a key whose owner may have ended; a new leader of etcd lets every lease begin anew.
+_LEASES_TO_WAIT = 3.0
+
+
+class Membership:
+    """`registered` is set while the registration is in etcd under a good lease."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        schema: Schema,
+        registration: Registration,
+        *,
+        ttl_s: int = 10,
+        publisher_settings: PublisherSettings | None = None,
+        ledger: HashLedger | None = None,
+    ) -> None:
+        self.registered = asyncio.Event()
+        self.lease_losses = 0
+        self.publisher = Publisher(etcd, keys, registration.id, publisher_settings, ledger)
+        self._etcd = etcd
+        self._keys = keys
+        self._schema = schema
+        self._registration = registration
+        self._ttl_s = ttl_s
+        self._lease: Lease | None = None
+        self._registering = asyncio.Lock()
+
+    async def run(self, events: AsyncIterator[CacheEvents]) -> None:
+        """Until cancelled; then the rank deregisters. An outage of etcd is waited out, however long.
+
+        Raises an ExceptionGroup with:
+            ConfigError: at the start, the cluster was set up with another schema or etcd refuses this user.
+            StaleGeneration: a later life of this rank has taken over; this one must stop.
+            What `events` raises.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.publisher.collect(events))
+                group.create_task(self.publisher.publish())
+                group.create_task(self._stay_registered())
+                group.create_task(self._share_the_budget())
+        finally:
+            self.registered.clear()
+            await self._deregister()
+
+    async def say_draining(self, draining: bool) -> bool:
+        """Say whether this rank takes no new requests, so that routers know; what it holds stays published.
+
+        False: nobody could be told.
+        """
+        self._registration = replace(self._registration, draining=draining)
+        if not self.registered.is_set():
+            return False  # told with the next registration, if there is one
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._register(take_over=False)
+        except (IsthmusError, TimeoutError) as error:
+            logger.warning(
+                "membership.draining_untold rank=%s draining=%s error=%r",
+                self._registration.id,
+                draining,
+                error,
+            )
+            return False
+        return True
+
+    async def _stay_registered(self) -> None:
+        backoff = Backoff(self._etcd.rng)
+        checked = has_registered = False
+        foreign_since_s: float | None = None
+        while True:
+            try:
+                if not checked:
+                    await check_schema(self._etcd, self._keys, self._schema)
+                    checked = True
+                lease = await self._register(take_over=not has_registered)
+            except StaleGeneration as error:
+                # Of an etcd restored from a backup this may be a life that ended long ago. Its key then goes
+                # with its lease, and a rank does not end because of etcd.
+                now_s = self._etcd.clock()
+                if foreign_since_s is None:
+                    foreign_since_s = now_s
+                    logger.warning("membership.foreign rank=%s error=%s", self._registration.id, error)
+                if not has_registered or now_s - foreign_since_s > self._lease_lapses_within_s():
+                    raise
+                await asyncio.sleep(self._ttl_s / 3)
+                continue
+            except IsthmusError as error:
+                if isinstance(error, ConfigError) and not has_registered:
+                    raise
+                foreign_since_s = None  # while etcd is away no lease lapses
+                logger.warning("membership.retry rank=%s error=%s", self._registration.id, error)
+                await backoff.sleep()
+                continue
+            if not has_registered:
+                await self._count_ranks()  # all may be starting: what they write first is scattered by that
+            has_registered, foreign_since_s = True, None
+            backoff.reset()
+            self.publisher.attach(lease.id)
+            self.registered.set()
+            await self._lost_or_disputed(lease)
+            self.registered.clear()
+            self.publisher.detach()
+            checked = False  # with the lease etcd may have lost all else
+
+    async def _lost_or_disputed(self, lease: Lease) -> None:
+        ends = (lease.lost, self.publisher.disputed)
+        while not any(event.is_set() for event in ends):
+            await _first_of(*ends, lease.reopened)
+            if lease.reopened.is_set():
+                lease.reopened.clear()
+                self.publisher.doubt()  # whoever answers now may have been restored from a backup
+        self.lease_losses += lease.lost.is_set()
+
+    def _lease_lapses_within_s(self) -> float:
+        # etcd may give more than was asked for, and will have given as much to the other life.
+        granted_s = self._lease.ttl_s if self._lease else 0
+        return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
+
+    async def _register(self, take_over: bool) -> Lease:
+        # One at a time: draining as a lease is lost, two would be taken, and one of them kept for ever.
+        async with self._registering:
+            if self._lease is None or self._lease.lost.is_set():
+                self._lease = await Lease.grant(self._etcd, self._ttl_s)
+            await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)
+            return self._lease
+
+    async def _share_the_budget(self) -> None:
+        """Tell the publisher now and then how many ranks there are to share the write budget with.
+
+        Often at first, for where one rank starts many do.
+        """
+        backoff = Backoff(self._etcd.rng, first_s=1.0, max_s=_COUNT_INTERVAL_S)
+        while True:
+            await self.registered.wait()
+            await self._count_ranks()
+            await backoff.sleep()
+
+    async def _count_ranks(self) -> None:
+        try:
+            self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
+        except IsthmusError as error:
+            logger.debug("membership.uncounted rank=%s error=%s", self._registration.id, error)
+
+    async def _deregister(self) -> None:
+        if self._lease is None:
+            return
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._lease.revoke()
+        except (IsthmusError, TimeoutError) as error:
+            logger.warning("membership.lapses rank=%s error=%r", self._registration.id, error)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Returns when one is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

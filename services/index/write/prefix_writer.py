@@ -1,0 +1,221 @@
+"""Writes one rank's records to etcd, so that no other life's can be taken for them.
+
+    NO LOG --replace: the chunks of a new epoch; with the last, in one transaction, head flips to the epoch
+       ^      |       and what is older goes away--> LOG --append: log/<seq>, while it is short--> LOG
+       |      +-----------------<--- replace: log is long -------------------------------------+
+       +--- a write failed, or may have failed; a new lease -----------------------------------+
+
+Every write is a transaction that holds only while `head` is the one that we wrote (or, before our first
+one, found): of two lives of a rank the later one's head ends the writing of the earlier one, whatever
+its lease says. And it holds only while the record before it is as we wrote it: an etcd restored from a
+backup, whose leases live on, has the same head and not all that came after it.
+"""
+
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from services.etcd.client import Etcd, delete_range_op, prefix_end, put_op, unchanged
+from services.index.codec import decode_record, encode_delta, encode_head, encode_snapshot
+from services.index.keys import ClusterKeys, HeadKey
+from services.index.records import (
+    HASH_BYTES,
+    PrefixDelta,
+    PrefixHead,
+    PrefixSnapshot,
+    hashes_of,
+)
+from services.values.errors import IsthmusError, ProtocolError, StaleGeneration
+from services.values.rank import RankId
+from services.wire.etcd import etcd_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLimits:
+    """A log is summed up by a snapshot when a reader would rather read that.
+
+    It may grow to twice the snapshot, so that rewriting costs at most half as much again as the deltas,
+    and a reader who comes anew reads at most three times what the rank holds.
+    """
+
+    max_deltas: int = 512
+    min_bytes: int = 64 << 10
+    max_bytes: int = 4 << 20
+    max_chunk_hashes: int = (1 << 20) // HASH_BYTES - 64  # with its header below 1 MiB
+
+
+class RecordsMoved(IsthmusError):
+    """The head or the record before is not the one that we knew: look at the head, go on or give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """What a write stands on: the head and, since, the newest record of ours, and when they were written."""
+
+    head_revision: int  # 0: there is none
+    newest: bytes | None = None  # None: the head
+    newest_revision: int = 0
+
+
+@dataclass(slots=True)
+class _Log:
+    """The epoch that deltas are appended to."""
+
+    epoch: int
+    stand: _Stand
+    snapshot_bytes: int
+    deltas: int = 0
+    size_bytes: int = 0
+
+
+class PrefixWriter:
+    """Every method raises StaleGeneration when a later life rules, RecordsMoved, Unavailable, EtcdNoSpace,
+    LeaseNotFound. After an error nobody knows what was written: call `start_over`.
+    """
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, rank: RankId, limits: LogLimits) -> None:
+        self._etcd = etcd
+        self._keys = keys
+        self._rank = rank
+        self._limits = limits
+        self._log: _Log | None = None
+        self._epoch = 0  # the last one used, by us or, before us, by an earlier life
+        self._next_seq = 0
+        self._has_ruled = False  # a head of ours has been in etcd since we were last told to overrule others'
+
+    def __repr__(self) -> str:
+        return f"PrefixWriter(rank={self._rank}, epoch={self._epoch}, next_seq={self._next_seq})"
+
+    @property
+    def has_log(self) -> bool:
+        """A snapshot of ours is in etcd, and everything appended since."""
+        return self._log is not None
+
+    @property
+    def wants_snapshot(self) -> bool:
+        log, limits = self._log, self._limits
+        if log is None or log.deltas >= limits.max_deltas:
+            return True
+        longest_bytes = min(limits.max_bytes, max(limits.min_bytes, 2 * log.snapshot_bytes))
+        return log.size_bytes >= longest_bytes
+
+    def start_over(self) -> None:
+        """Nothing that was written counts: only a snapshot may follow."""
+        self._log = None
+
+    def overrule(self) -> None:
+        """Whatever head is found next is an earlier life's."""
+        self._has_ruled = False
+
+    async def append(self, added: Sequence[int], removed: Sequence[int], age_s: float, lease_id: int) -> None:
+        """One delta. Only with a log."""
+        log = self._log
+        assert log is not None, "a delta needs a snapshot to stand on"
+        delta = PrefixDelta(
+            self._rank.generation, log.epoch, self._next_seq, hashes_of(added), hashes_of(removed), age_s
+        )
+        value = encode_delta(delta)
+        put = put_op(self._keys.log(self._rank.key, delta.seq), value, lease_id)
+        log.stand = await self._put(put, log.stand)
+        self._next_seq += 1
+        log.deltas += 1
+        log.size_bytes += len(value)
+
+    async def replace(
+        self,
+        held: Sequence[int],
+        age_s: Callable[[], float],
+        lease_id: int,
+        pause: Callable[[], Awaitable[None]],
+    ) -> None:
+        """A snapshot of all that is held; `pause` is awaited between two of its chunks. `age_s` is asked when
+        it takes effect."""
+        # What the log says since its head counts no more, so nothing stands on it.
+        stand = _Stand(self._log.stand.head_revision if self._log else await self._check_head())
+        # A number of its own for every attempt: the chunks of one that failed are never mixed in.
+        self._epoch += 1
+        size = self._limits.max_chunk_hashes
+        chunks: list[etcd_pb2.RequestOp] = []
+        for number, start in enumerate(range(0, len(held), size)):
+            if chunks:
+                stand = await self._put(chunks[0], stand)
+                await pause()
+            chunks = [self._chunk_op(number, array("Q", held[start : start + size]), lease_id)]
+        num_chunks = -(-len(held) // size)
+        revision = await self._flip(chunks, num_chunks, age_s(), stand, lease_id)
+        self._has_ruled = True
+        self._log = _Log(self._epoch, _Stand(revision), len(held) * HASH_BYTES)
+
+    async def is_intact(self) -> bool:
+        """False: etcd has not the newest record as we wrote it. Only with a log; raises Unavailable."""
+        assert self._log is not None, "without a log there is no newest record"
+        stand = self._log.stand
+        found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))
+        return (found.mod_revision if found else 0) == (stand.newest_revision or stand.head_revision)
+
+    def _chunk_op(self, number: int, hashes: "array[int]", lease_id: int) -> etcd_pb2.RequestOp:
+        snapshot = PrefixSnapshot(self._rank.generation, self._epoch, number, hashes)
+        key = self._keys.snapshot(self._rank.key, self._epoch, number)
+        return put_op(key, encode_snapshot(snapshot), lease_id)
+
+    async def _check_head(self) -> int:
+        """The revision of the head that is there, 0 for none."""
+        found = await self._etcd.get(self._keys.head(self._rank.key))
+        if found is None:
+            return 0
+        try:
+            head = decode_record(HeadKey(self._rank.key), found.value)
+        except ProtocolError as error:
+            logger.warning("prefix_writer.overwrites rank=%s error=%s", self._rank, error)
+            return found.mod_revision  # whoever wrote that is no life of this rank
+        assert isinstance(head, PrefixHead)
+        if head.generation == self._rank.generation:
+            self._has_ruled = True
+        elif self._has_ruled:
+            raise StaleGeneration(
+                f"another life of rank {self._rank} writes the index now: {head.generation:016x}"
+            )
+        self._epoch = max(self._epoch, head.epoch)
+        return found.mod_revision
+
+    async def _flip(
+        self,
+        last_chunk: list[etcd_pb2.RequestOp],
+        num_chunks: int,
+        age_s: float,
+        stand: _Stand,
+        lease_id: int,
+    ) -> int:
+        rank, epoch = self._rank.key, self._epoch
+        head = PrefixHead(self._rank.generation, epoch, self._next_seq, num_chunks, age_s)
+        ours = self._keys.snapshot_epoch(rank, epoch)
+        all_snapshots, log = self._keys.snapshot_prefix(rank), self._keys.log_prefix(rank)
+        return await self._write(
+            [
+                *last_chunk,
+                put_op(self._keys.head(rank), encode_head(head), lease_id),
+                delete_range_op(log, prefix_end(log)),
+                delete_range_op(all_snapshots, ours),
+                delete_range_op(prefix_end(ours), prefix_end(all_snapshots)),
+            ],
+            stand,
+        )
+
+    async def _put(self, put: etcd_pb2.RequestOp, stand: _Stand) -> _Stand:
+        """Returns what comes next stands on."""
+        revision = await self._write([put], stand, idempotent=True)
+        return replace(stand, newest=put.request_put.key, newest_revision=revision)
+
+    async def _write(
+        self, operations: list[etcd_pb2.RequestOp], stand: _Stand, *, idempotent: bool = False
+    ) -> int:
+        guards = [unchanged(self._keys.head(self._rank.key), stand.head_revision)]
+        if stand.newest is not None:
+            guards.append(unchanged(stand.newest, stand.newest_revision))
+        result = await self._etcd.txn(guards, operations, idempotent=idempotent)
+        if not result.succeeded:
+            raise RecordsMoved("the head was written by someone else, or etcd has lost what came after it")
+        return result.revision

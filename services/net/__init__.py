@@ -1,0 +1,1 @@
+"""gRPC and TLS: errors, servers, channels, ports. Knows no service."""

@@ -1,0 +1,116 @@
+"""Our errors as gRPC status, and back.
+
+handler raises NoCapacity --> guard.py: RESOURCE_EXHAUSTED, the sentence, isthmus-error: NoCapacity
+                                ~~~ the wire ~~~
+caller inside `renaming()` <-- NoCapacity again; a failure of gRPC's own is named by its code
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import grpc
+import grpc.aio
+
+from services.values.errors import (
+    Aborted,
+    AlreadyRunning,
+    ConfigError,
+    ContextExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    KvCorrupt,
+    NoCapacity,
+    NotFound,
+    PeerFailed,
+    ProtocolError,
+    StaleGeneration,
+    Unauthenticated,
+    Unavailable,
+)
+from services.wire.isthmus.v1 import decode_pb2
+
+ERROR_KEY = "isthmus-error"  # trailing metadata: the name of the class that was raised
+
+_STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    AlreadyRunning: grpc.StatusCode.ALREADY_EXISTS,
+    NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    PeerFailed: grpc.StatusCode.UNAVAILABLE,
+    KvCorrupt: grpc.StatusCode.UNAVAILABLE,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Aborted: grpc.StatusCode.CANCELLED,
+    ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+_BY_NAME: dict[str, type[IsthmusError]] = {error.__name__: error for error in _STATUS}
+# For a status that came without the name: the peer's gRPC library made it, or it is no peer of ours.
+_BY_STATUS: dict[grpc.StatusCode, type[IsthmusError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: NoCapacity,
+    grpc.StatusCode.FAILED_PRECONDITION: StaleGeneration,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Aborted,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
+}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status an error travels as; INTERNAL for one that we did not raise on purpose."""
+    for cls in type(error).__mro__:
+        if cls in _STATUS:
+            return _STATUS[cls]
+    return grpc.StatusCode.INTERNAL
+
+
+def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:
+    """The error that the peer raised, or the one that says what to do about a failure of gRPC's."""
+    details = error.details() or error.code().name
+    name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
+    if name in _BY_NAME:
+        return _BY_NAME[name](details)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return InvalidRequest(f"the message is too large: {details}")
+    return _BY_STATUS.get(error.code(), PeerFailed)(details)
+
+
+def heed_cancellation() -> None:
+    """To be called when a call has failed. Raises CancelledError if this task was cancelled meanwhile.
+
+    A cancellation that meets the failure of a call is lost in grpc.aio, which waits for tasks of its own that
+    swallow it; whoever then tries again would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+@contextlib.contextmanager
+def renaming() -> Iterator[None]:
+    """Around a call to a peer: its AioRpcError becomes our error."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        heed_cancellation()
+        raise error_from(error) from error
+
+
+def error_from_request(pb: decode_pb2.RequestError) -> IsthmusError:
+    """What a RequestError on the Attach stream says.
+
+    PeerFailed: another prefill rank may do. Unavailable: this decode rank failed, use another.
+    """
+    if pb.peer_failed:
+        return PeerFailed(pb.message)
+    code = _CODES.get(pb.code, grpc.StatusCode.UNKNOWN)
+    return _BY_STATUS.get(code, Unavailable)(pb.message)

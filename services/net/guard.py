@@ -1,0 +1,141 @@
+"""What stands around every handler of a server: what it raises is answered by the table (grpc_errors.py)."""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc
+
+from services.net.grpc_errors import ERROR_KEY, status_of
+from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, NoCapacity, root_cause
+
+logger = logging.getLogger(__name__)
+
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's own: its clients that retry by themselves heed it
+# gRPC drops a status whose metadata passes 8 KiB; a character may take three bytes there.
+_MAX_DETAILS_BYTES = 2000
+_INTERNAL = "internal error; the server's log has it"
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Answers what a handler raises: our errors by the table, anything else as INTERNAL, logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # gRPC answers UNIMPLEMENTED
+        return _guarded(handler, handler_call_details.method)
+
+
+_Receive = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+
+
+def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    """Always as a handler of many messages: the one of others is read within the guard. grpc.aio's own
+    reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes that are no
+    message. On the wire there is no difference."""
+    answers = "stream" if handler.response_streaming else "unary"
+    asks = "stream" if handler.request_streaming else "unary"
+    behavior = getattr(handler, f"{asks}_{answers}")
+    receive: _Receive = _as_it_comes
+    parse = handler.request_deserializer
+    if not handler.request_streaming:
+        receive, parse = _only_message(parse), None
+    guard = _guarded_generator if inspect.isasyncgenfunction(behavior) else _guarded_coroutine
+    make_handler = getattr(grpc, f"stream_{answers}_rpc_method_handler")
+    return make_handler(guard(behavior, receive, method), parse, handler.response_serializer)
+
+
+async def _as_it_comes(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+    return messages
+
+
+def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
+    """Raises InvalidRequest when there is none, or one that cannot be read."""
+
+    async def receive(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+        raw = await context.read()
+        if raw is grpc.aio.EOF:
+            raise InvalidRequest("the call ended without a message")
+        try:
+            return parse(raw)
+        except DecodeError as error:  # text that is no UTF-8, for one
+            raise InvalidRequest(f"the message cannot be read: {error}") from error
+
+    return receive
+
+
+def _guarded_coroutine(
+    behavior: Callable[..., Awaitable[Any]], receive: _Receive, method: str
+) -> Callable[..., Awaitable[Any]]:
+    async def call(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(await receive(messages, context), context)
+        except Exception as error:
+            return await _answer(context, method, error)
+
+    return call
+
+
+def _guarded_generator(
+    behavior: Callable[..., AsyncGenerator[Any, None]], receive: _Receive, method: str
+) -> Callable[..., AsyncGenerator[Any, None]]:
+    async def stream(messages: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+        try:
+            request = await receive(messages, context)
+            async with contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _answer(context, method, error)
+
+    return stream
+
+
+async def _answer(context: grpc.aio.ServicerContext, method: str, error: Exception) -> NoReturn:
+    cause = root_cause(error)  # a handler may run a TaskGroup
+    if isinstance(cause, grpc.aio.BaseError):  # the handler aborted by itself, or the call is gone
+        raise cause
+    if isinstance(cause, TimeoutError):  # of asyncio.timeout(remaining_s(context))
+        cause = DeadlineExceeded("the deadline has passed")
+    if not isinstance(cause, IsthmusError):
+        logger.error("handler_failed method=%s", method, exc_info=error)
+        await _abort(context, grpc.StatusCode.INTERNAL, _INTERNAL)
+    details = str(cause).encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
+    metadata = [(ERROR_KEY, type(cause).__name__)]
+    if isinstance(cause, NoCapacity) and cause.retry_after_s is not None:
+        metadata.append((_PUSHBACK_KEY, str(round(1e3 * cause.retry_after_s))))
+    await _abort(context, status_of(cause), details, tuple(metadata))
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext,
+    code: grpc.StatusCode,
+    details: str,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> NoReturn:
+    try:
+        await context.abort(code, details, metadata)
+    except grpc.aio.InternalError as error:
+        # The call has ended, by its deadline for one: nobody hears this. grpc.aio would log it as our bug.
+        raise asyncio.CancelledError from error
+    raise AssertionError("abort raises")  # grpc.aio has no types that would say so
+
+
+def _is_of_a_living_call(record: logging.LogRecord) -> bool:
+    """False of what grpc.aio logs as a servicer's bug: the last word of a call that ended meanwhile, by its
+    deadline or its client, which the core could not send."""
+    return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_a_living_call)

@@ -1,0 +1,143 @@
+"""gRPC servers.
+
+One server's life: open_server (bound, SERVING) --> set_serving as often as needed --> serve_until_stopped
+(NOT_SERVING, drained, then stopped with what is left of the grace).
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.net.channels import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS
+from services.net.guard import ErrorInterceptor
+from services.net.tls import TlsConfig
+from services.values.errors import ConfigError, DeadlineExceeded
+from services.values.request import MAX_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+
+_MAX_PENDING_CALLS = 100_000
+_SERVER_OPTIONS = [
+    *MESSAGE_OPTIONS,
+    *KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Past 1,000 calls that the event loop has not taken up yet gRPC turns new ones away as CANCELLED.
+    # Calls have deadlines, and whoever is refused for load is to be told so by us.
+    ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
+    # A port that another process still holds is an error, not a port shared with it.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
+    """Seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None when the caller set none.
+
+    Raises:
+        DeadlineExceeded: nothing is left.
+    """
+    left: float | None = context.time_remaining()
+    if left is not None and left <= 0:
+        raise DeadlineExceeded("the deadline has passed")
+    return None if left is None else min(left, MAX_TIMEOUT_S)
+
+
+class RpcServer:
+    """A running server with its health service; made by `open_server`."""
+
+    def __init__(self, server: grpc.aio.Server, port: int, checks: health.aio.HealthServicer) -> None:
+        self.port = port
+        self._server = server
+        self._checks = checks
+
+    def __repr__(self) -> str:
+        return f"RpcServer(port={self.port})"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks of the whole server (service "") answer from now on."""
+        status = health_pb2.HealthCheckResponse
+        await self._checks.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def begin_shutdown(self) -> None:
+        """NOT_SERVING for good; calls are still taken."""
+        await self._checks.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no new call; cancel those that still run after `grace_s`; return when all have ended."""
+        await self.begin_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def open_server(
+    listen: str,
+    register: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    tls: TlsConfig | None = None,
+    serving: bool = True,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> RpcServer:
+    """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
+
+    `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
+    or their handlers raise is answered as what a servicer raises.
+
+    Raises:
+        ConfigError: the address cannot be bound, or the TLS files cannot be used.
+    """
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
+    register(server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    port = _bind(server, listen, tls)
+    opened = RpcServer(server, port, checks)
+    await opened.set_serving(serving)
+    await server.start()
+    return opened
+
+
+def _bind(server: grpc.aio.Server, listen: str, tls: TlsConfig | None) -> int:
+    credentials = None if tls is None else tls.for_server()
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(listen))
+        return int(server.add_secure_port(listen, credentials))
+    except RuntimeError as error:
+        # gRPC has one sentence for an address in use and for a pair that it, unlike OpenSSL, cannot use.
+        unless = "" if credentials is None else ", or cannot use the TLS certificate and key"
+        raise ConfigError(f"cannot listen on {listen}{unless}: {error}") from error
+
+
+_LAST_WORDS_S = 1.0
+
+
+async def serve_until_stopped(
+    server: RpcServer,
+    stopping: asyncio.Event,
+    grace_s: float,
+    drain: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until `stopping` is set, then end in order, within about `grace_s`.
+
+    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace. What
+    is still open then are streams that peers hold as long as we live: they get a moment to take the last
+    words. Calls that still run when the time is over are cancelled.
+    """
+    await stopping.wait()
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + grace_s
+    await server.begin_shutdown()
+    if drain is not None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await drain()
+            deadline = min(deadline, loop.time() + _LAST_WORDS_S)
+        except TimeoutError:
+            logger.warning("drain_timed_out grace_s=%g", grace_s)
+    await server.stop(max(0.0, deadline - loop.time()))

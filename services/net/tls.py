@@ -1,0 +1,77 @@
+"""TLS of our gRPC servers and channels, under files that may change while they run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from services.net.certificates import Certificates, Pem, certificates_of
+from services.net.reloading_channel import ReloadingChannel
+from services.values.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files. `mutual`: each side shows its certificate and checks the other's against `ca`.
+
+    `server_name` is what a server's certificate must carry; "": the host in the endpoint. Ranks that are
+    reached at addresses which no certificate can foresee (a pod's) share a name.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    mutual: bool = False
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("TLS needs both a certificate and its key, or neither")
+        if self.mutual and (self.ca is None or self.cert is None):
+            raise ConfigError("mutual TLS needs a CA, a certificate and its key")
+
+    @property
+    def certificates(self) -> Certificates:
+        """What the files hold, now and later. Raises ConfigError when they cannot be used now."""
+        return certificates_of(self.ca, self.cert, self.key)
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """Each new connection is under the files as they are then. Raises ConfigError."""
+        if self.cert is None:
+            raise ConfigError("a TLS server needs a certificate and its key")
+        certificates = self.certificates
+        shown = certificates.look()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """Called by a thread of gRPC's at each handshake; None: it goes on with what it has."""
+            nonlocal shown
+            if (pem := certificates.look()) is shown:
+                return None
+            shown = pem
+            return self._server_configuration(pem)
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(shown), changed, require_client_authentication=self.mutual
+        )
+
+    def _server_configuration(self, pem: Pem) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(pem.key, pem.cert)], pem.ca if self.mutual else None
+        )
+
+    def for_channel(self, pem: Pem) -> grpc.ChannelCredentials:
+        """Without a CA the system's own are trusted."""
+        key, cert = (pem.key, pem.cert) if self.mutual else (None, None)
+        return grpc.ssl_channel_credentials(pem.ca, key, cert)
+
+    def open_channel(self, endpoint: str, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
+        """One that connects under the files as they are whenever it does. Raises ConfigError."""
+        if self.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
+
+        def connect(pem: Pem) -> grpc.aio.Channel:
+            return grpc.aio.secure_channel(endpoint, self.for_channel(pem), options=options)
+
+        return ReloadingChannel(self.certificates, connect)

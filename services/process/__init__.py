@@ -1,0 +1,1 @@
+"""A process and its children: started, ready, alive, stopped, killed."""

@@ -1,0 +1,181 @@
+"""Whether a process has started, takes requests and lives, and the answers to those who probe it.
+
+    starting --> waiting --> serving --> stopping     a child's phases, as notify.py reports them
+                 |---------------------|
+                    not heard of for a minute: it hangs, and its parent ends it
+                    nor for another half: not even that helped
+
+A parent starts a child again that ended: then it starts anew, which may hang as well, or end each time. One
+that has not come to wait or serve again within --restart-timeout-s lives no more: the kubelet, which asks
+/startup until it passes and never again in that container, has to start the whole of it.
+
+It waits when nothing but etcd is missing, however long that takes.
+
+On --health-port, for a kubelet's probes:
+
+    GET /startup   200 once it has waited: until then a model may be loading for minutes
+    GET /ready     200 while it takes requests
+    GET /live      200 unless nothing but a restart would help
+
+Otherwise 503 and the reason. Always plain HTTP: a kubelet has neither our authority nor a certificate.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from services.host.ports import host_port, listen
+from services.values.errors import ConfigError
+
+SILENT_S = 60.0  # a loop that has not run for so long will not run again
+DEAF_S = 90.0  # by then its parent should have ended it
+_PROBE_TIMEOUT_S = 5.0
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    WAITING = "waiting for etcd"
+    SERVING = "serving"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """For each probe what is wrong; "" when it passes."""
+
+    startup: str = ""
+    ready: str = ""
+    live: str = ""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Of one process, as it or its parent knows it."""
+
+    name: str
+    clock: Callable[[], float] = time.monotonic
+    restart_timeout_s: float = math.inf  # it may neither wait nor serve for so long once it did
+    phase: Phase = Phase.STARTING
+    has_started: bool = False  # in this life or in an earlier one
+    has_served: bool = False  # likewise
+    last_words: str = ""  # why this life ends, or the last one ended, in its own words
+    last_end: str = ""  # how its last life ended, until it stands again
+    last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
+    _stood: float = 0.0  # if it has started and does not stand: when it last did, in whatever life
+
+    def enter(self, phase: Phase) -> None:
+        if self.beats:
+            self._stood = self.clock()
+        self.phase = phase
+        self.has_started = self.has_started or self.beats
+        self.has_served = self.has_served or phase is Phase.SERVING
+        if self.beats:
+            self.last_end = ""
+
+    def begin(self) -> None:
+        """Another life."""
+        self.enter(Phase.STARTING)
+        self.last_beat = None
+
+    @property
+    def beats(self) -> bool:
+        """Is it to be heard of every few seconds?"""
+        return self.phase in (Phase.WAITING, Phase.SERVING)
+
+    def health(self) -> Health:
+        state = f"{self.name} is {self.phase.value}"
+        if self.last_end:
+            state += f"; its last life ended with {self.last_end}"
+        return Health(
+            startup="" if self.has_started else state,
+            ready="" if self.phase is Phase.SERVING else state,
+            live=self._beyond_help(),
+        )
+
+    def _beyond_help(self) -> str:
+        if self.beats:
+            silent_s = 0.0 if self.last_beat is None else self.clock() - self.last_beat
+            return "" if silent_s < DEAF_S else f"{self.name} has been silent for {silent_s:.0f} s"
+        away_s = self.clock() - self._stood if self.has_started else 0.0
+        if away_s < self.restart_timeout_s:
+            return ""
+        why = f": its last life ended with {self.last_end}" if self.last_end else ""
+        return f"{self.name} has been away for {away_s:.0f} s{why}"
+
+
+@dataclass(slots=True)
+class Silence:
+    """For how long a process has not been heard of, in looks at it.
+
+    Not in seconds: whoever looks may have stood still together with it, and has not listened then.
+    """
+
+    looks: int = 0
+    _heard: float | None = None
+
+    def look(self, lifecycle: Lifecycle) -> None:
+        beat = lifecycle.last_beat if lifecycle.beats else None
+        self.looks = self.looks + 1 if beat is not None and beat == self._heard else 0
+        self._heard = beat
+
+
+def joint_health(parts: Sequence[Health]) -> Health:
+    """A probe passes when it passes for each."""
+
+    def reasons(name: str) -> str:
+        return "; ".join(filter(None, (getattr(part, name) for part in parts)))
+
+    return Health(reasons("startup"), reasons("ready"), reasons("live"))
+
+
+@contextlib.asynccontextmanager
+async def answering(host: str, port: int | None, check: Callable[[], Health]) -> AsyncIterator[int | None]:
+    """Answer probes with what `check` says; yields the port. Port 0: a free one; None: no probes.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    if port is None:
+        yield None
+        return
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise ConfigError(f"cannot answer probes on {host_port(host, port)}: {error}") from error
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                request_line = await reader.readline()
+                while (await reader.readline()).strip():
+                    pass
+                writer.write(_answer(request_line.decode("latin-1"), check()))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, sock=listener)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.close()
+
+
+def _answer(request_line: str, health: Health) -> bytes:
+    reasons = {"/startup": health.startup, "/ready": health.ready, "/live": health.live}
+    method, path, *_ = [*request_line.split(), "", ""]
+    path = path.partition("?")[0]
+    if method not in ("GET", "HEAD"):
+        status, text = "405 Method Not Allowed", "only GET"
+    elif path not in reasons:
+        status, text = "404 Not Found", "there are /startup, /ready and /live"
+    elif reasons[path]:
+        status, text = "503 Service Unavailable", reasons[path]
+    else:
+        status, text = "200 OK", "ok"
+    body = (text + "\n").encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+    return (head + "Connection: close\r\n\r\n").encode() + (b"" if method == "HEAD" else body)

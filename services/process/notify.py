@@ -1,0 +1,101 @@
+"""A child process tells its parent how it is: sd_notify(3), which systemd understands too.
+
+    X_WAITING=1 --> READY=1 --> STOPPING=1        and WATCHDOG=1 every few seconds
+    STATUS=why it cannot start, or go on
+
+X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it.
+Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread, which a parent that forks must not
+have.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.process.health import Lifecycle, Phase
+
+log = logging.getLogger(__name__)
+
+NOTIFY_SOCKET = "NOTIFY_SOCKET"
+_BEAT_S = 5.0
+_MAX_MESSAGE_BYTES = 4096
+_WAITING, _READY, _STOPPING = "X_WAITING=1", "READY=1", "STOPPING=1"
+_STATUS = "STATUS="
+_MAX_STATUS_CHARS = 1000
+_PHASES = {_WAITING: Phase.WAITING, _READY: Phase.SERVING, _STOPPING: Phase.STOPPING}
+
+
+@contextlib.contextmanager
+def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
+    """Follow one life of a child process; yields what its environment needs. On the running loop.
+
+    The socket is the life's own: what an earlier life still had to say is not heard.
+    """
+    loop = asyncio.get_running_loop()
+    child.begin()
+    child.last_words = ""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as receiver:
+        receiver.bind("")  # the kernel chooses an abstract name: unix(7), autobind
+        loop.add_reader(receiver, _hear, receiver, child)
+        try:
+            yield {NOTIFY_SOCKET: "@" + receiver.getsockname()[1:].decode()}
+        finally:
+            loop.remove_reader(receiver)
+            while _hear(receiver, child):  # what it said last, before its end was seen
+                pass
+            child.begin()
+
+
+def _hear(receiver: socket.socket, child: Lifecycle) -> bool:
+    """False: it has said nothing more."""
+    try:
+        message = receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace")
+    except BlockingIOError:
+        return False
+    for line in message.splitlines():
+        if (phase := _PHASES.get(line)) is not None:
+            child.enter(phase)
+        if line.startswith(_STATUS):
+            child.last_words = line.removeprefix(_STATUS)
+        child.last_beat = child.clock()
+    return True
+
+
+@dataclass(slots=True)
+class Notifier:
+    """Tells whoever started us. Without NOTIFY_SOCKET nobody asked, and nothing is sent."""
+
+    address: str = field(default_factory=lambda: os.environ.pop(NOTIFY_SOCKET, ""))  # not our children's
+
+    def send(self, message: str) -> None:
+        if not self.address:
+            return
+        name = "\0" + self.address[1:] if self.address.startswith("@") else self.address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            try:
+                sender.sendto(message.encode(), name)
+            except OSError as error:
+                log.warning("notify_failed message=%s error=%r", message, str(error))
+
+    def waits(self) -> None:
+        self.send(_WAITING)
+
+    def serves(self) -> None:
+        self.send(_READY)
+
+    def ends(self, why: str) -> None:
+        """Whoever probes our parent is told."""
+        self.send(_STATUS + " ".join(why.split())[:_MAX_STATUS_CHARS])
+
+    async def beat_until(self, stopping: asyncio.Event) -> None:
+        """WATCHDOG=1 as long as this loop runs, STOPPING=1 once `stopping` is set."""
+        while not stopping.is_set():
+            self.send("WATCHDOG=1")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_BEAT_S):
+                    await stopping.wait()
+        self.send(_STOPPING)

@@ -1,0 +1,286 @@
+"""Keep the rank processes of one worker running.
+
+    start --> running --exits--> reaped --after a delay--> start        (same flags, same ports)
+                 |                 |
+                 |                 +--refuses to start and has never served--> stop all ranks, exit 78
+                 +--not heard of for a minute, or it stops
+                 |  and does not end: it hangs--> SIGKILL, reaped
+                 +--SIGTERM or SIGINT to us--> SIGTERM to all, grace, SIGKILL, reaped --> exit 0
+
+A rank that refuses its settings (ConfigError) and has never served would refuse them again. Once it has
+served, a refusal is a fault like any other, of which its siblings hear nothing: somebody else had its port
+for a moment, or a file was being replaced.
+
+A rank is a process group of its own: engines start processes too. A rank counts as gone only when
+every process of its group has been killed and reaped, so a restart is proof that nothing of the old
+life can still write. Should the supervisor itself be killed, the kernel kills the ranks
+(PR_SET_PDEATHSIG). What the ranks say of themselves (services/process/notify.py) is what probes are answered.
+"""
+
+import asyncio
+import ctypes
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from services.host.parent_death import die_with
+from services.host.ports import free_ports
+from services.observe.telemetry import event
+from services.process.health import SILENT_S, Health, Lifecycle, Phase, Silence, answering, joint_health
+from services.process.notify import listening
+
+logger = logging.getLogger(__name__)
+
+# ConfigError (config.refusing), and a flag that config.load refused.
+_REFUSALS = (os.EX_CONFIG, 2)
+
+_REAP_INTERVAL_S = 0.01
+_SILENCE_CHECK_S = 1.0
+
+# linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the rank again after `delay_s`; `failures` is what to pass in at its next exit."""
+
+    delay_s: float
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAll:
+    """End every rank and exit with `exit_code`."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delays before restarts: first_s, doubled at each failure in a row, max_s at most."""
+
+    first_s: float = 0.5
+    max_s: float = 10.0
+    healthy_s: float = 60.0  # a rank that lived this long starts counting its failures anew
+
+
+def on_exit(
+    exit_code: int, lived_s: float, failures: int, has_served: bool, backoff: Backoff = Backoff()
+) -> Restart | StopAll:
+    """What follows when a rank ends unasked.
+
+    `failures` exits in a row came before this one; `has_served` in any of its lives.
+    """
+    if exit_code in _REFUSALS and not has_served:
+        return StopAll(os.EX_CONFIG)
+    failures = 1 if lived_s >= backoff.healthy_s else failures + 1
+    # The exponent is bounded: after a day of failures the power would overflow.
+    delay_s = min(backoff.first_s * 2.0 ** min(failures - 1, 32), backoff.max_s)
+    return Restart(delay_s, failures)
+
+
+def choose_ports(host: str, base_port: int, count: int) -> tuple[int, ...]:
+    """base_port, base_port + 1, ...; for base_port 0, `count` ports of `free_ports`."""
+    return tuple(range(base_port, base_port + count)) if base_port else free_ports(host, count)
+
+
+def rank_commands(
+    module: str, flags: Sequence[str], flags_by_rank: Mapping[str, Sequence[int]]
+) -> list[list[str]]:
+    """The command of each rank: `python -m module *flags --rank-index=K --NAME=VALUE...`.
+
+    `flags_by_rank` names a setting and gives its value for each rank: {"port": (7000, 7001)}.
+    """
+    flags_of_name = [[f"--{name}={value}" for value in values] for name, values in flags_by_rank.items()]
+    return [
+        [sys.executable, "-m", module, *flags, f"--rank-index={index}", *own]
+        for index, own in enumerate(zip(*flags_of_name, strict=True))
+    ]
+
+
+def run(
+    commands: Sequence[Sequence[str]],
+    grace_s: float,
+    host: str = "127.0.0.1",
+    health_port: int | None = None,
+    restart_timeout_s: float = math.inf,
+    own_health: Callable[[], Health] = Health,
+) -> int:
+    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread.
+
+    Probes are answered on host:health_port; None: nowhere. /live fails once a rank that stood has
+    been away for `restart_timeout_s`. `own_health` is of what they all share.
+    """
+    ranks = [
+        Lifecycle(f"rank process {index}", restart_timeout_s=restart_timeout_s)
+        for index in range(len(commands))
+    ]
+
+    def check() -> Health:
+        return joint_health([own_health(), *(rank.health() for rank in ranks)])
+
+    return asyncio.run(_run(commands, grace_s, host, health_port, ranks, check))
+
+
+async def _run(
+    commands: Sequence[Sequence[str]],
+    grace_s: float,
+    host: str,
+    health_port: int | None,
+    ranks: Sequence[Lifecycle],
+    check: Callable[[], Health],
+) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    async with answering(host, health_port, check):
+        return await supervise(commands, grace_s, stopping, ranks)
+
+
+async def supervise(
+    commands: Sequence[Sequence[str]],
+    grace_s: float,
+    stopping: asyncio.Event,
+    ranks: Sequence[Lifecycle],
+    backoff: Backoff = Backoff(),
+) -> int:
+    """Keep one process per command running until `stopping` is set; returns the exit code.
+
+    `ranks` are kept up to date, one for each command. A rank that refuses its settings and has never served
+    sets `stopping` itself. When this returns, every process that it started has been reaped.
+    """
+    _become_subreaper()
+    async with asyncio.TaskGroup() as group:
+        keepers = [
+            group.create_task(_Rank(index, command, grace_s, stopping, backoff, rank).keep_running())
+            for index, (command, rank) in enumerate(zip(commands, ranks, strict=True))
+        ]
+    return max(keeper.result() for keeper in keepers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    index: int
+    command: Sequence[str]
+    grace_s: float
+    stopping: asyncio.Event
+    backoff: Backoff
+    lifecycle: Lifecycle
+
+    async def keep_running(self) -> int:
+        """Start the rank again and again until `stopping`; returns the exit code for the supervisor."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while not self.stopping.is_set():
+            started = loop.time()
+            with listening(self.lifecycle) as environment:
+                exit_code = await self._live_once(environment)
+            lived_s = loop.time() - started
+            why = self.lifecycle.last_words
+            told: dict[str, Any] = {"why": why} if why else {}
+            event(logger, "rank_exited", rank=self.index, code=exit_code, lived_s=lived_s, **told)
+            if self.stopping.is_set():
+                break
+            self.lifecycle.last_end = f"exit code {exit_code}" + (f", {why}" if why else "")
+            match on_exit(exit_code, lived_s, failures, self.lifecycle.has_served, self.backoff):
+                case StopAll(supervisor_code):
+                    self.stopping.set()
+                    return supervisor_code
+                case Restart(delay_s, failures):
+                    event(logger, "rank_restarts", rank=self.index, delay_s=delay_s, failures=failures)
+                    await self._sleep(delay_s)
+        return os.EX_OK
+
+    async def _live_once(self, environment: Mapping[str, str]) -> int:
+        """One life, with `environment` on top of ours: its exit code, or minus the signal that killed it.
+
+        When it returns, the rank's whole process group has been reaped.
+        """
+        try:
+            process = _start(self.command, environment)
+        except OSError as error:  # no such program, or no process to be had at present
+            event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
+            return os.EX_OSERR
+        event(logger, "rank_started", rank=self.index, pid=process.pid)
+        exited = asyncio.create_task(_exited(process.pid))
+        stopped = asyncio.create_task(self.stopping.wait())
+        hanging = asyncio.create_task(self._hangs())
+        await asyncio.wait([exited, stopped, hanging], return_when=asyncio.FIRST_COMPLETED)
+        if not exited.done() and stopped.done():
+            os.kill(process.pid, signal.SIGTERM)
+            await asyncio.wait([exited], timeout=self.grace_s)
+        for waiting in (exited, stopped, hanging):
+            waiting.cancel()
+        await _reap_group(process)
+        return process.returncode
+
+    async def _hangs(self) -> None:
+        """Returns when the rank has stood and then fallen silent, or stops for longer than the grace: no
+        signal that asks would be heard."""
+        silence, ending = Silence(), 0
+        while silence.looks * _SILENCE_CHECK_S < SILENT_S and ending * _SILENCE_CHECK_S < self.grace_s:
+            await asyncio.sleep(_SILENCE_CHECK_S)
+            silence.look(self.lifecycle)
+            ending = ending + 1 if self.lifecycle.phase is Phase.STOPPING else 0
+        event(logger, "rank_hangs", logging.ERROR, rank=self.index, phase=self.lifecycle.phase.value)
+
+    async def _sleep(self, delay_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self.stopping.wait()
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the
+    # ranks. preexec_fn is safe here because a supervisor has one thread
+    # (and, with JSON logs, one that waits for a process's end: json_lines.py).
+    parent = os.getpid()
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        start_new_session=True,
+        preexec_fn=lambda: die_with(parent),
+    )
+
+
+def _become_subreaper() -> None:
+    """Orphans of a dead rank become our children, so that we can wait for their end."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+async def _exited(pid: int) -> None:
+    """Returns when our child `pid` has ended; it is not reaped, so the pid is still its own."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _reap_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the rank's process group; returns when all of it has been reaped."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    while process.poll() is None:
+        await asyncio.sleep(_REAP_INTERVAL_S)
+    # The leader is gone, so its orphans are our children now. ChildProcessError: there are none left.
+    with suppress(ChildProcessError):
+        while True:
+            pid, _ = os.waitpid(-process.pid, os.WNOHANG)
+            if pid == 0:
+                await asyncio.sleep(_REAP_INTERVAL_S)

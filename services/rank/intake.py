@@ -1,0 +1,139 @@
+"""Whether a rank takes new requests, and how many run on it.
+
+    open --drain--> routers are told; what they send is still taken --they have heard--> closed
+     ^                                       |                                             |
+     +-----------------undrain---------------+---------------------------------------------+
+    stop (SIGTERM): as drain, and for good
+
+Closed, it refuses newcomers and what runs goes on. An operator drains, asks again until nothing runs, and may
+undrain, which ends every wait; nothing of it outlives the process.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from services.values.errors import StaleGeneration, Unavailable
+from services.values.rank import RankId
+
+# Routers hear within this that a rank drains; until then it still takes what they send.
+_NOTICE_S = 0.5
+
+# Tells all routers whether the rank drains; False: they could not be told.
+Tell = Callable[[bool], Awaitable[bool]]
+
+
+class Intake:
+    """One rank's. `draining` goes to the routers with its load, so that they hear of it without etcd too."""
+
+    def __init__(self, own_id: RankId) -> None:
+        self.draining = False
+        self.num_running = 0
+        self.tell: Tell = _nobody_is_there
+        self._own_id = own_id
+        self._closed = self._stopping = False
+        self._told: bool | None = False  # what the routers were told last; None: that is not known
+        self._settled = asyncio.Event()  # nothing runs, or it is in service
+        self._settled.set()
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Intake draining={self.draining} closed={self._closed} running={self.num_running}>"
+
+    def check(self) -> None:
+        """Raises Unavailable where newcomers are refused."""
+        if self._closed:
+            raise Unavailable(f"rank {self._own_id} is draining")
+
+    def took(self) -> None:
+        """A request runs from now on, until it has `left`."""
+        self.num_running += 1
+        self._note()
+
+    def left(self) -> None:
+        self.num_running -= 1
+        self._note()
+
+    def check_life(self, generation: int) -> None:
+        """Raises StaleGeneration unless this life of the rank is meant."""
+        if generation != self._own_id.generation:
+            raise StaleGeneration(f"rank {self._own_id} has been restarted since it was listed")
+
+    async def drain(self, wait_s: float | None = None, only_wait: bool = False) -> int:
+        """Take nothing new; returns how many requests run: none, unless `wait_s` was too short.
+
+        `only_wait`: for what was asked before. Raises Unavailable if that has been undone, or is meanwhile.
+        """
+        await self._through(self._close(again=only_wait))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while self.draining and self.num_running:
+                    await self._settled.wait()
+        if not self.draining:
+            raise Unavailable(f"rank {self._own_id} was put back into service")
+        return self.num_running
+
+    async def undrain(self) -> None:
+        """Take requests again. Raises Unavailable when it is being stopped, or the routers cannot be told."""
+        await self._through(self._open())
+        if self._stopping:
+            raise Unavailable(f"rank {self._own_id} is being stopped")
+        if self._told is not False:
+            raise Unavailable(f"rank {self._own_id} takes requests again, but etcd could not be told")
+
+    async def stop(self, at_once: bool) -> None:
+        """Drain for good; returns when nothing runs. `at_once`: refuse before the routers have heard."""
+        self._stopping = True
+        self._closed = self._closed or at_once
+        await self.drain()
+
+    async def _close(self, again: bool) -> None:
+        """`again`: unless that has been undone; the routers are told where they could not be."""
+        async with self._changing:
+            if again and not self.draining:
+                return
+            self.draining = True
+            self._note()
+            if await self._say(True) and not self._closed:
+                await _be_noticed()
+            self._closed = True
+
+    async def _open(self) -> None:
+        async with self._changing:
+            if not self._stopping:
+                self.draining = self._closed = False
+                self._note()
+                await self._say(False)
+
+    def _note(self) -> None:
+        """Who waits looks again."""
+        if self.draining and self.num_running:
+            self._settled.clear()
+        else:
+            self._settled.set()
+
+    async def _say(self, draining: bool) -> bool:
+        """Returns whether the routers know, of whom not all need to have heard yet."""
+        if self._told is not draining:
+            self._told = None  # it may get through and be lost on the way back
+            if await self.tell(draining):
+                self._told = draining
+        return self._told is draining
+
+    async def _through(self, change: Coroutine[Any, Any, None]) -> None:
+        """Whoever asked may leave before it is done: it is done all the same."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
+
+async def _nobody_is_there(draining: bool) -> bool:
+    """Until the rank is registered."""
+    return False
+
+
+async def _be_noticed() -> None:
+    await asyncio.sleep(_NOTICE_S)

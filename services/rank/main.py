@@ -1,0 +1,385 @@
+"""What every rank process does around its engine, in either role.
+
+    /metrics served -> engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
+    SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
+            -> deregistered -> engine stopped
+
+`python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with
+`--rank-index`. With an engine that has all DP ranks in one (sglang) there is one such process, with a
+server, a registration and a port for each rank. A rank's generation is drawn at each start.
+"""
+
+import asyncio
+import faulthandler
+import logging
+import math
+import random
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+import grpc
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from services.engine.base import Engine
+from services.etcd.client import Etcd
+from services.host import descriptors
+from services.host.ports import bindable, host_port
+from services.index.keys import ClusterKeys
+from services.index.metrics import EtcdMetrics, MembershipCollector
+from services.index.schema import Schema
+from services.index.write.membership import Membership
+from services.index.write.publisher import PublisherSettings
+from services.kv.block_hash import SCHEME
+from services.net import servers
+from services.net.certificates import CertificateCollector
+from services.observe import build_info, telemetry
+from services.process import signals, supervisor
+from services.process.notify import Notifier
+from services.rank.config import RankConfig
+from services.rank.intake import Intake
+from services.rank.metrics import EngineCollector
+from services.settings.flags import load, refusing, to_flags
+from services.transfer.hello import VERSION as HANDSHAKE_VERSION
+from services.values.errors import root_cause
+from services.values.rank import Generation, RankAddress, RankId, Role
+from services.values.registration import Registration
+
+log = logging.getLogger(__name__)
+
+# For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
+_AFTER_GRACE_S = 15.0
+# For one with a thread that hangs, from when that is noticed: less than decode's fence margin.
+_HUNG_END_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """A role's servicers, once the engine stands."""
+
+    register: Callable[[grpc.aio.Server], None]
+    names: Sequence[str]
+    intake: Intake
+    close: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRole:
+    """What makes a rank a prefill or a decode rank."""
+
+    role: Role
+    engine: Engine
+    make_services: Callable[[CollectorRegistry], Services]
+    capabilities: tuple[str, ...] = ()  # told to the routers
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """/metrics of a rank: of its process alone until there is an engine."""
+
+    registry: CollectorRegistry
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRank:
+    """A rank that serves and is registered. `failed` is set when it can never work again."""
+
+    address: RankAddress
+    engine: Engine
+    server: servers.RpcServer
+    intake: Intake
+    metrics_port: int
+    failed: asyncio.Event
+
+    async def drain(self) -> None:
+        """Tell the routers that it stops; returns when nothing is running. What comes to a rank that has
+        failed before they hear of it cannot be served, and is refused at once."""
+        await self.intake.stop(at_once=self.failed.is_set())
+
+
+MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
+
+
+def main(module: str, make_roles: MakeRoles) -> None:
+    """The command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
+    prog = module.replace("services.", "isthmus-")
+    config = load(RankConfig, prog=prog)
+    notifier = Notifier()
+    with refusing(prog, notifier.ends):
+        descriptors.raise_limit()
+        if config.rank_index is None:
+            sys.exit(supervise(config, module))
+        telemetry.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
+        configs = rank_configs(config)
+        own_ids = [own_rank_id(rank) for rank in configs]
+        roles = make_roles(config, own_ids)
+        try:
+            asyncio.run(run_ranks(configs, own_ids, roles, notifier, _end_soon))
+        except RankFailed as error:  # whose stack tells nothing
+            notifier.ends(str(error))
+            sys.exit(f"{prog}: {error}")
+
+
+def supervise(config: RankConfig, module: str) -> int:
+    """Run every rank of a worker as a process of its own; returns the exit code."""
+    telemetry.log_service(config.worker, config.log_level, config.log_format)
+    config.certificates()  # its ranks would refuse them one by one
+    num_processes = config.dp_size // config.ranks_per_process
+    flags_by_rank: dict[str, Sequence[int]] = {
+        "port": supervisor.choose_ports(config.host, config.port, num_processes),
+        "metrics-port": supervisor.choose_ports(config.host, config.metrics_port, num_processes),
+    }
+    if config.ranks_per_process > 1:  # each process chooses for its ranks
+        flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
+    # Probes ask the supervisor, and it the ranks.
+    commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
+    timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
+    grace_s = config.grace_s + _AFTER_GRACE_S
+    return supervisor.run(commands, grace_s, config.host, config.health_port, timeout_s, config.tls_health)
+
+
+def own_rank_id(config: RankConfig) -> RankId:
+    """A new life of the rank."""
+    return RankId(config.worker, config.rank_index or 0, Generation(secrets.randbits(64)))
+
+
+def rank_configs(config: RankConfig) -> list[RankConfig]:
+    """Of each rank of this process: its index and its ports."""
+    if config.ranks_per_process == 1:
+        return [config]
+    ports = supervisor.choose_ports(config.host, config.port, config.dp_size)
+    metrics_ports = supervisor.choose_ports(config.host, config.metrics_port, config.dp_size)
+    return [
+        replace(config, rank_index=index, port=port, metrics_port=metrics_port)
+        for index, (port, metrics_port) in enumerate(zip(ports, metrics_ports, strict=True))
+    ]
+
+
+async def run_ranks(
+    configs: Sequence[RankConfig],
+    own_ids: Sequence[RankId],
+    roles: Sequence[RankRole],
+    notifier: Notifier | None = None,
+    end_soon: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError, Unavailable as open_rank."""
+    notifier, stopping = notifier or Notifier(), signals.stop_on_signals()
+    async with AsyncExitStack() as stack:
+        beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
+        stack.callback(beating.cancel)
+        # All of them before the first engine starts: with SGLang that one's start is everybody's.
+        pages = [
+            await stack.enter_async_context(serving_metrics(config, role.role, own_id))
+            for config, own_id, role in zip(configs, own_ids, roles, strict=True)
+        ]
+        stack.push_async_callback(asyncio.to_thread, _setup_tracing(configs[0], own_ids, roles[0].role))
+        ranks = []
+        for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
+            opening = open_rank(config, own_id, role, page, stopping, notifier.waits, end_soon)
+            try:
+                rank = await stack.enter_async_context(opening)
+            except StoppedEarly:
+                break
+            ranks.append(rank)
+            watchdog = asyncio.create_task(_forward(rank.failed, stopping))
+            stack.callback(watchdog.cancel)
+            if not (stopping.is_set() or rank.failed.is_set()):
+                _tell_ready(rank, role)
+        if not stopping.is_set():
+            notifier.serves()
+        grace_s = configs[0].grace_s
+        await asyncio.gather(
+            beating,
+            *(servers.serve_until_stopped(rank.server, stopping, grace_s, rank.drain) for rank in ranks),
+        )
+        failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
+    for own_id in own_ids:
+        telemetry.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
+    if failed:
+        raise RankFailed(f"rank {', '.join(failed)} cannot go on; the log says why")
+
+
+def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
+    """Spans themselves say which rank of the process they are of."""
+    who = str(own_ids[0]) if len(own_ids) == 1 else config.worker
+    process = telemetry.Process(role.value, who, config.cluster)
+    return telemetry.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio)
+
+
+def _tell_ready(rank: OpenRank, role: RankRole) -> None:
+    telemetry.event(
+        log,
+        "rank_ready",
+        rank=rank.address.id,
+        role=role.role.value,
+        endpoint=rank.address.endpoint,
+        metrics_port=rank.metrics_port,
+    )
+
+
+@asynccontextmanager
+async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> AsyncIterator[MetricsPage]:
+    """From before the engine starts: a model may load for longer than a process may be out of sight.
+
+    Raises ConfigError when the address cannot be bound.
+    """
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    build_info.register(registry, config.engine)
+    registry.register(CertificateCollector(config.certificates()))
+    labels = _process_labels(config, role, own_id)
+    port, stop = telemetry.serve_metrics(config.host, config.metrics_port, registry, labels)
+    try:
+        yield MetricsPage(registry, port)
+    finally:
+        await asyncio.to_thread(stop)
+
+
+@asynccontextmanager
+async def open_rank(
+    config: RankConfig,
+    own_id: RankId,
+    role: RankRole,
+    page: MetricsPage,
+    stopping: asyncio.Event | None = None,
+    waits: Callable[[], None] = lambda: None,
+    end_soon: Callable[[], None] = lambda: None,
+) -> AsyncIterator[OpenRank]:
+    """A rank from its engine's start to its engine's stop.
+
+    Raises ConfigError, Unavailable where another start may do, and StoppedEarly.
+
+    It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd
+    is missing, `end_soon` when a thread of the engine's hangs.
+    """
+    stopping = stopping or asyncio.Event()
+    failed, engine = asyncio.Event(), role.engine
+    async with AsyncExitStack() as stack:
+        await _start(engine, stopping)
+        stack.push_async_callback(engine.stop)
+        watchdog = asyncio.create_task(_note_crash(engine, failed, end_soon))
+        stack.callback(watchdog.cancel)
+        page.registry.register(EngineCollector(engine.metrics))
+        services = role.make_services(page.registry)
+        stack.push_async_callback(services.close)
+        listen = host_port(bindable(config.host), config.port)
+        server = await servers.open_server(
+            listen, services.register, services.names, config.tls(), serving=False
+        )
+        stack.push_async_callback(server.stop)
+        address = RankAddress(own_id, host_port(config.advertise_host or config.host, server.port))
+        waits()
+        membership = await _join(stack, config, role, address, page.registry, failed, stopping)
+        services.intake.tell = membership.say_draining
+        await server.set_serving(not (stopping.is_set() or failed.is_set()))
+        yield OpenRank(address, engine, server, services.intake, page.port, failed)
+
+
+class StoppedEarly(Exception):
+    """SIGTERM came while the engine was starting, which is undone: a model may load for many minutes."""
+
+
+async def _start(engine: Engine, stopping: asyncio.Event) -> None:
+    starting, stop = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            raise StoppedEarly
+        starting.result()
+    finally:
+        stop.cancel()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+
+
+def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str, str]:
+    return {
+        telemetry.CLUSTER_LABEL: config.cluster,
+        "role": role.value,
+        "worker": own_id.worker,
+        "rank": str(own_id.rank),
+        "model": config.served_name,
+    }
+
+
+class RankFailed(Exception):
+    """Ends the process with an error, so that the supervisor starts a new life."""
+
+
+async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[[], None]) -> None:
+    if await engine.crashed():
+        end_soon()
+    failed.set()
+
+
+def _end_soon() -> None:
+    """The process ends, or is ended: no thread of it may write when others think that it is gone."""
+    faulthandler.dump_traceback_later(_HUNG_END_S, exit=True)
+
+
+async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:
+    await source.wait()
+    target.set()
+
+
+async def _join(
+    stack: AsyncExitStack,
+    config: RankConfig,
+    role: RankRole,
+    address: RankAddress,
+    registry: CollectorRegistry,
+    failed: asyncio.Event,
+    stopping: asyncio.Event,
+) -> Membership:
+    """Register and publish in the background, until the stack is closed.
+
+    Waits for the registration, in vain once the rank has failed or `stopping` is set.
+    """
+    etcd = await stack.enter_async_context(
+        Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
+    )
+    membership = Membership(
+        etcd,
+        ClusterKeys(config.cluster),
+        Schema(config.index_block, SCHEME),
+        _registration(config, role, address),
+        ttl_s=config.lease_ttl_s,
+        publisher_settings=PublisherSettings(config.index_flush_ms / 1000, config.index_writes_per_s),
+    )
+    registry.register(MembershipCollector(membership))
+    task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
+    # A schema that differs, or a later life in our place: nothing that waiting would mend.
+    task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
+    waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping, failed)}
+    await asyncio.wait({task, *waits}, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if task.done() and (error := task.exception()) is not None:
+        raise root_cause(error)
+
+    async def leave() -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    stack.push_async_callback(leave)
+    return membership
+
+
+def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> Registration:
+    return Registration(
+        role=role.role,
+        address=address,
+        layout=role.engine.layout,
+        model=config.served_name,
+        max_context_tokens=role.engine.max_context_tokens,
+        model_context_tokens=role.engine.model_context_tokens,
+        total_pages=config.kv_pages,
+        engine=config.engine,
+        capabilities=role.capabilities,
+        model_path=config.model,
+        handshake_version=HANDSHAKE_VERSION,
+    )

@@ -1,0 +1,146 @@
+"""What a rank of either role shows Prometheus: its load, read when scraped, and its requests' ends."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from services.values.errors import DeadlineExceeded, PeerFailed
+from services.values.kv_path import KvPath
+from services.values.load import RankLoad
+
+_UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+# Up to what a request may wait: the routers' --max-wait-s.
+SECONDS = (*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class RequestMetrics:
+    """How requests end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "isthmus_rank_requests",
+            "Requests of this rank by how they ended: finished, cancelled, or the error's name.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._requests.labels("finished")  # alerts compare with it from the beginning
+        self._transfer_failures = Counter(
+            "isthmus_transfer_failures",
+            "Requests of this rank that ended because the rank at the other end of the transfer failed.",
+            registry=registry,
+        )
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the request that the block serves."""
+        outcome = "finished"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except TimeoutError:  # of the request's own deadline
+            outcome = DeadlineExceeded.__name__
+            raise
+        except BaseException as error:
+            outcome = type(error).__name__
+            if isinstance(error, PeerFailed):
+                self._transfer_failures.inc()
+            raise
+        finally:
+            self._requests.labels(outcome).inc()
+
+
+def _kv_paths(paths: Sequence[KvPath]) -> Metric:
+    """Without a sample where nothing was written yet, as on every decode rank."""
+    metric = GaugeMetricFamily(
+        "isthmus_kv_path",
+        "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
+        "unknown, lanes are the transport's own words.",
+        labels=["kind", "reach", "lanes"],
+    )
+    for path in paths:
+        metric.add_metric([path.kind.value, path.reach, path.lanes], 1)
+    return metric
+
+
+class PoolCollector(Collector):
+    def __init__(self, load: Callable[[], RankLoad]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        pages = GaugeMetricFamily("isthmus_kv_pages", "Pages of the KV pool by state.", labels=["state"])
+        for state in ("free", "cached", "locked", "private", "quarantined"):
+            pages.add_metric([state], getattr(load.books, state))
+        yield pages
+        yield _kv_paths(load.kv_paths)
+        yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
+        yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
+        yield GaugeMetricFamily(
+            "isthmus_queue_wait_seconds",
+            "Until a sequence that comes now has pages, as others get them now; 0: nobody waits.",
+            load.queue_wait_s,
+        )
+        yield GaugeMetricFamily(
+            "isthmus_pending_tokens", "Prompt tokens still to compute.", load.pending_tokens
+        )
+        yield GaugeMetricFamily(
+            "isthmus_reserved_pages", "Kept back for the growth of what runs.", load.reserved_pages
+        )
+        yield CounterMetricFamily(
+            "isthmus_retractions", "Sequences that gave their pages to others for a while.", load.retractions
+        )
+        yield CounterMetricFamily(
+            "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
+        )
+        yield GaugeMetricFamily(
+            "isthmus_open_rooms", "Transfers of a prefill rank that are not over.", load.open_rooms
+        )
+        yield GaugeMetricFamily("isthmus_free_page_runs", "Runs of neighbouring free pages.", load.free_runs)
+        yield CounterMetricFamily(
+            "isthmus_lent_pages", "Pages lent to prompts, several at a time.", load.lent_pages
+        )
+        yield CounterMetricFamily(
+            "isthmus_lent_page_runs", "Runs of neighbours in which they were lent.", load.lent_runs
+        )
+        yield CounterMetricFamily(
+            "isthmus_unreadable_cache_events",
+            "What engine sglang told of its cache and could not be read: the index then forgets this rank's "
+            "blocks.",
+            load.unreadable_events,
+        )
+        steps = HistogramMetricFamily(
+            "isthmus_engine_step_seconds",
+            "Engine steps by duration: kind decode, of single tokens only, and prompt. Engine sglang: "
+            "decode, by the mean of each quarter of a second.",
+            labels=["kind"],
+        )
+        for kind, counted in (("decode", load.decode_steps), ("prompt", load.prompt_steps)):
+            steps.add_metric([kind], buckets=list(counted.cumulative()), sum_value=counted.sum_s)
+        yield steps
+        yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)
+        yield GaugeMetricFamily(
+            "isthmus_compute_tokens_per_second",
+            "Moving average of the rate at which prompts are computed; 0: not measured yet.",
+            load.prefill_tokens_per_s,
+        )
+
+
+class EngineCollector(Collector):
+    """What an engine's libraries count themselves."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()

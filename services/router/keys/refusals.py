@@ -1,0 +1,50 @@
+"""What an operator is told of those who showed no key of the router's: a count, and now and then a line."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from services.observe import telemetry
+from services.values.errors import Unauthenticated
+
+log = logging.getLogger(__name__)
+
+NO_KEY = "no API key was given; send it as `Authorization: Bearer KEY`"
+WRONG_KEY = "the API key is not one of this server's"
+REASONS = {NO_KEY: "no_key", WRONG_KEY: "wrong_key"}
+FRONTS = ("http", "grpc")
+_LOG_EVERY_S = 10.0  # who guesses keys must not fill the log
+
+
+class KeyRefusals:
+    """Of one router. No key is told, neither a right nor a wrong one."""
+
+    def __init__(
+        self,
+        count: Callable[[str, str], None] = lambda front, reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`count` is told the front and the reason of each."""
+        self._count = count
+        self._clock = clock
+        self._logged_s: float | None = None  # when it was last
+        self._unlogged = 0
+
+    def note(self, front: str, peer: str, error: Unauthenticated) -> None:
+        """`peer`: the address that asked; behind a proxy it is the proxy's."""
+        reason = REASONS[str(error)]
+        self._count(front, reason)
+        now = self._clock()
+        if self._logged_s is not None and now - self._logged_s < _LOG_EVERY_S:
+            self._unlogged += 1
+            return
+        telemetry.event(
+            log,
+            "unauthenticated",
+            level=logging.WARNING,
+            front=front,
+            peer=peer,
+            reason=reason,
+            unlogged=self._unlogged,
+        )
+        self._logged_s, self._unlogged = now, 0

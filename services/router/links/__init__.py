@@ -1,0 +1,1 @@
+"""A stream to every rank."""

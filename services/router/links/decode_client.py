@@ -1,0 +1,244 @@
+"""The router's end of one decode rank's Attach stream, shared by all its requests.
+
+    run:  connect -> read StepOutputs -> (stream lost: every request fails with DecodeRankLost) -> connect ...
+    retire:  no new requests -> those that run end, or the stream is lost -> closed
+
+A rank reports at least every half second, so silence is a sign: a stopped process is found out as
+surely as a dead one.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import grpc
+
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.router.links.silence import Silence
+from services.router.ranks.others import Requests
+from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
+from services.values.load import RankLoad
+from services.values.rank import RankAddress
+from services.values.request import Output, StartCommand
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import decode_pb2
+from services.wire.packed_ids import PackedIds, length_delimited
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 5.0  # ten missed reports
+_RETRY_S = 0.2
+_ATTACH = f"/{decode_pb2.DESCRIPTOR.services_by_name['Decode'].full_name}/Attach"
+_START = decode_pb2.Command.START_FIELD_NUMBER
+_PROMPT_IDS = decode_pb2.Start.PROMPT_IDS_FIELD_NUMBER
+_NO_IDS = PackedIds.of(())
+
+
+class DecodeRankLost(PeerFailed):
+    """The decode rank itself is gone, not its peer."""
+
+
+class OutputStream:
+    """What a decode rank says of one request, in order."""
+
+    def __init__(self, client: "DecodeClient", request_id: str, timeout_s: float | None = None) -> None:
+        """After `timeout_s` it ends with DeadlineExceeded: one timer, for each `next` would need another."""
+        self._client = client
+        self._request_id = request_id
+        self._items: deque[Output | IsthmusError] = deque()
+        self._came = asyncio.Event()  # there are items
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+
+    def put(self, item: Output | IsthmusError) -> None:
+        self._ended = isinstance(item, IsthmusError) or item.finished is not None
+        self._items.append(item)
+        self._came.set()
+
+    def _expire(self) -> None:
+        self._items.append(DeadlineExceeded("the deadline has passed"))  # it has not ended there
+        self._came.set()
+
+    async def next(self, *, all_at_once: bool = False) -> Output:
+        """The next output, or in one all that have come: the first one alone, for what it tells of when the
+        first token came. Raises what the request ended with.
+        """
+        await self._came.wait()
+        item = self._items.popleft()
+        if all_at_once and isinstance(item, Output) and item.admitted is None:
+            while self._items and isinstance(later := self._items[0], Output):
+                item = item.followed_by(later)
+                self._items.popleft()
+        if not self._items:
+            self._came.clear()
+        if isinstance(item, IsthmusError):
+            raise item
+        return item
+
+    def abort(self) -> None:
+        """Ask for an early end; the last output is then finished with ABORTED."""
+        self._client.send_abort(self._request_id)
+
+    def close(self) -> None:
+        """Forget the request; if it is still running, stop it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._ended:
+            self.abort()
+        self._client.forget(self._request_id)
+
+
+class DecodeClient:
+    """One Attach stream to one life of a decode rank."""
+
+    def __init__(
+        self,
+        address: RankAddress,
+        tls: TlsConfig | None,
+        on_load: Callable[[RankLoad, Requests], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self._channel = channels.open_channel(address.endpoint, tls)
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._commands: asyncio.Queue[bytes] = asyncio.Queue()  # serialized
+        self._streams: dict[str, OutputStream] = {}
+        self._idle = asyncio.Event()  # no request runs
+        self._idle.set()
+        self._silence = Silence()
+        self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
+        self.connected = asyncio.Event()
+
+    def start(self, command: StartCommand, prompt: PackedIds = _NO_IDS) -> OutputStream:
+        """Send a request to the rank. `prompt` is its prompt, where the command's request has none.
+
+        Raises:
+            DecodeRankLost: the rank is not connected.
+            InvalidRequest: the command is larger than a message may be. Its write would break the stream.
+        """
+        if not self.connected.is_set():
+            raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
+        # Not the client's id alone: a request of that name, of this router or another, may not have ended
+        # there yet, and what is still said of it must not be taken for this one's.
+        request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
+        command = replace(command, request=replace(command.request, request_id=request_id))
+        start = convert_request.start_to_proto(command, self.address.id.generation)
+        message = length_delimited(_START, start.SerializeToString() + prompt.field(_PROMPT_IDS))
+        if len(message) > channels.MAX_MESSAGE_BYTES:
+            raise InvalidRequest(
+                f"the request is too large: {len(message)} bytes, "
+                f"and a message holds {channels.MAX_MESSAGE_BYTES}"
+            )
+        stream = self._streams[request_id] = OutputStream(self, request_id, command.timeout_s)
+        self._idle.clear()
+        self._commands.put_nowait(message)
+        return stream
+
+    def send_abort(self, request_id: str) -> None:
+        abort = decode_pb2.AbortCommand(request_id=request_id)
+        self._commands.put_nowait(decode_pb2.Command(abort=abort).SerializeToString())
+
+    def forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    async def retire(self) -> None:
+        """The rank is forgotten, or begins a new life: close, but let the requests that run there end."""
+        self._on_load = _unheard  # it may be taken for the next life's
+        await self._idle.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Requests that run there fail with DecodeRankLost."""
+        self.connected.clear()
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._fail_all("the router is stopping")
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._attach()
+                reason = "it ended its stream"
+            except TimeoutError:
+                reason = f"it was silent for {SILENCE_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except IsthmusError as error:
+                reason = str(error)  # it says what we cannot read
+            grpc_errors.heed_cancellation()
+            if self.connected.is_set():
+                log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
+                self.connected.clear()
+                self._fail_all(reason)
+                self._on_lost()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _attach(self) -> None:
+        self._commands = asyncio.Queue()  # what was meant for the old stream is void
+        # No stub: what it would serialize is serialized.
+        call = self._channel.stream_stream(_ATTACH, None, decode_pb2.StepOutputs.FromString)()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async with self._silence.bounded(SILENCE_S):
+                await self._read(call)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Returns when the rank has ended the stream with OK."""
+        while (message := await call.read()) is not grpc.aio.EOF:
+            self._silence.heard()
+            self.connected.set()
+            self._receive(message)
+        await _raise_status(call)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        # A broken stream shows itself to the reader, which ends both.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._commands.get())
+
+    def _receive(self, message: decode_pb2.StepOutputs) -> None:
+        counted = Requests(all=message.requests, own=message.own_requests)
+        self._on_load(convert.load_from_proto(message.load), counted)
+        for output in message.outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(_item(output))
+
+    def _fail_all(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(DecodeRankLost(f"decode rank {self.address.id} was lost: {reason}"))
+        self._idle.set()
+
+
+def _unheard(load: RankLoad, counted: Requests) -> None:
+    pass
+
+
+async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
+    """Raise the status that ended a stream, unless it is OK."""
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
+
+
+def _item(output: decode_pb2.RequestOutput) -> Output | IsthmusError:
+    if output.WhichOneof("end") == "error":
+        return grpc_errors.error_from_request(output.error)
+    return convert_request.output_from_proto(output)

@@ -1,0 +1,33 @@
+"""The door of HTTP that asks for a key."""
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.router.keys.api_keys import ApiKeys
+from services.router.openai.errors import answer_error
+from services.values.errors import Unauthenticated
+
+
+class HttpDoor:
+    """ASGI middleware that asks every request for a key, but for those to `open_paths`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                self._keys.check(Headers(scope=scope).get("authorization"))
+            except Unauthenticated as error:
+                self._keys.refusals.note("http", _peer_of(scope), error)
+                answer = await answer_error(Request(scope), error)
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _peer_of(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else "-"

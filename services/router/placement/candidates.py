@@ -1,0 +1,73 @@
+"""The ranks that a request may go to, as it sees them, and what it asks for. Pure."""
+
+from dataclasses import dataclass
+from math import inf
+
+from services.values.rank import Plan, RankId, RankKey
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCandidate:
+    """A decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
+
+    id: RankId
+    hit_tokens: int  # what a predicted decode_prefix_len is worth
+    pending_tokens: int  # queued or being computed there
+    prefill_tokens_per_s: float
+    running: int  # sequences
+    step_s: float
+    free_tokens: int  # room in free pages
+    evictable_tokens: int  # cached, unlocked
+    excluded: str = ""  # why it cannot be chosen (draining, failed, ...); empty: it can
+    queued: int = 0  # requests whose prompts wait to be computed there
+    matched_tokens: int = 0  # what the index says, before trust and predictions
+    waiting_tokens: int = 0  # of requests that wait for pages before this one
+    own: bool = True  # of this router's share; see shares.py
+    queue_wait_s: float = 0.0  # until it has room for the next request
+    compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
+    holds_tokens: float = inf  # of one request, prompt and output together
+    receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
+    handshake_version: int = 1
+
+    @property
+    def has_room(self) -> bool:
+        """Nobody waits for pages there."""
+        return self.waiting_tokens <= self.free_tokens + self.evictable_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    """A prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
+
+    id: RankId
+    hit_tokens: int  # what a predicted prefill_prefix_len is worth
+    pending_tokens: int
+    prefill_tokens_per_s: float
+    free_tokens: int = 0
+    evictable_tokens: int = 0
+    excluded: str = ""
+    queued: int = 0
+    matched_tokens: int = 0
+    own: bool = True
+    compute_wait_s: float = 0.0
+    holds_tokens: float = inf  # of one prompt
+    handshake_version: int = 1
+
+
+Candidate = DecodeCandidate | PrefillCandidate
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    prompt_tokens: int
+    kv_bytes_per_token: float
+    chunk_tokens: int  # prefill computes, and sends, so many tokens at a time
+    pinned: RankKey | None = None  # the conversation's decode rank
+    plans: frozenset[Plan] = frozenset(Plan)
+    max_wait_s: float = inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says, or no rank holds so many
+    longest_tokens: float = 0  # that the roomiest decode rank holds of one request
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:
+            raise ValueError(f"a prompt, a chunk and a plan are needed to place a request: {self}")

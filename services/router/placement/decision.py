@@ -1,0 +1,299 @@
+"""Chooses (decode rank, prefill rank, plan) by price. Pure.
+
+Not every pair is priced, but those of the shortlists of both sides. Under several bandwidths the shortlists
+are made with a typical one and a few spare ranks a side, and the pairs in them are priced with their own: the
+best of these, not always of all.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+from services.router.placement.admission import refusal
+from services.router.placement.candidates import (
+    Candidate,
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+)
+from services.router.placement.pool_ends import holding_all
+from services.router.placement.price import Bandwidth, Option, Priced, PriceList, Receiver, Sender, Weights
+from services.router.placement.shortlist import best_few, least_crowded_first, shortlist
+from services.router.placement.versions import able_to_pair
+from services.router.placement.waits import local_wait_s, pass_over, remote_wait_s, shortest_wait_s
+from services.values.errors import Unavailable
+from services.values.rank import Plan
+
+_SPARE_RANKS = 4  # a side, at least, where there are so many
+_BANDWIDTH_SAMPLES = 5
+_MAX_RANKED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`reason`: pinned or longest_prefix (the home rank, within the slack), share (a computing rank of this
+    router's share, likewise), cheapest, or tie (one of several equally cheap ones, the least crowded first).
+    The rest is kept to explain it."""
+
+    chosen: Priced
+    excluded: tuple[Candidate, ...]
+    reason: str
+    longest_decode_hit: int  # tokens, of all ranks that were looked at
+    longest_prefill_hit: int
+    _compared: "tuple[Option, ...]" = field(compare=False, repr=False)
+    _pricing: "PriceList" = field(compare=False, repr=False)
+
+    @property
+    def ranked(self) -> tuple[Priced, ...]:
+        """The cheapest way of each promising (decode rank, plan) and prefill rank, cheapest first, `chosen`
+        among them."""
+        chosen = self.chosen
+        ways = [chosen]
+        shown: set[object] = {chosen.prefill and chosen.prefill.id, (chosen.decode.id, chosen.plan)}
+        for option in sorted(self._compared, key=lambda option: option.total_s):
+            names = {option.prefill and option.prefill.id, (option.decode.id, option.plan)}
+            if not names <= shown | {None} and len(ways) < _MAX_RANKED:
+                shown |= names
+                ways.append(self._pricing.priced(option))
+        return tuple(sorted(ways, key=lambda priced: priced.total_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Nowhere:
+    """In the place of a decision where nothing can be chosen: why, and all that was looked at."""
+
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+def place(
+    request: PlacementRequest,
+    decodes: Sequence[DecodeCandidate],
+    prefills: Sequence[PrefillCandidate],
+    bandwidth: Bandwidth,
+    weights: Weights,
+    tie: float,
+    spare_ranks: int = _SPARE_RANKS,
+) -> Decision:
+    """Where the request goes, by price. Of equally cheap ranks those with the fewest requests come first, and
+    `tie` in [0, 1) splits those that are equal in that too.
+
+    The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
+    chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
+    price is within the slack of the best one; then the cheapest one of this router's share does. With more
+    `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded, and
+    only ranks of one handshake version are paired.
+
+    Raises:
+        NoCapacity: the request would wait longer than it may at each rank that could serve.
+        Unavailable: no rank can serve; the message says why.
+    """
+    decodes, prefills = able_to_pair(request, decodes, prefills)
+    if request.max_wait_s < inf:
+        if request.max_wait_s < (wait_s := shortest_wait_s(request, decodes, prefills)) < inf:
+            raise refusal(wait_s, request.max_wait_s)
+        decodes, prefills = pass_over(request, decodes, prefills)
+    decodes = holding_all(request, decodes)
+    open_decodes = [decode for decode in decodes if not decode.excluded]
+    open_prefills = [prefill for prefill in prefills if not prefill.excluded]
+    if not open_decodes:
+        raise _nowhere("decode", decodes)
+    if request.plans == {Plan.REMOTE} and not open_prefills:
+        raise _nowhere("prefill", prefills)
+    pricing = PriceList(request, weights, bandwidth, open_decodes, open_prefills)
+    home = _home(request, open_decodes)
+    options = _options(pricing, open_decodes, open_prefills, home and home.decode, tie, spare_ranks)
+    chosen, reason = _choose(options, home, weights, tie)
+    excluded: list[Candidate] = [decode for decode in decodes if decode.excluded]
+    excluded += [prefill for prefill in prefills if prefill.excluded]
+    return Decision(
+        chosen=pricing.priced(chosen),
+        excluded=tuple(excluded),
+        reason=reason,
+        longest_decode_hit=max(decode.hit_tokens for decode in decodes),
+        longest_prefill_hit=max((prefill.hit_tokens for prefill in prefills), default=0),
+        _compared=tuple(options),
+        _pricing=pricing,
+    )
+
+
+def _options(
+    pricing: PriceList,
+    decodes: Sequence[DecodeCandidate],
+    prefills: Sequence[PrefillCandidate],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    """What is worth comparing, the home's own among it; at least one option."""
+    request, options = pricing.request, list[Option]()
+    receivers = [pricing.receiver(decode) for decode in decodes]
+    if Plan.LOCAL in request.plans:
+        in_time = [each for each in receivers if local_wait_s(each.decode) <= request.max_wait_s]
+        options += _local_options(pricing, in_time, home, tie, spare_ranks) if in_time else []
+    if Plan.REMOTE in request.plans:
+        receivers = [each for each in receivers if each.decode.receives]
+        for version in {prefill.handshake_version for prefill in prefills}:
+            speakers = [prefill for prefill in prefills if prefill.handshake_version == version]
+            hearers = [each for each in receivers if each.decode.handshake_version == version]
+            soonest = min(speakers, key=lambda prefill: prefill.compute_wait_s)
+            in_time = [each for each in hearers if remote_wait_s(each.decode, soonest) <= request.max_wait_s]
+            senders = [pricing.sender(prefill) for prefill in speakers]
+            options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
+    return options
+
+
+def _local_options(
+    pricing: PriceList,
+    receivers: Sequence[Receiver],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    local_s = [pricing.local_s(receiver) for receiver in receivers]
+    decodes = [receiver.decode for receiver in receivers]
+    crowds = [decode.running for decode in decodes]
+    nothing = [0.0] * len(receivers)
+    chosen = best_few(local_s, nothing, nothing, decodes, crowds, tie, spare_ranks)
+    return [
+        Option(pricing.local_s(receiver), receiver.decode, None)
+        for receiver in _with_home(receivers, chosen, home)
+    ]
+
+
+def _remote_options(
+    pricing: PriceList,
+    receivers: Sequence[Receiver],
+    senders: Sequence[Sender],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    """At least one, for each receiver has a sender with which it is in time."""
+    max_wait_s = pricing.request.max_wait_s
+    queue_waits_s, compute_waits_s = _waits_that_matter(receivers, senders, max_wait_s)
+    chosen = best_few(
+        [sender.fixed_s for sender in senders],
+        [sender.compute_s for sender in senders],
+        compute_waits_s,
+        [sender.prefill for sender in senders],
+        [sender.prefill.queued for sender in senders],
+        _another(tie, 7919),
+        spare_ranks,
+    )
+    senders = [senders[i] for i in chosen]
+    bytes_per_s = _typical_bandwidth(pricing.bandwidth, senders[0], receivers)
+    prices = [pricing.receiving_s(receiver, bytes_per_s) for receiver in receivers]
+    chosen = shortlist(
+        [fixed for fixed, _ in prices],
+        [moved for _, moved in prices],
+        queue_waits_s,
+        [receiver.decode.running for receiver in receivers],
+        tie,
+        spare_ranks,
+    )
+    return [
+        Option(pricing.remote_s(receiver, sender), receiver.decode, sender.prefill)
+        for receiver in _with_home(receivers, chosen, home)
+        for sender in senders
+        if remote_wait_s(receiver.decode, sender.prefill) <= max_wait_s
+    ]
+
+
+def _waits_that_matter(
+    receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
+) -> tuple[list[float], list[float]]:
+    """Theirs where some pair would make one wait too long; else nothing, for any of them may be paired."""
+    queue_waits_s = [receiver.decode.queue_wait_s for receiver in receivers]
+    compute_waits_s = [sender.prefill.compute_wait_s for sender in senders]
+    if max(queue_waits_s) + max(compute_waits_s) <= max_wait_s:
+        return [0.0] * len(receivers), [0.0] * len(senders)
+    return queue_waits_s, compute_waits_s
+
+
+def _with_home(
+    receivers: Sequence[Receiver], chosen: Sequence[int], home: DecodeCandidate | None
+) -> list[Receiver]:
+    few = [receivers[index] for index in chosen]
+    if home is not None and all(receiver.decode is not home for receiver in few):
+        few += [receiver for receiver in receivers if receiver.decode is home]
+    return few
+
+
+def _choose(
+    options: Sequence[Option],
+    home: "_Home | None",
+    weights: Weights,
+    tie: float,
+) -> tuple[Option, str]:
+    best_s = min(option.total_s for option in options)
+    at_home = [option for option in options if home is not None and option.decode is home.decode]
+    if home is not None and at_home:
+        home_s = min(option.total_s for option in at_home)
+        if weights.is_near(home_s, best_s, home.held_s):
+            return _pick(at_home, home_s, tie)[0], home.reason
+    own, others = ([option for option in options if option.own is is_own] for is_own in (True, False))
+    if own and weights.is_near(min(option.total_s for option in own), best_s):
+        options = own
+    lowest_s = min(option.total_s for option in options)
+    option, num_equal = _pick(options, lowest_s, tie)
+    if options is own and any(other.total_s <= lowest_s for other in others):
+        return option, "share"
+    return option, "tie" if num_equal > 1 else "cheapest"
+
+
+def _pick(options: Sequence[Option], total_s: float, tie: float) -> tuple[Option, int]:
+    equal = [option for option in options if option.total_s == total_s]
+    return least_crowded_first(equal, _crowd, _another(tie, 104729))[0], len(equal)
+
+
+def _crowd(option: Option) -> int:
+    return option.decode.running + (option.prefill.queued if option.prefill is not None else 0)
+
+
+class _Home(NamedTuple):
+    decode: DecodeCandidate
+    reason: str
+    held_s: float  # to compute what it holds, where the pin alone makes it the home
+
+
+def _home(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> _Home | None:
+    pinned = request.pinned
+    if pinned is not None:
+        for decode in decodes:
+            if decode.id.key == pinned:
+                return _pinned(request, decode) if decode.has_room else None
+    longest = max(decode.hit_tokens for decode in decodes)
+    holders = [decode for decode in decodes if decode.hit_tokens == longest]
+    # Less than half is a system prompt that many share: that alone makes nobody's home.
+    if 2 * longest >= request.prompt_tokens and len(holders) == 1:
+        return _Home(holders[0], "longest_prefix", inf)
+    return None
+
+
+def _pinned(request: PlacementRequest, decode: DecodeCandidate) -> _Home:
+    holds_most = 2 * decode.hit_tokens >= request.prompt_tokens
+    held_s = inf if holds_most else decode.hit_tokens / decode.prefill_tokens_per_s
+    return _Home(decode, "pinned", held_s)
+
+
+def _typical_bandwidth(bandwidth: Bandwidth, sender: Sender, receivers: Sequence[Receiver]) -> float:
+    step = -(-len(receivers) // _BANDWIDTH_SAMPLES)
+    sender_key = sender.prefill.id.key
+    return median(bandwidth(sender_key, receiver.decode.id.key) for receiver in receivers[::step])
+
+
+def _another(tie: float, prime: int) -> float:
+    """A number in [0, 1) that is all but independent of `tie`."""
+    return tie * prime % 1.0
+
+
+def _nowhere(role: str, candidates: Sequence[Candidate]) -> Unavailable:
+    if not candidates:
+        return Unavailable(f"there is no {role} rank")
+    reasons = Counter(candidate.excluded for candidate in candidates)
+    listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    return Unavailable(f"no {role} rank can take the request: {listed}")

@@ -1,0 +1,33 @@
+"""Of the KV layouts in a cluster, the one that plan remote goes by. Pure."""
+
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import replace
+
+from services.values.kv import KvLayout
+from services.values.rank import RankKey
+from services.values.registration import Registration
+
+
+def common_layout(
+    decodes: Iterable[Registration], prefills: Iterable[Registration], draining: Container[RankKey] = ()
+) -> KvLayout | None:
+    """Of the most pairs of a decode and a prefill rank that speak the same version of the handshake; where
+    there are none, of the most decode ranks.
+
+    So the first ranks that a roll-out reaches stay out of plan remote, until it can do more with them than
+    with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees do not
+    count. None: there is no decode rank.
+    """
+    staying = [rank for rank in decodes if rank.id.key not in draining]
+    if staying:
+        decodes, prefills = staying, [rank for rank in prefills if rank.id.key not in draining]
+    receivers, senders = (
+        Counter((replace(rank.layout, tp_size=1), rank.handshake_version) for rank in ranks)
+        for ranks in (decodes, prefills)
+    )
+    pairs, receiving = Counter[KvLayout](), Counter[KvLayout]()
+    for kind, number in receivers.items():
+        pairs[kind[0]] += number * senders[kind]
+        receiving[kind[0]] += number
+    return max(receiving, key=lambda layout: (pairs[layout], receiving[layout]), default=None)

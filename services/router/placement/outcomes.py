@@ -1,0 +1,117 @@
+"""What a router learns from what becomes of its requests. Pure.
+
+sent --> admitted (what the ranks really had) --> finished --> ended
+  |          |                                       |
+  |          |                                       +--> the answer predicted where it was made
+  |          +--> speeds and trust learned, index corrected, prompt predicted at both ranks
+  +--> prompt predicted where it will be computed
+"""
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from services.index.read.prefix_index import PrefixIndex
+from services.kv.block_hash import extend_hash
+from services.router.placement.candidates import Candidate
+from services.router.placement.price import Priced
+from services.router.ranks.balance import Balance
+from services.values.kv import BlockHash
+from services.values.rank import RankKey
+from services.values.request import Admitted
+
+_PREDICTION_S = 5.0  # by then the rank's own events have come
+
+
+@dataclass(frozen=True, slots=True)
+class _Believed:
+    """What the index said of a rank when it was chosen, and how far the index had read the rank's records."""
+
+    rank: RankKey
+    blocks: int
+    progress: object
+
+
+class Outcomes:
+    """One router's, of the requests that it placed."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        balance: Balance,
+        progress: Callable[[RankKey], object],
+        index_block: int,
+    ) -> None:
+        """`progress` as the placer's; `index_block` in tokens."""
+        self.cacheless: Container[RankKey] = ()  # ranks at which nothing will be cached
+        self._index = index
+        self._balance = balance
+        self._progress = progress
+        self._block = index_block
+        self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
+
+    def sent(
+        self, request_id: str, hashes: Sequence[BlockHash], uncached_tokens: int, chosen: Priced
+    ) -> None:
+        """The request went out; `uncached_tokens` are to be computed."""
+        decode, prefill = chosen.decode, chosen.prefill
+        prefill_key = prefill.id.key if prefill is not None else None
+        self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
+        # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
+        self._predict(prefill_key or decode.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
+        ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
+        self._believed[request_id] = tuple(self._believe(rank) for rank in ranks)
+
+    def admitted(
+        self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
+    ) -> None:
+        """The decode rank said what it and the prefill rank really had."""
+        decode = chosen.decode.id.key
+        prefill = chosen.prefill.id.key if chosen.prefill is not None else None
+        self._balance.admitted(request_id)
+        self._balance.observe_admitted(decode, prefill, admitted)
+        delivered = {decode: admitted.decode_prefix_len}
+        if prefill is not None:
+            delivered[prefill] = admitted.prefill_prefix_len
+        for believed in self._believed.pop(request_id, ()):
+            self._compare(believed, hashes, delivered[believed.rank])
+        for rank in delivered:
+            self._predict(rank, hashes, _PREDICTION_S)
+
+    def finished(
+        self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
+    ) -> None:
+        """A request ended well: its decode rank will soon say that it holds prompt and answer."""
+        block = self._block
+        longer = list(hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
+        # The newest token's KV was never computed.
+        for end in range((len(longer) + 1) * block, len(all_ids), block):
+            parent = longer[-1] if longer else None
+            longer.append(extend_hash(parent, all_ids[end - block : end], seed))
+        self._predict(chosen.decode.id.key, longer, _PREDICTION_S)
+
+    def ended(self, request_id: str) -> None:
+        """However it ended, it is in flight no more."""
+        self._believed.pop(request_id, None)
+        self._balance.ended(request_id)
+
+    def _predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        if rank not in self.cacheless:
+            self._balance.predict(rank, hashes, ttl_s)
+
+    def _believe(self, rank: Candidate) -> _Believed:
+        key = rank.id.key
+        return _Believed(key, rank.matched_tokens // self._block, self._progress(key))
+
+    def _compare(self, believed: _Believed, hashes: Sequence[BlockHash], delivered_tokens: int) -> None:
+        """Learn how far the index can be trusted, and correct it where it was wrong.
+
+        Should it have taken in records of the rank meanwhile, they told it themselves; and those blocks,
+        computed for this request, may be among what they added.
+        """
+        balance = self._balance
+        # The last block is never all a hit: the prompt's last token is computed in any case.
+        expected = min(believed.blocks, len(hashes)) * self._block
+        tolerated = min(expected, delivered_tokens + self._block)
+        balance.trust.observe(believed.rank, expected, tolerated, balance.clock())
+        if tolerated < expected and self._progress(believed.rank) == believed.progress:
+            self._index.correct(believed.rank, hashes[: believed.blocks], delivered_tokens // self._block)

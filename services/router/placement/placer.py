@@ -1,0 +1,431 @@
+"""From what one router knows of the ranks to a decision; outcomes.py has the way back, to what it knows next.
+
+It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
+
+Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
+interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
+cheaper. The index says who may hold the next block; the first few in the order are taken in any case, the
+first few of this router's share, and the pinned one.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from services.index.read.prefix_index import PrefixIndex
+from services.kv.ticket import same_kv
+from services.router.placement.admission import refusal
+from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.decision import Decision, Nowhere, place
+from services.router.placement.layouts import common_layout
+from services.router.placement.outcomes import Outcomes
+from services.router.placement.pool_ends import TOO_SMALL
+from services.router.placement.price import Weights
+from services.router.placement.queues import Queues
+from services.router.placement.versions import able_to_pair
+from services.router.placement.waits import pass_over
+from services.router.ranks.balance import Balance
+from services.router.ranks.load_order import Load, LoadOrder
+from services.router.ranks.others import Lately, Presence, Reported, traffic
+from services.router.ranks.shares import Share
+from services.values.errors import IsthmusError, NoCapacity, Unavailable
+from services.values.kv import BlockHash, KvLayout
+from services.values.rank import Plan, RankKey, Role
+from services.values.registration import NO_CACHE, Registration
+
+_FEW = 16  # ranks of a role that are all priced
+_LEAST_LOADED = 6  # of many, priced in any case
+_OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
+_PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
+_USUAL_TOKENS = 4_096  # for which a rank should have room
+_SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
+_EXPLAINED = 64  # a side; more are not shown
+_OTHER_LAYOUT = "its KV layout differs from that of most ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacerSettings:
+    index_block: int  # tokens
+    chunk_tokens: int
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt to be placed. `exclusion` says why a rank cannot be chosen; empty: it can."""
+
+    hashes: Sequence[BlockHash]  # of its full index blocks
+    prompt_tokens: int
+    plans: frozenset[Plan]
+    pinned: RankKey | None
+    exclusion: Callable[[Registration], str]
+    max_wait_s: float = math.inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says
+
+
+_Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The ranks of one role; where they are many, those of each handshake version in the order of load: two
+    versions are not compared, for whom they can be paired with differs. `own` are this router's share."""
+
+    ranks: dict[RankKey, Registration] = field(default_factory=dict)
+    orders: dict[int, LoadOrder] = field(default_factory=dict)
+    own: frozenset[RankKey] = frozenset()
+
+
+class Placer:
+    """One router's; `index` is its mirror's. `progress` of a rank changes with every record of it that the
+    index takes in."""
+
+    def __init__(
+        self,
+        settings: PlacerSettings,
+        index: PrefixIndex,
+        balance: Balance,
+        progress: Callable[[RankKey], object],
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._balance = balance
+        self._decodes = self._prefills = _Side()
+        self._layout: KvLayout | None = None
+        self._longest_tokens = self._shortest_tokens = 0  # that a decode rank holds of one request
+        self._draining: frozenset[RankKey] = frozenset()
+        self._apart: frozenset[RankKey] = frozenset()  # their layout is another
+        self._share = Share()
+        self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
+        self.outcomes = Outcomes(index, balance, progress, settings.index_block)
+        balance.changed = self._changed
+
+    def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
+        """Those that there are now, of each role in the order of their keys."""
+        self._decodes, self._prefills = self._side(decodes), self._side(prefills)
+        staying = [rank.max_context_tokens for rank in decodes if not rank.draining]
+        self._longest_tokens, self._shortest_tokens = max(staying, default=0), min(staying, default=0)
+        self._reported = Reported()
+        for key in self._decodes.ranks:
+            self._count(key)
+        self._note_layout()
+        ranks = (*decodes, *prefills)
+        self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
+
+    def set_share(self, share: Share) -> None:
+        """This router's, of the ranks that all routers place on."""
+        if share != self._share:
+            self._share = share
+            self._decodes, self._prefills = (
+                replace(side, own=share.own(side.ranks)) for side in (self._decodes, self._prefills)
+            )
+
+    # -- placing ----------------------------------------------------------------------------------
+
+    def place(self, asked: Asked, tie: float) -> Decision:
+        """Choose the ranks and the plan. Raises as placement.place."""
+        self.check_waits(asked)
+        try:
+            return self._place(self._where_it_fits(asked), tie, self._few)
+        except IsthmusError:
+            # Those looked at are excluded: look at all of them, and say what is wrong with each.
+            return self._place(asked, tie, self._all)
+
+    def _where_it_fits(self, asked: Asked) -> Asked:
+        """The same, of the ranks that hold all of it where there are such and others. Of many ranks a few are
+        looked at, and those are to be among them."""
+        most = asked.most_tokens
+        if most is None or not self._shortest_tokens < most <= self._longest_tokens:
+            return asked
+
+        def exclusion(rank: Registration) -> str:
+            fits = rank.role is not Role.DECODE or rank.max_context_tokens >= most
+            return asked.exclusion(rank) or ("" if fits else TOO_SMALL)
+
+        return replace(asked, exclusion=exclusion)
+
+    def check_waits(self, asked: Asked) -> None:
+        """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
+        if asked.max_wait_s == math.inf:
+            return
+        balance = self._balance
+        queues = Queues(
+            plans=asked.plans,
+            receives=lambda key: key not in self._apart,
+            room_s=balance.queue_wait_s,
+            compute_s=lambda key: balance.now(key).compute_wait_s,
+        )
+        decodes, prefills = self._able(self._decodes, asked), self._able(self._prefills, asked)
+        wait_s = queues.shortest_s(decodes, prefills, asked.max_wait_s)
+        if asked.max_wait_s < wait_s < math.inf:
+            raise refusal(wait_s, asked.max_wait_s)
+
+    def _able(self, side: _Side, asked: Asked) -> Iterator[Iterator[Registration]]:
+        """Of few ranks each is an order of its own."""
+        for order in side.orders.values() or ((key,) for key in side.ranks):
+            yield (rank for key in order if not self._exclusion(rank := side.ranks[key], asked))
+
+    def cheapest_first(self, together: Sequence[Asked], tie: float) -> list[int]:
+        """The order, as indices, in which requests are best placed that came together.
+
+        What takes long then waits for what does not, and not the other way round; and a prompt that is cached
+        finds its rank free, for one that is nowhere comes later and can go anywhere.
+        """
+        if len(together) < 2:
+            return list(range(len(together)))
+        prices_s = [self._price_s(asked, tie) for asked in together]
+        return sorted(range(len(together)), key=prices_s.__getitem__)
+
+    def _price_s(self, asked: Asked, tie: float) -> float:
+        try:
+            return self._place(self._where_it_fits(asked), tie, self._few).chosen.total_s
+        except IsthmusError:
+            return math.inf  # placing it will say why
+
+    def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
+        """As `place`, with every rank looked at and enough of them compared."""
+        request, decodes, prefills = self._looked_at(asked, self._all)
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        try:
+            return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
+        except (NoCapacity, Unavailable) as error:
+            all_decodes, all_prefills = pass_over(request, *able_to_pair(request, decodes, prefills))
+            return Nowhere(str(error), (*all_decodes, *all_prefills))
+
+    def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
+        request, decodes, prefills = self._looked_at(asked, find)
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        return place(request, decodes, prefills, bandwidth, weights, tie)
+
+    def _looked_at(
+        self, asked: Asked, find: Callable[[_Side, Asked], Iterator[_Found]]
+    ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
+        layout, most = self._layout, asked.most_tokens
+        request = PlacementRequest(
+            prompt_tokens=asked.prompt_tokens,
+            kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
+            chunk_tokens=self._settings.chunk_tokens,
+            pinned=asked.pinned,
+            plans=asked.plans,
+            max_wait_s=asked.max_wait_s,
+            most_tokens=most if most is not None and most <= self._longest_tokens else None,
+            longest_tokens=self._longest_tokens,
+        )
+        self._note_others()
+        others = self._others_tokens(self._decodes)
+        decodes = [
+            self._decode_candidate(key, rank, asked, blocks, others)
+            for key, rank, blocks in find(self._decodes, asked)
+        ]
+        prefills: list[PrefillCandidate] = []
+        if Plan.REMOTE in asked.plans:
+            others = self._others_tokens(self._prefills)
+            prefills = [
+                self._prefill_candidate(key, rank, asked, blocks, others)
+                for key, rank, blocks in find(self._prefills, asked)
+            ]
+        return request, decodes, prefills
+
+    def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
+        depths = self._index.match_all(asked.hashes)
+        for key, rank in side.ranks.items():
+            yield key, rank, depths.get(key, 0)
+
+    def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
+        """Those that may win."""
+        if not side.orders:
+            yield from self._all(side, asked)
+            return
+        seen = set()
+        for order in side.orders.values():
+            for key in self._promising(side, order, asked):
+                if key not in seen and key in side.ranks:
+                    seen.add(key)
+                    yield key, side.ranks[key], self._index.match(key, asked.hashes)
+
+    def _promising(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
+        hashes, balance = asked.hashes, self._balance
+        if asked.pinned is not None:
+            yield asked.pinned
+        yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
+        least_loaded = (key for key in order if self._may_serve(side.ranks[key], asked))
+        yield from islice(least_loaded, _LEAST_LOADED)
+        if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
+            roomiest = (key for key in order if self._holds_most(side.ranks[key]))
+            yield from islice(
+                (key for key in roomiest if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED
+            )
+        if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
+            yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
+        if self._share.of > 1:
+            own = (key for key in islice(order, _OWN_REACH) if key in side.own)
+            yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
+        longest, ranks, taken = 0, iter(order), set[RankKey]()
+        while longest < len(hashes):
+            holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
+            if holders is None:  # then one of the next will do
+                holders = self._index.holders_of(ranks, hashes[longest])
+            else:  # whoever stands before those that were taken holds less
+                holders = order.sorted(holders)
+            # Of a rank whose records are half applied a match may be too short: nobody is taken twice.
+            untaken = (key for key in holders if key not in taken)
+            deeper = next((key for key in untaken if self._may_serve(side.ranks[key], asked)), None)
+            if deeper is None:
+                return
+            taken.add(deeper)
+            longest = max(longest, self._index.match(deeper, hashes))
+            yield deeper
+
+    def _note_others(self) -> None:
+        if self._share.of > 1 and self._reported.requests:
+            now = self._balance.clock()
+            self._presence.note(self._traffic(), now)
+
+    def _traffic(self) -> float:
+        return traffic(self._reported.requests, self._reported.own, self._share.of)
+
+    def _others_tokens(self, side: _Side) -> int:
+        """That pend on each rank of the others' shares, too new for its report."""
+        if self._share.of == 1 or self._presence.alone:
+            return 0
+        now = self._balance.clock()
+        own_tokens = self._lately.tokens(side.own, now) / max(1, len(side.own))
+        return int(own_tokens * self._traffic())
+
+    def _is_own(self, key: RankKey, side: _Side) -> bool:
+        return key in side.own or self._presence.alone
+
+    def _decode_candidate(
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
+    ) -> DecodeCandidate:
+        now, own = self._balance.now(key), self._is_own(key, self._decodes)
+        books, page_size = now.load.books, rank.layout.page_size
+        return DecodeCandidate(
+            id=rank.id,
+            hit_tokens=self._worth(key, asked, blocks),
+            pending_tokens=now.pending_tokens + (0 if own else others_tokens),
+            prefill_tokens_per_s=now.tokens_per_s,
+            running=now.running,
+            step_s=now.load.step_s,
+            free_tokens=books.free * page_size,
+            evictable_tokens=books.cached * page_size,
+            excluded=self._exclusion(rank, asked),
+            queued=now.queued,
+            matched_tokens=blocks * self._settings.index_block,
+            waiting_tokens=now.load.waiting_tokens,
+            own=own,
+            queue_wait_s=self._balance.queue_wait_s(key),
+            compute_wait_s=now.compute_wait_s,
+            holds_tokens=rank.max_context_tokens,
+            receives=key not in self._apart,
+            handshake_version=rank.handshake_version,
+        )
+
+    def _prefill_candidate(
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
+    ) -> PrefillCandidate:
+        now, own = self._balance.now(key), self._is_own(key, self._prefills)
+        books, page_size = now.load.books, rank.layout.page_size
+        return PrefillCandidate(
+            id=rank.id,
+            hit_tokens=self._worth(key, asked, blocks),
+            pending_tokens=now.pending_tokens + (0 if own else others_tokens),
+            prefill_tokens_per_s=now.tokens_per_s,
+            free_tokens=books.free * page_size,
+            evictable_tokens=books.cached * page_size,
+            excluded=self._exclusion(rank, asked),
+            queued=now.queued,
+            matched_tokens=blocks * self._settings.index_block,
+            own=own,
+            compute_wait_s=now.compute_wait_s,
+            holds_tokens=rank.max_context_tokens,
+            handshake_version=rank.handshake_version,
+        )
+
+    def _may_serve(self, rank: Registration, asked: Asked) -> bool:
+        """As far as can be told of it alone."""
+        if self._exclusion(rank, asked):
+            return False
+        key, balance = rank.id.key, self._balance
+        is_decode = rank.role is Role.DECODE
+        wait_s = balance.queue_wait_s(key) if is_decode else balance.now(key).compute_wait_s
+        return wait_s <= asked.max_wait_s
+
+    def _holds_most(self, rank: Registration) -> bool:
+        return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
+
+    def _exclusion(self, rank: Registration, asked: Asked) -> str:
+        if exclusion := asked.exclusion(rank):
+            return exclusion
+        computes_alone = rank.role is Role.DECODE and Plan.LOCAL in asked.plans
+        return _OTHER_LAYOUT if rank.id.key in self._apart and not computes_alone else ""
+
+    def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
+        """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
+        balance, block_tokens = self._balance, self._settings.index_block
+        trusted = balance.trust.worth(rank, blocks * block_tokens, balance.clock())
+        return max(trusted, balance.predicted_match(rank, asked.hashes) * block_tokens)
+
+    def sent(
+        self, request_id: str, hashes: Sequence[BlockHash], prompt_tokens: int, decision: Decision
+    ) -> None:
+        """The request went out. What becomes of it is for `outcomes`."""
+        chosen = decision.chosen
+        computing = chosen.prefill or chosen.decode
+        uncached_tokens = max(1, prompt_tokens - computing.hit_tokens)
+        if self._share.of > 1:
+            self._lately.sent(computing.id.key, uncached_tokens, self._balance.clock())
+        self.outcomes.sent(request_id, hashes, uncached_tokens, chosen)
+
+    # -- the layout of plan remote ----------------------------------------------------------------
+
+    def _note_layout(self) -> None:
+        decodes, prefills = self._decodes.ranks.values(), self._prefills.ranks.values()
+        ranks = (*decodes, *prefills)
+        self._draining = frozenset(rank.id.key for rank in ranks if self._drains(rank))
+        self._layout = layout = common_layout(decodes, prefills, self._draining)
+        self._apart = frozenset(rank.id.key for rank in ranks if layout and not same_kv(rank.layout, layout))
+
+    def _drains(self, rank: Registration) -> bool:
+        """Its load says so too, which needs no etcd."""
+        return rank.draining or self._balance.load(rank.id.key).draining
+
+    # -- the order of load ------------------------------------------------------------------------
+
+    def _side(self, ranks: Sequence[Registration]) -> _Side:
+        by_key = {rank.id.key: rank for rank in ranks}
+        own = self._share.own(by_key)
+        if len(ranks) <= _FEW:
+            return _Side(by_key, own=own)
+        loads: dict[int, list[tuple[RankKey, Load]]] = {}
+        for key, rank in by_key.items():
+            loads.setdefault(rank.handshake_version, []).append((key, self._load(key, rank)))
+        return _Side(by_key, {version: LoadOrder(its) for version, its in loads.items()}, own)
+
+    def _changed(self, key: RankKey) -> None:
+        if key in self._decodes.ranks:
+            self._count(key)
+        for side in (self._decodes, self._prefills):
+            if (rank := side.ranks.get(key)) is None:
+                continue
+            if self._drains(rank) is not (key in self._draining):
+                self._note_layout()
+            if side.orders:
+                side.orders[rank.handshake_version].update(key, self._load(key, rank))
+
+    def _count(self, key: RankKey) -> None:
+        self._reported.update(key, self._balance.reported_requests(key))
+
+    def _load(self, key: RankKey, rank: Registration) -> Load:
+        """With what a usual prompt that hits nothing would cost there."""
+        now = self._balance.now(key)
+        load_s = now.pending_tokens / now.tokens_per_s
+        books, page_size = now.load.books, rank.layout.page_size
+        if books.total > 0:
+            lacking = max(0, _USUAL_TOKENS - books.free * page_size)
+            evicted = min(lacking, books.cached * page_size)
+            load_s += self._settings.weights.evict_weight * evicted / now.tokens_per_s
+            if rank.role is Role.DECODE:
+                load_s += (lacking - evicted) * now.load.step_s / max(1, now.running)
+        return load_s, now.running

@@ -1,0 +1,243 @@
+"""What it costs to serve a request somewhere, in seconds by name. Pure.
+
+    remote  T = wait_prefill + max(compute, transfer) + last_chunk + overhead + occupy + evict_prefill
+                + at_decode
+    local   T = compute + occupy + at_decode
+    at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
+
+occupy, evict and itl are what a request costs those that come after it or run beside it. Without them
+each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+from statistics import fmean
+from typing import NamedTuple
+
+from services.router.placement.candidates import (
+    Candidate,
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+)
+from services.values.rank import Plan, RankKey
+
+# Bytes per second from a prefill rank (first) to a decode rank.
+Bandwidth = Callable[[RankKey, RankKey], float]
+
+_MAX_QUEUE = 20  # requests; a longer queue makes nothing more urgent
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How much of what a request costs others counts as if it waited so long itself. See bench.placement."""
+
+    # Of the seconds for which a rank computes the prompt, counted once for each request that waits even where
+    # the wait is shortest: as many will come to wait behind this one. While a rank is idle they are free.
+    occupy_weight: float = 1.0
+    # Of the seconds by which the tokens of the sequences running there come later.
+    itl_weight: float = 0.05
+    # Of the seconds to recompute what is evicted: not all of it will be asked for again.
+    evict_weight: float = 0.5
+    # How much worse than the best price a preferred rank may be: a part of that price, and some. Of this
+    # router's share, for others may have sent to the rest what is not known yet. The home, for moving leaves
+    # a copy behind; where that is less than half of the prompt, a part of the time to compute the copy.
+    slack_ratio: float = 0.2
+    slack_s: float = 0.05
+    # Of answers that may become longer than a rank's pool can hold, a part will: e to the minus (room there
+    # over this). So it is the mean length of answers, if they end at any token with the same probability.
+    usual_output_tokens: float = 512.0
+    # The calls between the two ranks, whatever the size.
+    remote_overhead_s: float = 0.005
+
+    def is_near(self, total_s: float, best_s: float, held_s: float = inf) -> bool:
+        """Whether a price is within the slack of the best one; `held_s`: to compute what the rank holds."""
+        return total_s <= best_s + self.slack_ratio * min(best_s, held_s) + self.slack_s
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """One way to serve the request. `terms` are named seconds; `prefill` is None under plan local."""
+
+    decode: DecodeCandidate
+    prefill: PrefillCandidate | None
+    plan: Plan
+    terms: tuple[tuple[str, float], ...]
+
+    @property
+    def total_s(self) -> float:
+        return sum(seconds for _, seconds in self.terms)
+
+    @property
+    def terms_ms(self) -> str:
+        """Those that are not nothing, in a log's one word: "compute:164.17,itl:32.83"."""
+        return ",".join(f"{name}:{1e3 * seconds:.2f}" for name, seconds in self.terms if seconds)
+
+
+class Option(NamedTuple):
+    total_s: float
+    decode: DecodeCandidate
+    prefill: PrefillCandidate | None
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.LOCAL if self.prefill is None else Plan.REMOTE
+
+    @property
+    def own(self) -> bool:
+        return (self.prefill or self.decode).own
+
+
+class Sender(NamedTuple):
+    """A prefill rank's part of the price, in seconds."""
+
+    wait_s: float
+    compute_s: float
+    occupy_s: float
+    evict_s: float
+    prefill: PrefillCandidate
+
+    @property
+    def fixed_s(self) -> float:
+        return self.wait_s + self.occupy_s + self.evict_s
+
+
+class Receiver(NamedTuple):
+    """A decode rank's part under either plan, in seconds; `delta` is what it lacks, in tokens."""
+
+    wait_s: float
+    room_s: float  # until the delta has pages
+    evict_s: float
+    outgrow_s: float  # to go on elsewhere when its pool is at its end, by how likely that is
+    delta: int
+    decode: DecodeCandidate
+
+
+class PriceList:
+    """The price list of one request."""
+
+    def __init__(
+        self,
+        request: PlacementRequest,
+        weights: Weights,
+        bandwidth: Bandwidth,
+        decodes: Sequence[DecodeCandidate],
+        prefills: Sequence[PrefillCandidate],
+    ) -> None:
+        self.request = request
+        self.weights = weights
+        self.bandwidth = bandwidth
+        self.occupy = _occupy(weights, prefills)
+        self.occupy_local = _occupy(weights, decodes)
+        # Evicted KV will be computed again by whichever prefill rank is chosen one day, if there are any.
+        self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
+        self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
+
+    def sender(self, prefill: PrefillCandidate) -> Sender:
+        rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
+        # The last token is always computed: its logits choose the next one.
+        compute_s = max(1, prompt - prefill.hit_tokens) / rate
+        lacking = prompt - prefill.hit_tokens - prefill.free_tokens
+        evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
+        return Sender(
+            prefill.pending_tokens / rate,
+            compute_s,
+            self.occupy * compute_s,
+            evicted * self.evict_s_per_token,
+            prefill,
+        )
+
+    def receiver(self, decode: DecodeCandidate) -> Receiver:
+        delta = max(0, self.request.prompt_tokens - decode.hit_tokens)
+        wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
+        outgrow_s, lacking = self.outgrow_s(decode), delta - decode.free_tokens
+        if lacking <= 0:
+            return Receiver(wait_s, 0.0, 0.0, outgrow_s, delta, decode)
+        # Sequences that end free at least as many tokens as were generated, one each in every step.
+        shortage = max(0, lacking - decode.evictable_tokens)
+        room_s = shortage * decode.step_s / max(1, decode.running)
+        evicted = min(lacking, decode.evictable_tokens)
+        return Receiver(wait_s, room_s, evicted * self.evict_s_per_token, outgrow_s, delta, decode)
+
+    def outgrow_s(self, decode: DecodeCandidate) -> float:
+        """Nothing where no rank holds more than this one, or all of it fits."""
+        request, holds = self.request, decode.holds_tokens
+        if holds >= (request.longest_tokens if request.most_tokens is None else request.most_tokens):
+            return 0.0
+        room = max(0, holds - request.prompt_tokens)
+        return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
+
+    def local_terms(self, receiver: Receiver) -> dict[str, float]:
+        decode = receiver.decode
+        compute_s = max(1, receiver.delta) / decode.prefill_tokens_per_s
+        return {
+            "wait_decode": receiver.wait_s,
+            "compute": compute_s,
+            "occupy": self.occupy_local * compute_s,
+            "wait_room": receiver.room_s,
+            "evict_decode": receiver.evict_s,
+            "itl": self.weights.itl_weight * decode.running * compute_s,
+            "outgrow": receiver.outgrow_s,
+        }
+
+    def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
+        transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
+        wait_s, itl_s = self.beside(receiver)
+        return {
+            "wait_prefill": sender.wait_s,
+            "compute": max(sender.compute_s, transfer_s),
+            "last_chunk": last_chunk_s,
+            "overhead": self.weights.remote_overhead_s,
+            "occupy": sender.occupy_s,
+            "evict_prefill": sender.evict_s,
+            "wait_decode": wait_s,
+            "wait_room": receiver.room_s,
+            "evict_decode": receiver.evict_s,
+            "itl": itl_s,
+            "outgrow": receiver.outgrow_s,
+        }
+
+    def transfer(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
+        """To move the delta, and its last chunk, which no computation hides."""
+        s_per_token = self.request.kv_bytes_per_token / bytes_per_s
+        return receiver.delta * s_per_token, min(receiver.delta, self.request.chunk_tokens) * s_per_token
+
+    def beside(self, receiver: Receiver) -> tuple[float, float]:
+        """What a prompt that comes computed suffers from those computed there, and does to those running.
+
+        It does not wait for them, but its tokens come late while they last.
+        """
+        decode, itl_weight = receiver.decode, self.weights.itl_weight
+        return itl_weight * receiver.wait_s, itl_weight * decode.running * decode.step_s
+
+    def receiving_s(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
+        """`fixed` and `overlapped` of a decode rank."""
+        transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
+        wait_s, itl_s = self.beside(receiver)
+        at_decode_s = wait_s + receiver.room_s + receiver.evict_s + itl_s + receiver.outgrow_s
+        return at_decode_s + last_chunk_s, transfer_s
+
+    def remote_s(self, receiver: Receiver, sender: Sender) -> float:
+        bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
+        fixed_s, transfer_s = self.receiving_s(receiver, bytes_per_s)
+        overlapped_s = max(sender.compute_s, transfer_s)
+        return sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
+
+    def local_s(self, receiver: Receiver) -> float:
+        return sum(self.local_terms(receiver).values())
+
+    def priced(self, option: Option) -> Priced:
+        receiver, prefill = self.receiver(option.decode), option.prefill
+        if prefill is None:
+            terms = self.local_terms(receiver)
+        else:
+            bytes_per_s = self.bandwidth(prefill.id.key, option.decode.id.key)
+            terms = self.remote_terms(receiver, self.sender(prefill), bytes_per_s)
+        return Priced(option.decode, prefill, option.plan, tuple(terms.items()))
+
+
+def _occupy(weights: Weights, candidates: Sequence[Candidate]) -> float:
+    waits = [(rank.pending_tokens / rank.prefill_tokens_per_s, rank.queued) for rank in candidates]
+    _, queued = min(waits, default=(0.0, 0))
+    return weights.occupy_weight * min(queued, _MAX_QUEUE)

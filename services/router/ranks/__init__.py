@@ -1,0 +1,1 @@
+"""What one router knows of the ranks beyond the index. Pure."""

@@ -1,0 +1,318 @@
+"""What one router knows of the ranks beyond the index: how fast they are, what it sent them, who fails.
+
+The owner tells it what happens and asks when it prices a request. The clock is passed in: monotonic,
+in seconds. Nothing here does I/O. A request in flight:
+
+    sent --> admitted --> ended      any of them may come twice, `ended` at any time
+      |         |
+      |         its uncached tokens no longer pend on the rank that computes them
+      it runs on its decode rank, and pends
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.router.ranks.others import NOBODY, Requests
+from services.router.ranks.predictions import Predictions
+from services.router.ranks.speeds import Speeds
+from services.router.ranks.trust import Trust
+from services.values.kv import BlockHash
+from services.values.load import RankLoad
+from services.values.rank import Plan, RankKey
+from services.values.request import Admitted
+
+_REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most so far apart
+_FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
+
+_NO_LOAD = RankLoad()
+
+
+@dataclass(frozen=True, slots=True)
+class RankNow:
+    """A rank as the next request sees it."""
+
+    load: RankLoad  # as last reported
+    pending_tokens: int  # queued or being computed
+    queued: int  # requests whose prompts wait to be computed
+    running: int  # requests: at a decode rank until ended, at a prefill rank until admitted
+    tokens_per_s: float  # of prompts: as it reports, else as learned, else as is usual
+    is_measured: bool  # that rate
+
+    @property
+    def compute_wait_s(self) -> float:
+        """Until the rank computes the next prompt; 0 too where its rate was never measured."""
+        return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
+
+
+class Balance:
+    """Memory is bounded by the requests in flight and the ranks that were not forgotten.
+
+    `changed` is called with a rank whose load has changed.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        prior_tokens_per_s: float = 10_000.0,
+        prior_bandwidth: float = 1e9,
+        chunk_tokens: int = 2048,
+    ) -> None:
+        """The priors hold until something was measured; `chunk_tokens` is as in PlacementRequest."""
+        self.clock = clock
+        self.predictions = Predictions()
+        self.trust = Trust()
+        self.changed: Callable[[RankKey], None] = _nobody_asks
+        self._chunk_tokens = chunk_tokens
+        self._speeds = Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
+        self._flights: dict[str, _Flight] = {}
+        self._ranks: dict[RankKey, _Rank] = {}
+        self._failures: dict[RankKey, _Failure] = {}
+        self._silent: set[RankKey] = set()
+
+    def __repr__(self) -> str:
+        ranks = {*self._failures, *self._silent, *self._ranks}
+        excluded = {str(rank): why for rank in ranks if (why := self.excluded(rank))}
+        return f"<Balance in_flight={len(self._flights)} excluded={excluded}>"
+
+    # -- speeds -----------------------------------------------------------------------------------
+
+    def observe_admitted(self, decode: RankKey, prefill: RankKey | None, admitted: Admitted) -> None:
+        """Learn from what a request really took. It also ends the penalty of the ranks that served it."""
+        now = self.clock()
+        self._failures.pop(decode, None)
+        if admitted.plan is Plan.LOCAL:
+            self._speeds.learn_rate(decode, admitted, now)
+        elif prefill is not None:
+            self._failures.pop(prefill, None)
+            self._speeds.learn_rate(prefill, admitted, now)
+            self._speeds.learn_bandwidth(prefill, decode, admitted, now)
+
+    def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
+        """Bytes a second between the two, else as is usual for that prefill rank, else for any."""
+        return self._speeds.bandwidth(prefill, decode, self.clock())
+
+    # -- in flight --------------------------------------------------------------------------------
+
+    def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
+        """The request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under plan local.
+
+        Sent again, to other ranks, it is no longer with the first ones.
+        """
+        self.ended(request_id)
+        flight = _Flight(decode, prefill or decode, uncached_tokens, self.clock())
+        self._flights[request_id] = flight
+        self._of(decode).receive(request_id, flight.sent_s)
+        self._of(flight.computing).take(request_id, flight)
+        self.changed(flight.computing)
+        if flight.computing != decode:
+            self.changed(decode)
+
+    def admitted(self, request_id: str) -> None:
+        """Its prompt has been computed. Nothing happens if it is not in flight."""
+        flight = self._flights.get(request_id)
+        if flight is not None and (rank := self._ranks.get(flight.computing)) is not None:
+            rank.drop(request_id)
+            self.changed(flight.computing)
+
+    def ended(self, request_id: str) -> None:
+        """It left, however that came. Nothing happens if it is not in flight."""
+        self.admitted(request_id)
+        flight = self._flights.pop(request_id, None)
+        if flight is not None and (rank := self._ranks.get(flight.decode)) is not None:
+            rank.decoding.discard(request_id)
+            self.changed(flight.decode)
+
+    def now(self, rank: RankKey) -> RankNow:
+        """What was last reported, and what we sent too late for that.
+
+        A report counts every router's requests that had reached the rank, so ours from before it are not
+        counted again. Since it was made the rank has gone on: with one chunk at most, for it reports after
+        every step. Of a rank that has not reported only ours are known, until they are admitted or end.
+        Where machines are crowded, a request may take longer to get there than is reckoned with. So of ours
+        at least that pends which the rank cannot have computed since they were sent.
+        """
+        known, now = self._ranks.get(rank), self.clock()
+        if known is None:
+            return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now), self._speeds.knows(rank))
+        load = known.load
+        tokens_per_s = load.prefill_tokens_per_s or self._speeds.rate(rank, now)
+        done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
+        pending_tokens = max(0, load.pending_tokens - done) + known.unseen_tokens
+        queued = load.waiting + len(known.unseen)
+        if (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
+            pending_tokens, queued = ours, max(queued, len(known.computing) - 1)
+        return RankNow(
+            load=load,
+            pending_tokens=pending_tokens,
+            queued=queued,
+            running=max(load.running, len(known.decoding) or len(known.computing)),
+            tokens_per_s=tokens_per_s,
+            is_measured=load.prefill_tokens_per_s > 0 or self._speeds.knows(rank),
+        )
+
+    def queue_wait_s(self, rank: RankKey) -> float:
+        """Until a decode rank has room for the next request; 0: nobody waits there, or it is not known."""
+        known = self._ranks.get(rank)
+        if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
+            return 0.0
+        return (known.load.waiting + len(known.arriving_s)) / known.load.admitted_per_s
+
+    def _of(self, rank: RankKey) -> "_Rank":
+        known = self._ranks.get(rank)
+        if known is None:
+            known = self._ranks[rank] = _Rank()
+        return known
+
+    # -- health -----------------------------------------------------------------------------------
+
+    def report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
+        """What a rank said of itself; a decode rank with the requests that it has."""
+        now = self.clock()
+        self._silent.discard(rank)
+        self._of(rank).report(load, counted, now, now - _REPORT_LAG_S)
+        self.changed(rank)
+
+    def unreported(self, rank: RankKey) -> None:
+        """The rank no longer reports: what it said last is no news, and only ours are known."""
+        if (known := self._ranks.get(rank)) is not None:
+            known.forget_report()
+            self.changed(rank)
+
+    def fell_silent(self, rank: RankKey) -> None:
+        """The rank did report and does so no more: what is sent there would hang with it. Excluded until the
+        next report."""
+        self._silent.add(rank)
+
+    def reported_requests(self, rank: RankKey) -> Requests:
+        """At a decode rank when it last reported."""
+        known = self._ranks.get(rank)
+        return NOBODY if known is None else known.counted
+
+    def load(self, rank: RankKey) -> RankLoad:
+        """The last report; all zero before the first."""
+        known = self._ranks.get(rank)
+        return _NO_LOAD if known is None else known.load
+
+    def failed(self, rank: RankKey) -> None:
+        """Leave the rank alone for a second, and twice as long each time it fails again, up to 30 s.
+
+        What fails during a penalty was sent before it, and is no news.
+        """
+        now, last = self.clock(), self._failures.get(rank)
+        if last is None:
+            self._failures[rank] = _Failure(_FIRST_PENALTY_S, now + _FIRST_PENALTY_S)
+        elif now >= last.until_s:
+            penalty_s = min(2 * last.penalty_s, _LONGEST_PENALTY_S)
+            self._failures[rank] = _Failure(penalty_s, now + penalty_s)
+
+    def excluded(self, rank: RankKey) -> str:
+        """Why the rank must not be chosen now: "silent", "failed", "stalled" or "draining"; empty: it may."""
+        if rank in self._silent:
+            return "silent"
+        failure = self._failures.get(rank)
+        if failure is not None and self.clock() < failure.until_s:
+            return "failed"
+        load = self.load(rank)
+        return "stalled" if load.stalled else "draining" if load.draining else ""
+
+    def forget(self, rank: RankKey) -> None:
+        """The rank went away or began a new life: nothing known of it holds any longer.
+
+        Requests in flight there pend and run nowhere, until they are sent again or ended.
+        """
+        self._failures.pop(rank, None)
+        self._silent.discard(rank)
+        self._ranks.pop(rank, None)
+        self._speeds.forget(rank)
+        self.predictions.forget(rank)
+        self.trust.forget(rank)
+
+    # -- soon to be cached ------------------------------------------------------------------------
+
+    def predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0) -> None:
+        """The rank was sent a prompt of these blocks and will soon hold them; see Predictions."""
+        self.predictions.add(rank, hashes, self.clock(), ttl_s)
+
+    def predicted_match(self, rank: RankKey, hashes: Sequence[BlockHash]) -> int:
+        """How many of `hashes`, from the first on, are predicted to be there."""
+        return self.predictions.match(rank, hashes, self.clock())
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    decode: RankKey
+    computing: RankKey
+    uncached_tokens: int
+    sent_s: float
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's report and our requests there. `unseen` came too late to be in the report."""
+
+    load: RankLoad = _NO_LOAD
+    reported_s: float = float("-inf")
+    counted: Requests = NOBODY  # as reported
+    decoding: set[str] = field(default_factory=set)  # until ended
+    computing: dict[str, _Flight] = field(default_factory=dict)  # until admitted
+    computing_tokens: int = 0
+    unseen: set[str] = field(default_factory=set)
+    unseen_tokens: int = 0
+    arriving_s: deque[float] = field(default_factory=deque)  # when they were sent; too late for the report
+
+    def receive(self, request_id: str, now: float) -> None:
+        self.decoding.add(request_id)
+        self.arriving_s.append(now)
+
+    def take(self, request_id: str, flight: _Flight) -> None:
+        self.computing[request_id] = flight
+        self.computing_tokens += flight.uncached_tokens
+        self._note_unseen(request_id, flight)
+
+    def drop(self, request_id: str) -> None:
+        flight = self.computing.pop(request_id, None)
+        if flight is None:
+            return
+        self.computing_tokens -= flight.uncached_tokens
+        if request_id in self.unseen:
+            self.unseen.remove(request_id)
+            self.unseen_tokens -= flight.uncached_tokens
+
+    def least_pending(self, now: float, tokens_per_s: float) -> int:
+        """Tokens of ours that it cannot have computed since the oldest of them was sent."""
+        if not self.computing:
+            return 0
+        oldest = next(iter(self.computing.values()))
+        return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
+
+    def report(self, load: RankLoad, counted: Requests, now: float, seen_s: float) -> None:
+        self.load, self.counted, self.reported_s = load, counted, now
+        while self.arriving_s and self.arriving_s[0] <= seen_s:
+            self.arriving_s.popleft()
+        self._see(seen_s)
+
+    def forget_report(self) -> None:
+        self.load, self.counted, self.reported_s = _NO_LOAD, NOBODY, float("-inf")
+        self._see(float("-inf"))
+
+    def _see(self, seen_s: float) -> None:
+        self.unseen, self.unseen_tokens = set(), 0
+        for request_id, flight in self.computing.items():
+            if flight.sent_s > seen_s:
+                self._note_unseen(request_id, flight)
+
+    def _note_unseen(self, request_id: str, flight: _Flight) -> None:
+        self.unseen.add(request_id)
+        self.unseen_tokens += flight.uncached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    penalty_s: float
+    until_s: float
+
+
+def _nobody_asks(rank: RankKey) -> None:
+    """Until somebody sets `changed`."""

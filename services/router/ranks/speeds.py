@@ -1,0 +1,122 @@
+"""How fast ranks compute and links carry, learned from what requests took. Pure.
+
+Waiting behind others, and what is not measured, only ever makes a rank look slower than it is. So a sample
+above what was learned counts for more than one below, and one that is far off counts as less far.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from services.values.rank import RankKey
+from services.values.request import Admitted
+
+_RISE, _FALL = 0.3, 0.1
+_MAX_RATIO = 4.0  # a sample counts as at most so many times what was learned, or as at least that part
+_SETTLED_WEIGHT = 3.0  # from so many samples on
+_HALF_LIFE_S = 60.0  # an old grudge fades towards the usual, or a rank once slow would never be tried again
+_FULL_WEIGHT_TOKENS = 256
+_MIN_TOKENS = 16  # fewer measure the cost of a step, not the rate
+_MIN_BYTES = 1 << 20  # fewer measure the calls around a transfer
+_MIN_TRANSFER_S = 1e-4
+_BANDWIDTH_LIMITS = (1e6, 1e12)  # bytes per second
+_MAX_LINKS = 256  # a prefill rank
+
+
+@dataclass(slots=True)
+class _Learned:
+    """A mean of the first samples that turns into an exponential one."""
+
+    value: float  # before the first sample: what is assumed
+    weight: float = 0.0  # of all samples
+    learned_s: float = 0.0
+
+    def add(self, sample: float, weight: float, now: float) -> None:
+        if self.weight >= _SETTLED_WEIGHT:
+            sample = min(max(sample, self.value / _MAX_RATIO), self.value * _MAX_RATIO)
+        self.weight += weight
+        pace = _RISE if sample > self.value else _FALL
+        self.value += weight * max(pace, 1 / self.weight) * (sample - self.value)
+        self.learned_s = now
+
+    def faded(self, now: float, usual: float) -> float:
+        kept = math.exp2((self.learned_s - now) / _HALF_LIFE_S)
+        return usual + (self.value - usual) * kept
+
+
+@dataclass(slots=True)
+class _Sender:
+    """What was learned of the links of one prefill rank, the one not used for longest first."""
+
+    mean: _Learned
+    links: dict[RankKey, _Learned] = field(default_factory=dict)
+
+    def add(self, decode: RankKey, sample: float, now: float) -> None:
+        self.mean.add(sample, 1.0, now)
+        link = self.links.pop(decode, None) or _Learned(sample)
+        link.add(sample, 1.0, now)
+        self.links[decode] = link
+        if len(self.links) > _MAX_LINKS:
+            del self.links[next(iter(self.links))]
+
+
+class Speeds:
+    """Rates of ranks and bandwidths of links, from what requests took."""
+
+    def __init__(self, prior_tokens_per_s: float, prior_bandwidth: float, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._usual_rate = _Learned(prior_tokens_per_s)
+        self._usual_bandwidth = _Learned(prior_bandwidth)
+        self._rates: dict[RankKey, _Learned] = {}
+        self._senders: dict[RankKey, _Sender] = {}
+
+    def learn_rate(self, rank: RankKey, admitted: Admitted, now: float) -> None:
+        tokens, compute_s = admitted.computed_tokens, admitted.prefill_compute_s
+        if tokens < _MIN_TOKENS or compute_s <= 0:
+            return
+        sample, weight = tokens / compute_s, min(1.0, tokens / _FULL_WEIGHT_TOKENS)
+        self._rates.setdefault(rank, _Learned(sample)).add(sample, weight, now)
+        self._usual_rate.add(sample, weight, now)
+
+    def learn_bandwidth(self, prefill: RankKey, decode: RankKey, admitted: Admitted, now: float) -> None:
+        if admitted.kv_bytes_moved < _MIN_BYTES:
+            return
+        sample = _bytes_per_s(admitted, self._chunk_tokens)
+        self._senders.setdefault(prefill, _Sender(_Learned(sample))).add(decode, sample, now)
+        self._usual_bandwidth.add(sample, 1.0, now)
+
+    def knows(self, rank: RankKey) -> bool:
+        """Whether its rate was measured."""
+        return rank in self._rates
+
+    def rate(self, rank: RankKey, now: float) -> float:
+        learned, usual = self._rates.get(rank), self._usual_rate.value
+        return usual if learned is None else learned.faded(now, usual)
+
+    def bandwidth(self, prefill: RankKey, decode: RankKey, now: float) -> float:
+        sender, usual = self._senders.get(prefill), self._usual_bandwidth.value
+        if sender is None:
+            return usual
+        of_sender = sender.mean.faded(now, usual)
+        link = sender.links.get(decode)
+        return of_sender if link is None else link.faded(now, of_sender)
+
+    def forget(self, rank: RankKey) -> None:
+        self._rates.pop(rank, None)
+        self._senders.pop(rank, None)
+        for sender in self._senders.values():
+            sender.links.pop(rank, None)
+
+
+def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
+    """The bandwidth with which placement would have foretold what this request took.
+
+    `transfer_s` is what the computation did not hide. With C the compute time, D all bytes and L those of
+    the last chunk, placement says max(C, D / b) + L / b; set equal to C + transfer_s and solved for b.
+    """
+    delta_tokens = max(1, admitted.prompt_tokens - admitted.decode_prefix_len)
+    all_bytes = admitted.kv_bytes_moved
+    last_bytes = all_bytes * min(1.0, chunk_tokens / delta_tokens)
+    transfer_s = max(admitted.transfer_s, _MIN_TRANSFER_S)
+    took_s = admitted.prefill_compute_s + transfer_s
+    lowest, highest = _BANDWIDTH_LIMITS
+    return min(highest, max(lowest, last_bytes / transfer_s, (all_bytes + last_bytes) / took_s))

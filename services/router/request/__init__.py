@@ -1,0 +1,1 @@
+"""One client request, from its prompt to its last response."""

@@ -1,0 +1,277 @@
+"""The tokens of one request, over as many ranks as it takes.
+
+its turn -> placed -> started on a decode rank -> outputs
+   ^                                     |
+   +------ a rank failed, or its pool ---+
+           holds no more: place again,
+           with the output so far
+
+A request with penalties ends instead where its engine would not count them over that output. What has
+outgrown its rank needs room for one more token: so it goes to a larger one, next time to one larger still.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from services.observe import telemetry
+from services.router.cluster import Cluster, HashedPrompt, Placed
+from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.request.metrics import RouterMetrics
+from services.router.request.progress import Checked, Progress
+from services.values.errors import (
+    DeadlineExceeded,
+    IsthmusError,
+    NoCapacity,
+    PeerFailed,
+    StaleGeneration,
+    Unavailable,
+)
+from services.values.request import FinishReason, GenerationRequest, Output, StartCommand
+from services.wire.packed_ids import PackedIds
+
+log = logging.getLogger(__name__)
+
+# After these another rank may do; the class says which rank to leave out.
+_DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
+# From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
+# prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
+_PROGRESS_TOKENS = 2
+_STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
+# A larger rank that does not answer is there again by then, or known to be gone: its lease lapses after 10 s,
+# and it misses three health checks.
+_LARGER_RANK_S = 30.0
+
+
+class FailoverStream:
+    """One request's. What becomes of it is noted in `progress`, whose owner closes the stream in the end."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        checked: Checked,
+        prompt: PackedIds,
+        progress: Progress,
+        *,
+        eos_token_ids: tuple[int, ...],
+        deadline: float,
+        max_attempts: int,
+        allowed_wait_s: Callable[[float], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`deadline` is on `clock`; `allowed_wait_s` says how long the request may wait for its turn, of the
+        seconds that it has left."""
+        self._cluster = cluster
+        self._metrics = metrics
+        self._checked = checked
+        self._prompt = prompt
+        self._progress = progress
+        self._eos_token_ids = eos_token_ids
+        self._deadline = deadline
+        self._max_attempts = max_attempts
+        self._allowed_wait_s = allowed_wait_s
+        self._clock = clock
+
+    async def next(self) -> Output:
+        """From the current rank; when it fails, from the next one.
+
+        Raises:
+            NoCapacity: the request would wait too long for its turn.
+            Unavailable, PeerFailed, StaleGeneration: no rank can take it, or too many failed.
+            DeadlineExceeded: the deadline has passed.
+        """
+        while True:
+            try:
+                if self._progress.outgrown_s is not None and (reason := self._moved_on()):
+                    return Output(finished=reason)
+                if self._progress.stream is None:
+                    prompt = await self._hashed()
+                    await self._turn(prompt)
+                    if self._progress.aborted:  # while it was with no rank
+                        return Output(finished=FinishReason.ABORTED)
+                    self._place(prompt)
+                assert self._progress.stream is not None
+                return self._judged(await self._read(self._progress.stream))
+            except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
+                if self._may_wait(error):
+                    await self._give_time(error)
+                else:
+                    self._leave(error)
+
+    async def _read(self, stream: OutputStream) -> Output:
+        """What has come since the last time, in one: a router that is behind has less to do for each token.
+
+        Where a stop string may end the request, it is one at a time, to end with its last token.
+        """
+        self._remaining_s()  # though there be tokens
+        return await stream.next(all_at_once=not self._checked.sampling.stop)
+
+    def _judged(self, output: Output) -> Output:
+        """Its rank may have ended the request for no other reason than that its pool is at its end."""
+        if output.finished is not FinishReason.LENGTH:
+            return output
+        progress = self._progress
+        assert progress.placed is not None
+        reason = self._length_means(len(output.token_ids))
+        if reason is None and not self._can_move(progress.placed):
+            reason = FinishReason.CAPACITY
+        if reason is None:
+            progress.outgrown_s = self._clock()
+        return replace(output, finished=reason)
+
+    def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
+        """To the client; see pool_ends.py. `new_tokens` are not noted yet."""
+        num_output = len(self._progress.output_ids) + new_tokens
+        num_tokens, most = len(self._prompt.ids) + num_output, self._checked.sampling.max_tokens
+        return self._cluster.length_means(num_tokens, num_output, most)
+
+    def _can_move(self, placed: Placed) -> bool:
+        """With the output so far."""
+        return placed.moves_penalties or not self._checked.sampling.penalizes
+
+    async def _hashed(self) -> HashedPrompt:
+        """The prompt, and what was generated so far."""
+        began = self._clock()
+        output_ids, most = self._progress.output_ids, self._checked.sampling.max_tokens
+        ids = self._prompt.ids + array("I", output_ids)
+        more_tokens = None if most is None else most - len(output_ids)
+        prompt = await self._cluster.hash(ids, self._checked.tenant, more_tokens)
+        self._progress.route_s += self._clock() - began
+        return prompt
+
+    async def _turn(self, prompt: HashedPrompt) -> None:
+        await self._cluster.turn(prompt, self._checked.memory_key, frozenset(self._progress.excluded))
+
+    def _place(self, prompt: HashedPrompt) -> None:
+        """Choose ranks and send the request there. Raises as `Cluster.place`."""
+        progress, checked = self._progress, self._checked
+        began = self._clock()
+        # What was begun is not refused any more.
+        is_first, remaining_s = progress.attempts == 0, self._remaining_s()
+        max_wait_s = self._allowed_wait_s(remaining_s) if is_first else math.inf
+        progress.attempts += 1
+        progress.tokens_when_placed = len(progress.output_ids)
+        placed = self._placed(prompt, max_wait_s)
+        progress.placed = placed
+        progress.stream = placed.client.start(self._command(placed), self._prompt)
+        progress.outgrown_s = None
+        self._cluster.sent(checked.request_id, checked.memory_key, placed)
+        self._metrics.placed(placed)
+        now = self._clock()
+        progress.route_s += now - began
+        progress.sent_s = now - progress.began_s
+
+    def _placed(self, prompt: HashedPrompt, max_wait_s: float) -> Placed:
+        """Raises as `Cluster.place`.
+
+        Where a rank failed this request, ranks of other workers come first: what ends one often ends all of
+        its worker, and the router hears of one after the other.
+        """
+        key, failed = self._checked.memory_key, frozenset(self._progress.excluded)
+        if failed:
+            with suppress(Unavailable, NoCapacity):
+                return self._cluster.place(prompt, key, self._cluster.siblings(failed), max_wait_s)
+        return self._cluster.place(prompt, key, failed, max_wait_s)
+
+    def _command(self, placed: Placed) -> StartCommand:
+        checked = self._checked
+        request = GenerationRequest(
+            request_id=checked.request_id,
+            prompt_ids=(),  # they go as they came
+            sampling=checked.sampling,
+            output_ids_so_far=tuple(self._progress.output_ids),
+            cache_salt=checked.tenant,
+            priority=checked.priority,
+            plan=placed.plan,
+            eos_token_ids=self._eos_token_ids,
+        )
+        traceparent = telemetry.traceparent(self._progress.span)
+        return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
+
+    def _withdraw(self) -> Placed | None:
+        """From the ranks that it is with."""
+        progress = self._progress
+        placed, stream = progress.placed, progress.stream
+        progress.stream = progress.placed = None
+        if stream is not None:
+            stream.close()
+        self._cluster.ended(self._checked.request_id)
+        if placed is not None and len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
+            progress.begin_anew()
+        return placed
+
+    def _moved_on(self) -> FinishReason | None:
+        """From a rank that did all it could. The reason to end instead, if the larger rank is gone by now."""
+        if self._progress.stream is None:  # it has been waiting for that one
+            return self._length_means()
+        progress, placed = self._progress, self._withdraw()
+        assert placed is not None
+        left, num_tokens = placed.decision.chosen.decode.id, len(self._prompt.ids) + len(progress.output_ids)
+        progress.span.add_event("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
+        self._metrics.outgrew()
+        telemetry.event(log, "request_moved_on", request_id=progress.request_id, left=left, tokens=num_tokens)
+        return None
+
+    def _leave(self, error: IsthmusError) -> None:
+        """Give up the ranks that failed; raise when nothing is left to try."""
+        progress = self._progress
+        placed = self._withdraw()
+        if placed is None or isinstance(error, NoCapacity):
+            raise error
+        progress.failures += 1
+        chosen = placed.decision.chosen
+        if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
+            failed = chosen.decode.id
+        else:
+            failed = chosen.prefill.id
+        progress.excluded.add(failed)
+        self._cluster.failed(failed)
+        progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
+        if progress.output_ids and not self._can_move(placed):
+            raise Unavailable(
+                "the answer was cut off and cannot go on elsewhere, for this engine counts penalties over "
+                f"its own output alone: send the request again ({error})"
+            ) from error
+        if progress.failures >= self._max_attempts:
+            raise error
+        self._metrics.moved(progress)
+        telemetry.event(
+            log,
+            "request_moved",
+            level=logging.WARNING,
+            request_id=progress.request_id,
+            left=failed,
+            error=repr(str(error)),
+        )
+
+    def _may_wait(self, error: IsthmusError) -> bool:
+        """Only ranks that failed this request are left, or larger ones that cannot be had at present."""
+        progress = self._progress
+        if progress.placed is not None or not isinstance(error, Unavailable):
+            return False
+        if progress.outgrown_s is not None:
+            return self._clock() < progress.outgrown_s + _LARGER_RANK_S
+        return bool(progress.excluded) and not progress.gave_time
+
+    async def _give_time(self, error: IsthmusError) -> None:
+        """Let ranks that failed this request be chosen once more: a lost stream is soon there again.
+
+        Raises `error` where the deadline comes first.
+        """
+        if self._remaining_s() <= _STUMBLE_S:
+            raise error
+        self._progress.gave_time = True
+        self._progress.excluded.clear()
+        await asyncio.sleep(_STUMBLE_S)
+
+    def _remaining_s(self) -> float:
+        remaining = self._deadline - self._clock()
+        if remaining <= 0:
+            raise DeadlineExceeded("the deadline has passed")
+        return remaining

@@ -1,0 +1,84 @@
+"""The last response of a request: why it ended, what it cost, where it ran, where the time went."""
+
+from collections.abc import Iterator, Sequence
+
+from services.router.cluster import Placed
+from services.router.request.progress import Progress
+from services.values.request import Admitted, FinishReason
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import generation_pb2
+
+
+def finish_of(
+    progress: Progress, reason: FinishReason, matched_stop: str, drift_tokens: int | None
+) -> generation_pb2.Finish:
+    """`drift_tokens` None: this router has not seen the conversation's last turn."""
+    placements = list(_placements(progress))
+    tried = [_placement(progress.placed)] if progress.placed is not None else []
+    usage = generation_pb2.Usage(drift_tokens=drift_tokens)
+    if placements:
+        usage.MergeFrom(placements[0].usage)
+    usage.completion_tokens = len(progress.output_ids)
+    return generation_pb2.Finish(
+        reason=convert_request.finish_reason_to_proto(reason),
+        matched_stop=matched_stop,
+        usage=usage,
+        # Unset for a request that was aborted before it was placed.
+        placement=next(iter(placements + tried), None),
+        placements=placements,
+        totals=_totals(placements),
+        stages=_stages(progress),
+    )
+
+
+def _placements(progress: Progress) -> Iterator[generation_pb2.Placement]:
+    """Of those that generated, each with what it did."""
+    bounds = [*(each.first_output for each in progress.served), len(progress.output_ids)]
+    for each, end in zip(progress.served, bounds[1:], strict=True):
+        placement = _placement(each.placed)
+        placement.usage.CopyFrom(_usage(each.admitted, end - each.first_output))
+        yield placement
+
+
+def _placement(placed: Placed) -> generation_pb2.Placement:
+    chosen = placed.decision.chosen
+    return generation_pb2.Placement(
+        decode=convert.rank_id_to_proto(chosen.decode.id),
+        prefill=None if chosen.prefill is None else convert.rank_id_to_proto(chosen.prefill.id),
+        plan=convert.plan_to_proto(placed.plan),
+        predicted_prefix_len=chosen.decode.hit_tokens,
+        reason=placed.decision.reason,
+    )
+
+
+def _usage(admitted: Admitted, completion_tokens: int) -> generation_pb2.Usage:
+    return generation_pb2.Usage(
+        prompt_tokens=admitted.prompt_tokens,
+        completion_tokens=completion_tokens,
+        reused_tokens=admitted.reused_tokens,
+        computed_tokens=admitted.computed_tokens,
+        decode_prefix_len=admitted.decode_prefix_len,
+        delta_tokens=admitted.delta_tokens,
+        prefill_prefix_len=admitted.prefill_prefix_len,
+        kv_bytes_moved=admitted.kv_bytes_moved,
+        kv_bytes_saved=admitted.kv_bytes_saved,
+    )
+
+
+def _totals(placements: Sequence[generation_pb2.Placement]) -> generation_pb2.Totals:
+    names = [field.name for field in generation_pb2.Totals.DESCRIPTOR.fields]
+    return generation_pb2.Totals(
+        **{name: sum(getattr(placement.usage, name) for placement in placements) for name in names}
+    )
+
+
+def _stages(progress: Progress) -> generation_pb2.StageTimes:
+    stages = generation_pb2.StageTimes(
+        tokenize_s=progress.tokenize_s,
+        route_s=progress.route_s,
+        first_token_s=progress.first_token_s or 0.0,
+    )
+    if progress.stages is not None:
+        for name, seconds in progress.stages.seconds():
+            setattr(stages, f"{name}_s", seconds)
+    return stages

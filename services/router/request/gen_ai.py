@@ -1,0 +1,107 @@
+"""A request in the words of OpenTelemetry's conventions for generative AI, beside our own.
+
+https://github.com/open-telemetry/semantic-conventions-genai: attributes of the router's span, and a server's
+histograms with the edges that are asked for. The names are written out: they are about to leave the Python
+package. No text of a prompt or an answer is recorded.
+"""
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from services.observe import telemetry
+from services.router.request.progress import Progress
+from services.router.request.trace_attributes import Attributes
+from services.values.request import MAX_ID_CHARS
+from services.wire.isthmus.v1 import generation_pb2
+
+PROVIDER = "isthmus"
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
+_PENALTIES = ("frequency_penalty", "presence_penalty")  # 0 where they are not set
+_ENDED_WELL = ("finished", "cancelled")
+
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_DURATION_S = tuple(0.01 * 2**power for power in range(14))
+_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+
+
+def operation_of(request: generation_pb2.GenerateRequest) -> str:
+    return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+
+
+def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
+    """Of a request that may be refused yet; `model` is the one that is served."""
+    attributes: Attributes = {
+        "gen_ai.operation.name": operation_of(request),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": (request.model or model)[:MAX_ID_CHARS],
+    }
+    if request.conversation_id:
+        attributes["gen_ai.conversation.id"] = request.conversation_id[:MAX_ID_CHARS]
+    sampling = request.sampling
+    names = [name for name in _SAMPLING if sampling.HasField(name)]
+    names += [name for name in _PENALTIES if getattr(sampling, name)]
+    return attributes | {f"gen_ai.request.{name}": getattr(sampling, name) for name in names}
+
+
+def answered(progress: Progress, model: str) -> Attributes:
+    """Of a request that has ended, however it ended."""
+    attributes: Attributes = {
+        "gen_ai.response.id": progress.request_id,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.output_tokens": len(progress.output_ids),
+    }
+    if progress.finish_reason is not None:
+        attributes["gen_ai.response.finish_reasons"] = (progress.finish_reason.value,)
+    if progress.first_token_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = progress.first_token_s
+    if (admitted := progress.admitted) is not None:
+        attributes["gen_ai.usage.input_tokens"] = admitted.prompt_tokens
+        attributes["gen_ai.usage.cache_read.input_tokens"] = admitted.reused_tokens
+    return attributes
+
+
+class GenAiMetrics:
+    """Of one router; `model` is the one that it serves."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._model = model
+        self._first_token = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "OpenTelemetry's gen_ai.server.time_to_first_token: as isthmus_ttft_seconds.",
+            _LABELS,
+            buckets=_FIRST_TOKEN_S,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "OpenTelemetry's gen_ai.server.time_per_output_token: a finished request's mean after its first.",
+            _LABELS,
+            buckets=_PER_TOKEN_S,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "OpenTelemetry's gen_ai.server.request.duration: as isthmus_request_seconds; error_type is the "
+            "error's name, or empty.",
+            (*_LABELS, "error_type"),
+            buckets=_DURATION_S,
+            registry=registry,
+        )
+
+    def first_token(self, progress: Progress) -> None:
+        if progress.first_token_s is not None:
+            self._first_token.labels(*self._labels(progress)).observe(progress.first_token_s)
+
+    def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
+        labels = self._labels(progress)
+        error_type = "" if outcome in _ENDED_WELL else outcome
+        self._duration.labels(*labels, error_type).observe(took_s, telemetry.exemplar(progress.span))
+        later_tokens = len(progress.output_ids) - 1
+        if outcome == "finished" and later_tokens > 0 and progress.first_token_s is not None:
+            self._per_token.labels(*labels).observe((took_s - progress.first_token_s) / later_tokens)
+
+    def _labels(self, progress: Progress) -> tuple[str, str, str]:
+        return progress.operation, PROVIDER, self._model

@@ -1,0 +1,382 @@
+"""One client request on the router, from prompt to last response.
+
+    checked -> encoded -> tokens, over as many ranks as it takes (failover.py) -> text -> client
+
+A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new
+rank gets every token generated so far. (Where an engine's penalties forget those, failover.py ends it.)
+"""
+
+import logging
+import math
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from opentelemetry.trace import Span
+
+from services.observe import telemetry
+from services.router.cluster import Cluster, Explained
+from services.router.placement.admission import allowed_wait_s
+from services.router.request import gen_ai
+from services.router.request.failover import FailoverStream
+from services.router.request.finish import finish_of
+from services.router.request.metrics import RouterMetrics
+from services.router.request.progress import Checked, Progress, Served
+from services.router.request.stages import Stages, stages_of
+from services.router.request.trace_attributes import attributes_of
+from services.router.text.chat import ConversationMemory, drift_tokens
+from services.router.text.detokenizer import Detokenizer
+from services.router.text.prompt import PromptEncoder
+from services.router.text.stop_strings import StopStrings
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import (
+    AlreadyRunning,
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NotFound,
+)
+from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, Admitted, FinishReason, Output, is_id
+from services.wire import convert_request
+from services.wire.isthmus.v1 import generation_pb2
+from services.wire.packed_ids import PackedIds
+
+log = logging.getLogger(__name__)
+
+_PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
+_REMEMBERED_CONVERSATIONS = 10_000
+_REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
+_LAST_WORDS_S = 1.0
+_DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
+
+
+class Generator:
+    """Runs requests; shared by the gRPC and the HTTP front."""
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        *,
+        max_attempts: int,
+        max_wait_s: float,
+        request_timeout_s: float,
+        max_priority: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._cluster = cluster
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._max_wait_s = max_wait_s
+        self._request_timeout_s = request_timeout_s
+        self._max_priority = max_priority
+        self._clock = clock
+        self._running: dict[str, Progress] = {}
+        self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS, _REMEMBERED_TOKEN_IDS)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a running request; False when there is none of that id."""
+        progress = self._running.get(request_id)
+        if progress is None:
+            return False
+        progress.aborted = True
+        if progress.stream is not None:
+            progress.stream.abort()
+        return True
+
+    async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Explained]:
+        """Prompt length and where the request would go now without a deadline; nothing is sent or remembered.
+
+        Raises Unavailable where no decode rank is registered.
+        """
+        checked = self._check(request)
+        encoded = await self._encoder().encode(request)
+        prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
+        max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
+        return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
+
+    def time_limit_s(self, timeout_s: float | None) -> float:
+        """In which the call of a request with that timeout, or none, is over, its last word included."""
+        return self._timeout_s(timeout_s) + _LAST_WORDS_S
+
+    def _timeout_s(self, timeout_s: float | None) -> float:
+        return min(MAX_TIMEOUT_S, self._request_timeout_s if timeout_s is None else timeout_s)
+
+    async def generate(
+        self,
+        request: generation_pb2.GenerateRequest,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        *,
+        tells_prompt: bool = True,
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Responses as they come; the last one has `finish`, and when it comes nothing is held any more. The
+        first one has the prompt's ids, if it `tells_prompt`.
+
+        Raises:
+            InvalidRequest, NotFound, AlreadyRunning: at the door.
+            NoCapacity: no rank can hold it, or it would wait too long for its turn.
+            Unavailable: no rank can take it.
+            DeadlineExceeded: `timeout_s` has passed; None: --request-timeout-s. Not while a response is being
+                handed on: whoever does that has to bound it, by `time_limit_s`.
+        """
+        timeout_s = self._timeout_s(timeout_s)
+        deadline = self._clock() + timeout_s
+        self._metrics.received()
+        with telemetry.span("router.generate", traceparent) as span:
+            if span.is_recording():
+                span.set_attributes(gen_ai.asked(request, self._model_name))
+            checked = self._admit(request, timeout_s)
+            with self._track(checked, span, deadline) as progress:
+                prompt = await self._encoder().encode(request)
+                progress.tokenize_s = self._clock() - progress.began_s
+                answer = _Answer(self, checked, prompt, progress, deadline)
+                response = await answer.next_response()
+                if tells_prompt:
+                    response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
+                while not response.HasField("finish"):
+                    yield response
+                    response = await answer.next_response()
+        # A client that leaves with its last word in hand has not cancelled anything.
+        yield response
+
+    def rejected(self, error: IsthmusError) -> None:
+        """Count a request that a front could not read."""
+        self._metrics.received()
+        self._metrics.rejected(error)
+
+    # -- the door ---------------------------------------------------------------------------------
+
+    def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> Checked:
+        try:
+            checked = self._check(request)
+            if checked.request_id in self._running:
+                raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
+            self._cluster.check_room(self._allowed_wait_s(checked, timeout_s))
+        except IsthmusError as error:
+            self._metrics.rejected(error)
+            raise
+        return checked
+
+    def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
+        if request.model and request.model != self._model_name:
+            raise NotFound(f"model {request.model!r} is not served here; {self._model_name!r} is")
+        for name in ("request_id", "conversation_id", "tenant"):
+            if not is_id(getattr(request, name)):
+                raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
+        if request.priority > self._max_priority:
+            raise InvalidRequest(
+                f"priority must be at most {self._max_priority} on this server (--max-priority), got "
+                f"{request.priority}"
+            )
+        sampling = request.sampling
+        if not sampling.HasField("seed"):
+            sampling = type(sampling).FromString(sampling.SerializeToString())
+            sampling.seed = secrets.randbits(64)
+        return Checked(
+            request_id=request.request_id or secrets.token_hex(8),
+            sampling=convert_request.sampling_from_proto(sampling),
+            conversation_id=request.conversation_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            operation=gen_ai.operation_of(request),
+        )
+
+    def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
+        """One of a higher priority than usual does not wait behind the others, however many there are."""
+        return math.inf if checked.priority > 0 else allowed_wait_s(self._max_wait_s, remaining_s)
+
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._tokenizer, self._cluster.max_context_tokens(), self._tokenizer.vocab_size)
+
+    @contextmanager
+    def _track(self, checked: Checked, span: Span, deadline: float | None) -> Iterator[Progress]:
+        progress = Progress(checked.request_id, self._clock(), span, operation=checked.operation)
+        self._running[checked.request_id] = progress
+        outcome = "finished"
+        try:
+            yield progress
+        except InvalidRequest:
+            outcome = InvalidRequest.__name__  # whichever kind
+            raise
+        except IsthmusError as error:
+            outcome = type(error).__name__
+            raise
+        except Exception:
+            outcome = "Internal"  # a bug of ours
+            raise
+        except BaseException:  # the call was cancelled, or its generator closed
+            is_over = deadline is not None and self._clock() >= deadline - _DEADLINE_LEAD_S
+            outcome = DeadlineExceeded.__name__ if is_over else "cancelled"
+            raise
+        finally:
+            del self._running[checked.request_id]
+            if progress.stream is not None:
+                progress.stream.close()
+            self._cluster.ended(checked.request_id)
+            self._tell_story(progress, outcome)
+
+    def _tell_story(self, progress: Progress, outcome: str) -> None:
+        admitted, placed = progress.admitted, progress.first_placed
+        self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
+        if progress.span.is_recording():
+            told = gen_ai.answered(progress, self._model_name)
+            progress.span.set_attributes(attributes_of(progress) | told)
+        telemetry.event(
+            log,
+            "request_finished",
+            request_id=progress.request_id,
+            outcome=outcome,
+            decode=placed.decision.chosen.decode.id if placed else "-",
+            prefill=placed.prefill_name if placed else "-",
+            plan=placed.plan.value if placed else "-",
+            reason=placed.decision.reason if placed else "-",
+            terms_ms=placed.decision.chosen.terms_ms if placed else "-",
+            prompt_tokens=admitted.prompt_tokens if admitted else 0,
+            decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
+            prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
+            completion_tokens=len(progress.output_ids),
+            finish=progress.finish_reason.value if progress.finish_reason else "-",
+            kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
+            ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
+            transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",
+            attempts=progress.attempts,
+            moved_to=",".join(str(later.placed.decision.chosen.decode.id) for later in progress.served[1:])
+            or "-",
+        )
+
+
+class _Answer:
+    """The responses of one request, made of its tokens."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        checked: Checked,
+        prompt: PackedIds,
+        progress: Progress,
+        deadline: float,
+    ) -> None:
+        self._cluster = generator._cluster
+        self._tokenizer = generator._tokenizer
+        self._memory = generator._memory
+        self._metrics = generator._metrics
+        self._clock = generator._clock
+        self._checked = checked
+        self._prompt = prompt
+        self._progress = progress
+        self._stream = FailoverStream(
+            self._cluster,
+            self._metrics,
+            checked,
+            prompt,
+            progress,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            deadline=deadline,
+            max_attempts=generator._max_attempts,
+            allowed_wait_s=partial(generator._allowed_wait_s, checked),
+            clock=self._clock,
+        )
+        self._detokenizer = Detokenizer(self._tokenizer)
+        self._stop = StopStrings(checked.sampling.stop)
+        remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
+        self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
+        self._metrics.drifted(self._drift or 0)
+
+    async def next_response(self) -> generation_pb2.GenerateResponse:
+        """Raises as FailoverStream.next."""
+        while True:
+            output = await self._stream.next()
+            if output.admitted is not None:
+                self._note_admitted(output.admitted)
+            if output.token_ids or output.finished is not None:
+                return self._respond(output)
+
+    def _note_admitted(self, admitted: Admitted) -> None:
+        progress = self._progress
+        assert progress.placed is not None
+        progress.served.append(Served(progress.placed, admitted, progress.tokens_when_placed))
+        if len(progress.served) == 1:
+            self._metrics.admitted(progress.placed, admitted)
+        self._metrics.transferred(admitted)
+        self._cluster.admitted(self._checked.request_id, progress.placed, admitted)
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        progress, now = self._progress, self._clock()
+        if progress.first_token_s is None:
+            progress.first_token_s = now - progress.began_s
+            progress.stages = self._stages()
+            progress.span.add_event("first_token")
+            self._metrics.first_token(progress)
+        else:
+            self._metrics.next_tokens(num_tokens, now - progress.last_tokens_at_s)
+        self._metrics.generated(num_tokens)
+        progress.last_tokens_at_s = now
+
+    def _stages(self) -> Stages:
+        progress = self._progress
+        assert progress.admitted is not None and progress.first_token_s is not None, "it comes with a token"
+        return stages_of(
+            tokenize_s=progress.tokenize_s,
+            route_s=progress.route_s,
+            sent_s=progress.sent_s,
+            first_token_s=progress.first_token_s,
+            admitted=progress.admitted,
+        )
+
+    def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
+        progress = self._progress
+        if output.token_ids:
+            self._note_tokens(len(output.token_ids))
+        progress.output_ids.extend(output.token_ids)
+        response = generation_pb2.GenerateResponse(
+            request_id=self._checked.request_id,
+            token_ids=output.token_ids,
+            logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs],
+        )
+        response.text, matched = self._text_of(output)
+        if matched is not None and output.finished is None:
+            assert progress.stream is not None
+            progress.stream.close()  # the rank would go on
+        reason = FinishReason.STOP if matched is not None else output.finished
+        if reason is not None:
+            self._finish(response, reason, matched or "")
+        return response
+
+    def _text_of(self, output: Output) -> tuple[str, str | None]:
+        """The new text to release, and the stop string or stop token that ended it."""
+        ids, terminator = output.token_ids, None
+        if output.finished is FinishReason.STOP and ids:
+            terminator = self._tokenizer.token_text(ids[-1])
+            ids = ids[:-1]  # its text is not part of the answer
+        text = self._detokenizer.push(ids)
+        if output.finished is not None:
+            text += self._detokenizer.finish()
+        text, matched = self._stop.push(text)
+        if matched is None and output.finished is not None:
+            text += self._stop.finish()
+        return text, matched if matched is not None else terminator
+
+    def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
+        progress = self._progress
+        progress.finish_reason = reason
+        response.finish.CopyFrom(finish_of(progress, reason, matched, self._drift))
+        all_ids = self._prompt.ids + array("I", progress.output_ids)
+        if self._checked.memory_key:
+            self._memory.remember(self._checked.memory_key, all_ids)
+        if progress.placed is not None and reason is not FinishReason.ABORTED:
+            self._cluster.finished(progress.placed, all_ids)

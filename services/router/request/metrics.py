@@ -1,0 +1,303 @@
+"""What a router shows Prometheus of requests. What it shows of the index is in services/index/metrics.py."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.index.read.mirror import Mirror
+from services.observe import telemetry
+from services.router.cluster import Cluster, Placed
+from services.router.keys.refusals import FRONTS, REASONS
+from services.router.request.gen_ai import GenAiMetrics
+from services.router.request.progress import Progress
+from services.router.request.stages import STAGES
+from services.values.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
+from services.values.rank import RankId, Role
+from services.values.request import Admitted, FinishReason
+
+# Up to what a request may wait (--max-wait-s), and whole requests to their time (--request-timeout-s).
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REQUEST_SECONDS = (*_SECONDS, 1200.0, 3600.0)
+_STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
+# Tokens of a prompt or an answer: a long context has a hundred times as many as a short question.
+_LENGTHS = (1, *(2**power for power in range(3, 21)))
+_ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
+# Of clients: which requests they ask wrongly.
+MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning))
+_RANK = ("role", "worker", "rank")
+
+
+class RouterMetrics:
+    def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
+        """`model`: the name that is served."""
+        self._gen_ai = GenAiMetrics(registry, model)
+        self._ttft = Histogram(
+            "isthmus_ttft_seconds",
+            "Request received until its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._stages = Histogram(
+            "isthmus_ttft_stage_seconds",
+            "Request received until its first token, by stage; the stages of a request add up.",
+            ["stage"],
+            buckets=_STAGE_SECONDS,
+            registry=registry,
+        )
+        for stage in STAGES:
+            self._stages.labels(stage)
+        self._itl = Histogram(
+            "isthmus_itl_seconds",
+            "Between two tokens of a stream, as the router sees them.",
+            buckets=_ITL_SECONDS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "isthmus_request_seconds",
+            "Request received until its end.",
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._abandoned = Histogram(
+            "isthmus_abandoned_seconds",
+            "Request received until its client gave it up, of those that had no token yet.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._prompt_length = Histogram(
+            "isthmus_request_prompt_tokens",
+            "Prompt tokens of a request, of those that a rank admitted.",
+            buckets=_LENGTHS,
+            registry=registry,
+        )
+        self._output_length = Histogram(
+            "isthmus_request_output_tokens",
+            "Tokens generated for a request, of those that a rank admitted, however they ended.",
+            buckets=_LENGTHS,
+            registry=registry,
+        )
+        self._received = Counter(
+            "isthmus_requests_received",
+            "Requests, counted when they come: one that waits for its first token is among them.",
+            registry=registry,
+        )
+        self._requests = Counter(
+            "isthmus_requests",
+            "Requests by how they ended: finished, cancelled, or the error's name (Internal: a bug).",
+            ["outcome"],
+            registry=registry,
+        )
+        self._rejections = Counter(
+            "isthmus_rejections",
+            "Requests that ended before any rank had taken them, by the error's name.",
+            ["reason"],
+            registry=registry,
+        )
+        for mistake in MISTAKES:  # goals do not count them, from the first one on
+            self._rejections.labels(mistake)
+        self._unauthenticated = Counter(
+            "isthmus_unauthenticated",
+            "Requests turned away for want of an API key, by front and by whether one was shown.",
+            ["front", "reason"],
+            registry=registry,
+        )
+        for front in FRONTS:
+            for reason in REASONS.values():
+                self._unauthenticated.labels(front, reason)
+        self._placements = Counter(
+            "isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"], registry=registry
+        )
+        self._prompt = self._tokens("prompt", "Prompt tokens of admitted requests.", registry)
+        self._reused = self._tokens("reused", "Prompt tokens that no rank had to compute.", registry)
+        self._computed = self._tokens("computed", "Prompt tokens that a rank computed.", registry)
+        self._drift = self._tokens(
+            "drift", "Tokens of past turns that did not come back as they were generated.", registry
+        )
+        self._completion = self._tokens("completion", "Generated tokens.", registry)
+        self._moved = Counter(
+            "isthmus_kv_moved_bytes",
+            "KV bytes that crossed, for all placements of a request.",
+            registry=registry,
+        )
+        self._saved = Counter(
+            "isthmus_kv_saved_bytes", "KV bytes that needed not cross, likewise.", registry=registry
+        )
+        self._moves = Counter(
+            "isthmus_request_moves",
+            "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
+            "one whose pool held no more of it (outgrown).",
+            ["kind"],
+            registry=registry,
+        )
+        for kind in ("retry", "migration", "outgrown"):
+            self._moves.labels(kind)
+        self._cut_off = Counter(
+            "isthmus_cut_off_answers",
+            "Answers that ended before max_tokens and the model's context: no rank's pool held more of them.",
+            registry=registry,
+        )
+        self._hits = _HitMetrics(registry)
+        self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
+
+    def received(self) -> None:
+        """A request has come; nothing is known of it yet."""
+        self._received.inc()
+
+    def rejected(self, error: IsthmusError) -> None:
+        """A request was refused at the door."""
+        self._requests.labels(type(error).__name__).inc()
+        self._rejections.labels(type(error).__name__).inc()
+
+    def unauthenticated(self, front: str, reason: str) -> None:
+        """They come no further than to the keys, and count as no requests."""
+        self._unauthenticated.labels(front, reason).inc()
+
+    def placed(self, placed: Placed) -> None:
+        self._placements.labels(placed.plan.value, placed.decision.reason).inc()
+
+    def first_token(self, progress: Progress) -> None:
+        exemplar = telemetry.exemplar(progress.span)
+        self._gen_ai.first_token(progress)
+        if progress.first_token_s is not None:
+            self._ttft.observe(progress.first_token_s, exemplar)
+        if progress.stages is not None:
+            for stage, seconds in progress.stages.seconds():
+                self._stages.labels(stage).observe(seconds, exemplar)
+
+    def generated(self, num_tokens: int) -> None:
+        self._completion.inc(num_tokens)
+
+    def next_tokens(self, num_tokens: int, took_s: float) -> None:
+        """One more step's tokens of a stream, `took_s` after the ones before."""
+        for _ in range(num_tokens):
+            self._itl.observe(took_s / num_tokens)
+
+    def drifted(self, num_tokens: int) -> None:
+        self._drift.inc(num_tokens)
+
+    def moved(self, progress: Progress) -> None:
+        self._moves.labels("retry" if progress.first_token_s is None else "migration").inc()
+
+    def outgrew(self) -> None:
+        """A request left a rank whose pool held no more of it."""
+        self._moves.labels("outgrown").inc()
+
+    def admitted(self, placed: Placed, admitted: Admitted) -> None:
+        """Account for the first placement of a request, as its usage does."""
+        self._prompt.inc(admitted.prompt_tokens)
+        self._prompt_length.observe(admitted.prompt_tokens)
+        self._computed.inc(admitted.computed_tokens)
+        self._reused.inc(admitted.reused_tokens)
+        self._hits.admitted(placed, admitted)
+
+    def transferred(self, admitted: Admitted) -> None:
+        """Account for the bytes of any placement."""
+        self._moved.inc(admitted.kv_bytes_moved)
+        self._saved.inc(admitted.kv_bytes_saved)
+
+    def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
+        """Account for a request that has ended, however it ended."""
+        self._gen_ai.ended(progress, outcome, took_s)
+        self._requests.labels(outcome).inc()
+        if progress.admitted is not None:
+            self._output_length.observe(len(progress.output_ids))
+        # "finished" without a token: aborted.
+        if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
+            self._abandoned.observe(took_s)
+        self._cut_off.inc(progress.finish_reason is FinishReason.CAPACITY)
+        if progress.admitted is None and outcome not in ("finished", "cancelled"):
+            self._rejections.labels(outcome).inc()
+        self._duration.observe(took_s, telemetry.exemplar(progress.span))
+
+    def _tokens(self, name: str, documentation: str, registry: CollectorRegistry) -> Counter:
+        return Counter(f"isthmus_{name}_tokens", documentation, registry=registry)
+
+
+class _HitMetrics:
+    """Of the ranks that requests were sent to, in prompt tokens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._prompt = Counter(
+            "isthmus_placed_prompt_tokens", "Prompt tokens sent to the rank.", _RANK, registry=registry
+        )
+        self._predicted = Counter(
+            "isthmus_predicted_hit_tokens",
+            "Of the prompt tokens sent to the rank, those that the router believed to be cached there.",
+            _RANK,
+            registry=registry,
+        )
+        self._delivered = Counter(
+            "isthmus_delivered_hit_tokens",
+            "Of the prompt tokens sent to the rank, those that were cached there.",
+            _RANK,
+            registry=registry,
+        )
+        self._available = Counter(
+            "isthmus_available_hit_tokens",
+            "Of the prompt tokens sent to the rank, those that its role's best rank was believed to hold.",
+            _RANK,
+            registry=registry,
+        )
+
+    def admitted(self, placed: Placed, admitted: Admitted) -> None:
+        chosen = placed.decision.chosen
+        decode, prefill = chosen.decode, chosen.prefill
+        self._count(Role.DECODE, decode.id, decode.hit_tokens, admitted.decode_prefix_len, placed, admitted)
+        if prefill is not None:
+            delivered = admitted.prefill_prefix_len
+            self._count(Role.PREFILL, prefill.id, prefill.hit_tokens, delivered, placed, admitted)
+
+    def _count(
+        self, role: Role, rank: RankId, predicted: int, delivered: int, placed: Placed, admitted: Admitted
+    ) -> None:
+        # Workers keep their names over all their lives, so the series are bounded by the ranks.
+        labels = (role.value, rank.worker, str(rank.rank))
+        self._prompt.labels(*labels).inc(admitted.prompt_tokens)
+        self._predicted.labels(*labels).inc(predicted)
+        self._delivered.labels(*labels).inc(delivered)
+        self._available.labels(*labels).inc(max(delivered, placed.best_hit_tokens[role]))
+
+
+class RankCollector(Collector):
+    """What a router thinks of every rank; read when scraped."""
+
+    def __init__(self, cluster: Cluster, mirror: Mirror) -> None:
+        self._cluster = cluster
+        self._mirror = mirror
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            "isthmus_rank_up",
+            "1 while the router can use the rank; 0 while it is suspect, not connected or has failed, and "
+            "for half an hour after it went without saying so.",
+            labels=_RANK,
+        )
+        blocks = GaugeMetricFamily(
+            "isthmus_index_rank_blocks", "Index blocks that the rank is known to hold.", labels=_RANK
+        )
+        staleness = GaugeMetricFamily(
+            "isthmus_index_rank_staleness_seconds",
+            "How far what the router knows of the rank's cache is behind it.",
+            labels=_RANK,
+        )
+        trust = GaugeMetricFamily(
+            "isthmus_rank_trust",
+            "Of the tokens of late that the index said the rank had cached, the share that it had.",
+            labels=_RANK,
+        )
+        for role in Role:
+            for view in self._cluster.ranks(role):
+                rank = view.registration.id.key
+                labels = (role.value, rank.worker, str(rank.rank))
+                up.add_metric(labels, self._cluster.is_up(view))
+                blocks.add_metric(labels, self._mirror.index.num_blocks(rank))
+                staleness.add_metric(labels, self._mirror.rank_staleness_s(rank))
+                trust.add_metric(labels, self._cluster.trust(rank))
+        for role, rank in self._cluster.missed():
+            up.add_metric((role.value, rank.worker, str(rank.rank)), 0)
+        yield up
+        yield blocks
+        yield staleness
+        yield trust

@@ -1,0 +1,81 @@
+"""One request on the router: what was asked, and what has become of it so far."""
+
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span
+
+from services.router.cluster import Placed
+from services.router.links.decode_client import OutputStream
+from services.router.request.stages import Stages
+from services.values.rank import RankId
+from services.values.request import Admitted, FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A client's request after the door."""
+
+    request_id: str
+    sampling: SamplingParams
+    conversation_id: str
+    tenant: str
+    priority: int
+    operation: str = "text_completion"  # or chat
+
+    @property
+    def memory_key(self) -> str:
+        """Names the conversation, for tenants may choose the same ids; empty where none was named."""
+        return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A placement that generated."""
+
+    placed: Placed
+    admitted: Admitted  # what it had and did
+    first_output: int  # tokens that placements before it had generated
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has become of one request so far."""
+
+    request_id: str
+    began_s: float
+    span: Span
+    tokenize_s: float = 0.0
+    route_s: float = 0.0
+    first_token_s: float | None = None
+    output_ids: list[int] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
+    placed: Placed | None = None  # where it is now
+    attempts: int = 0
+    tokens_when_placed: int = 0  # that it had when it was placed last
+    # Since a placement last got on:
+    failures: int = 0
+    excluded: set[RankId] = field(default_factory=set)  # lives of ranks: who starts again may be tried
+    gave_time: bool = False  # to ranks that failed, when there were no others
+    sent_s: float = 0.0  # to the rank it is with, from `began_s`
+    stages: Stages | None = None  # up to the first token
+    last_tokens_at_s: float = 0.0  # when the last tokens came
+    stream: OutputStream | None = None
+    outgrown_s: float | None = None  # when its rank held no more, while it is to go on at a larger one
+    aborted: bool = False
+    operation: str = "text_completion"  # or chat: what was asked for
+    finish_reason: FinishReason | None = None
+
+    @property
+    def admitted(self) -> Admitted | None:
+        """Of the first placement that generated: what the usage speaks of."""
+        return self.served[0].admitted if self.served else None
+
+    @property
+    def first_placed(self) -> Placed | None:
+        """Where `admitted` was; where nobody has generated, where it is now."""
+        return self.served[0].placed if self.served else self.placed
+
+    def begin_anew(self) -> None:
+        """What failed before does not count any more."""
+        self.failures, self.gave_time = 0, False
+        self.excluded.clear()

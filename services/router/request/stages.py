@@ -1,0 +1,53 @@
+"""Where the time to a request's first token went. Pure.
+
+    received --> tokenized --> placed --> Start sent --> (decode rank) --> first token received
+    |------------ router ------------------------------|--- rank_s ---|
+
+Each stage is the difference of two times on one clock, so all of them add up to the time to the first
+token, whatever the clocks of the ranks say. The order is the request's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from services.values.request import Admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Seconds; a stage that did not happen is 0."""
+
+    router_queue_s: float = 0.0  # attempts on ranks that failed, and waiting on the router
+    tokenize_s: float = 0.0
+    route_s: float = 0.0
+    decode_queue_s: float = 0.0
+    prefill_queue_s: float = 0.0
+    prefill_compute_s: float = 0.0
+    transfer_s: float = 0.0
+    first_decode_step_s: float = 0.0
+    relay_s: float = 0.0  # between router and decode rank, both ways
+
+    def seconds(self) -> Iterator[tuple[str, float]]:
+        """Every stage's name and seconds."""
+        for name in STAGES:
+            yield name, getattr(self, f"{name}_s")
+
+
+STAGES = tuple(field.name.removesuffix("_s") for field in fields(Stages))
+
+
+def stages_of(
+    *, tokenize_s: float, route_s: float, sent_s: float, first_token_s: float, admitted: Admitted
+) -> Stages:
+    """`sent_s`, to the rank that answered, and `first_token_s` count from the request's arrival."""
+    return Stages(
+        router_queue_s=max(0.0, sent_s - tokenize_s - route_s),
+        tokenize_s=tokenize_s,
+        route_s=route_s,
+        decode_queue_s=admitted.decode_queue_s,
+        prefill_queue_s=admitted.prefill_queue_s,
+        prefill_compute_s=admitted.prefill_compute_s,
+        transfer_s=admitted.transfer_s,
+        first_decode_step_s=admitted.first_decode_step_s,
+        relay_s=max(0.0, first_token_s - sent_s - admitted.rank_s),
+    )

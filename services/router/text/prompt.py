@@ -1,0 +1,121 @@
+"""The ids of a request's prompt, whichever way the client gave it."""
+
+import asyncio
+from array import array
+from collections.abc import Iterable
+from typing import NoReturn
+
+import numpy as np
+
+from services.router.text.chat import ChatTokenizer, render_chat
+from services.values.errors import ContextExceeded, InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
+from services.wire.packed_ids import PackedIds
+
+# Bytes of a serialized request, or ids; encoding a longer one would be felt by every stream on the loop.
+_LONG_REQUEST, _MANY_IDS = 4096, 2048
+
+
+class PromptEncoder:
+    """Text, chat or ids in; ids out.
+
+    `max_context_tokens` bounds prompt and output together. `max_text_bytes` (UTF-8) refuses a text before
+    the work of tokenizing it; unset, it is far above what any context holds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        max_context_tokens: int,
+        vocab_size: int,
+        max_text_bytes: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_context_tokens = max_context_tokens
+        self._vocab_size = vocab_size
+        self._max_text_bytes = max_text_bytes or max(1 << 20, 16 * max_context_tokens)
+
+    async def encode(self, request: GenerateRequest) -> PackedIds:
+        """As `encode_now`, with a long request in a thread."""
+        if _is_long(request):
+            return await asyncio.to_thread(self.encode_now, request)
+        return self.encode_now(request)
+
+    def encode_now(self, request: GenerateRequest) -> PackedIds:
+        """At least one id, every one in the vocabulary, with room for one more token in the context.
+
+        Raises:
+            ContextExceeded: the context cannot hold the prompt.
+            InvalidRequest: no prompt, an empty one, an id that is not in the vocabulary, or a chat that the
+                template refuses; the message begins with the field.
+        """
+        match request.WhichOneof("prompt"):
+            case "text":
+                special = request.add_special_tokens or not request.HasField("add_special_tokens")
+                prompt = PackedIds.of(self._encode_text(request.text, special))
+            case "chat":
+                prompt = PackedIds.of(self._encode_chat(request.chat))
+            case "token_ids":
+                prompt = PackedIds.from_proto(request.token_ids)
+            case _:
+                raise InvalidRequest("prompt must be set: one of text, chat and token_ids")
+        name = "token_ids.ids" if request.HasField("token_ids") else "prompt"
+        self._check_len(len(prompt.ids), name)
+        self._check_ids(prompt.ids, name)
+        return prompt
+
+    def _encode_text(self, text: str, special_tokens: bool) -> list[int]:
+        if not text:
+            raise InvalidRequest("text must not be empty")
+        self._check_bytes([text], "text")
+        return self._tokenizer.encode(text, special_tokens)
+
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        # A message is at least one token; a request's worth of empty ones would keep the template busy.
+        if len(chat.messages) > self._max_context_tokens:
+            self._refuse_len(f"{len(chat.messages)} messages")
+        texts = (text for message in chat.messages for text in (message.content, *message.parts))
+        self._check_bytes(texts, "chat.messages")
+        for index, message in enumerate(chat.messages):
+            self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
+        return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs)
+
+    def _check_bytes(self, texts: Iterable[str], name: str) -> None:
+        size_bytes = sum(len(text.encode()) for text in texts)
+        if size_bytes > self._max_text_bytes:
+            raise ContextExceeded(
+                f"{name} must be at most {self._max_text_bytes} bytes of text, got {size_bytes} bytes. "
+                + self._limit()
+            )
+
+    def _check_len(self, num_tokens: int, name: str) -> None:
+        if num_tokens == 0:
+            raise InvalidRequest(f"{name} must hold at least one token")
+        if num_tokens >= self._max_context_tokens:
+            self._refuse_len(f"{num_tokens} tokens")
+
+    def _refuse_len(self, length: str) -> NoReturn:
+        raise ContextExceeded(f"prompt is too long: it has {length}. {self._limit()}")
+
+    def _limit(self) -> str:
+        # In OpenAI's words, by which many a client that knows no code knows a context that is full.
+        return (
+            f"This model's maximum context length is {self._max_context_tokens} tokens, "
+            "prompt and output together"
+        )
+
+    def _check_ids(self, ids: "array[int]", name: str) -> None:
+        if np.frombuffer(ids, np.uint32).max(initial=0) < self._vocab_size:
+            return
+        for index, token_id in enumerate(ids):
+            if token_id >= self._vocab_size:
+                raise InvalidRequest(
+                    f"{name}[{index}] must be below the vocabulary's size {self._vocab_size}, got {token_id}"
+                )
+
+
+def _is_long(request: GenerateRequest) -> bool:
+    if request.HasField("token_ids"):  # they would be packed to learn their size
+        return len(request.token_ids.ids) > _MANY_IDS
+    size_bytes: int = request.ByteSize()
+    return size_bytes >= _LONG_REQUEST

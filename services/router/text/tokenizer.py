@@ -1,0 +1,193 @@
+"""The door to transformers' tokenizers: text to ids and back, the chat template, end-of-sequence ids."""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from services.router.text.byte_tokens import bytes_of_piece
+from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
+from services.router.text.template_content import Content, TemplateContent
+from services.values.errors import ConfigError, InvalidRequest
+
+# What transformers hands on to the template, beside what it is called with.
+_OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
+_NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
+
+
+class Tokenizer:
+    """The tokenizer that lies in a model's directory. Nothing is ever downloaded.
+
+    An id is *silent* when it has no text: a special token, or an id that the tokenizer lacks.
+
+    Raises:
+        ConfigError: the directory, its tokenizer or one of its config files cannot be read.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        directory = Path(model_path)
+        self._backend = _load_backend(directory)
+        configs = {name: _read_json(directory / name) for name in ("generation_config.json", "config.json")}
+        self._generation_config = configs["generation_config.json"]
+        self._end_of_sequence = find_end_of_sequence(configs, self._backend.eos_token_id)
+        self._vocab_size = _stated_vocab_size(configs["config.json"]) or len(self._backend)
+        self._is_audible = _audible_ids(self._backend)
+        self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
+        self._content = TemplateContent(self._apply_template)
+        self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a generation."""
+        return self._end_of_sequence.token_ids
+
+    @property
+    def end_of_sequence(self) -> EndOfSequence:
+        """The same, and who says so."""
+        return self._end_of_sequence
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """generation_config.json; empty where the model has none."""
+        return self._generation_config
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it have an embedding: config.json's word, else the tokenizer's own size."""
+        return self._vocab_size
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """`special_tokens` lets the tokenizer add its own (a BOS) as it does to a plain prompt."""
+        ids: list[int]
+        if self._backend.is_fast:  # what the call below comes to, without a mask and types for each id
+            [encoding] = self._backend.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=special_tokens
+            )
+            ids = encoding.ids
+        else:
+            ids = self._backend(text, add_special_tokens=special_tokens, verbose=False).input_ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Silent ids leave no trace: the bytes on both of their sides join."""
+        audible = [token_id for token_id in token_ids if not self.is_silent(token_id)]
+        return self._decode_raw(audible)
+
+    def is_silent(self, token_id: int) -> bool:
+        return not (token_id < len(self._is_audible) and self._is_audible[token_id])
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands inside a text, special tokens included."""
+        alone = self._decode_raw([token_id])
+        # Sentencepiece-like decoders strip the space of the first token only.
+        inside = self._decode_raw([token_id, token_id])[len(alone) :]
+        return inside if inside.endswith(alone) else alone
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Of a token whose text is not all that it stands for: a part of a character is U+FFFD there.
+
+        None: not known.
+        """
+        piece = self._backend.convert_ids_to_tokens(token_id)
+        return None if piece is None else bytes_of_piece(piece)
+
+    def render_template(
+        self, messages: Sequence[Mapping[str, Content]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
+        """The chat as text, up to where the assistant's next turn begins. The template may read `variables`.
+
+        A message has `role` and `content`: a string, or the texts of its parts.
+
+        A developer, as OpenAI has come to name the system, is one to templates that know no developer.
+
+        Raises:
+            InvalidRequest: the model has no chat template, its template refuses these messages, or a
+                variable has the name of an argument of transformers' own.
+        """
+        if self._backend.chat_template is None:
+            raise InvalidRequest(
+                "chat cannot be used: this model has no chat template; send text or token_ids"
+            )
+        self._check_variables(variables)
+        try:
+            return self._apply_template([self._known(message) for message in messages], **variables)
+        except Exception as error:  # a template raises what it likes, and computes with the client's values
+            raise InvalidRequest(
+                f"chat.messages are refused by the model's chat template: {error}"
+            ) from error
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        text: str = self._backend.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
+        return text
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if name in self._reserved:
+                raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
+
+    def _known(self, message: Mapping[str, Content]) -> dict[str, Any]:
+        role = str(message["role"])
+        if role == "developer" and not self._knows_developers:
+            role = "system"
+        return {"role": role, "content": self._content.of(role, message["content"])}
+
+    def _decode_raw(self, token_ids: Sequence[int]) -> str:
+        if self._backend.is_fast:  # what the call below comes to, in a quarter of the time
+            return str(self._backend.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        text: str = self._backend.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _load_backend(directory: Path) -> Any:
+    # Not at the top: a router's process first sees to it that transformers comes without torch (__main__).
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    if not directory.is_dir():
+        raise ConfigError(f"there is no model directory at {directory}")
+    try:
+        backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and bare ones
+        raise ConfigError(f"the model in {directory} has no tokenizer that can be loaded: {error}") from error
+    if backend.is_fast:
+        # A tokenizer saved with truncation would cut prompts; and changing it later races with threads.
+        backend.backend_tokenizer.no_truncation()
+        backend.backend_tokenizer.no_padding()
+        backend.backend_tokenizer.encode_special_tokens = backend.split_special_tokens
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return config
+
+
+def _stated_vocab_size(config: dict[str, Any]) -> int | None:
+    text_config = config.get("text_config") or {}  # where multimodal checkpoints keep it
+    size = config.get("vocab_size", text_config.get("vocab_size"))
+    return None if size is None else int(size)
+
+
+def _audible_ids(backend: Any) -> bytearray:
+    """One byte per id: 1 where the tokenizer has the id and it is not special."""
+    ids = list(backend.get_vocab().values())
+    audible = bytearray(max(ids, default=-1) + 1)
+    for token_id in ids:
+        audible[token_id] = 1
+    for token_id, token in backend.added_tokens_decoder.items():
+        if token.special:
+            audible[token_id] = 0
+    return audible

@@ -1,0 +1,1 @@
+"""Settings, read from flags once and written back as flags."""

@@ -1,0 +1,332 @@
+"""Read a service's settings from command-line flags, and write them back as flags.
+
+A frozen dataclass is the only list of a service's settings: `page_size: int = setting(64, "...")` is
+`--page-size=64`. A chart passes its values through as flags, a supervisor passes its own on with
+`to_flags`. Flags, not environment variables: Kubernetes injects <SERVICE>_PORT=tcp://... into every
+pod of a namespace, and would answer for us.
+
+A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these
+or None (`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=`
+is the empty tuple; with `split=False` a comma is part of the value). Of a flag that is no tuple and is
+given again, the last one counts. `--undo` alone is `--undo=true`. A setting that is `positional` is given
+without its name: what a command is about.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from services.observe import json_lines
+from services.values.errors import ConfigError, Unavailable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which values a setting takes. Of a tuple each item; None, where a setting may be it, is always one."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    pattern: str | None = None  # a regular expression of the whole text, in the syntax that Go's RE2 has too
+    form: str = ""  # what that stands for, in words
+
+    def refusal(self, value: Any) -> str | None:
+        """Completes a sentence that begins with the flag; None: the value is one of them."""
+        wrong = (
+            (self.at_least is not None and not value >= self.at_least)
+            or (self.at_most is not None and not value <= self.at_most)
+            or (self.above is not None and not value > self.above)
+            or (self.pattern is not None and re.fullmatch(self.pattern, str(value)) is None)
+        )
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        return f"{self._wanted()}, got {shown}" if wrong else None
+
+    def _wanted(self) -> str:
+        if self.pattern is not None:
+            return f"must be {self.form}"
+        if self.above is not None:
+            return f"must be above {self.above:g}"
+        if self.at_least is not None and self.at_most is not None:
+            return f"is between {self.at_least:g} and {self.at_most:g}"
+        return f"must be {self.at_least:g} or more"
+
+
+_ANY = Bounds()
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    split: bool = True,
+    positional: bool = False,
+    bounds: Bounds = _ANY,
+) -> Any:
+    """A dataclass field with the sentence that `--help` shows; required when it has no default, as one must
+    be that is `positional`. `check_bounds` holds it to its `bounds`, and so does the chart's schema."""
+    about = {"help": help, "split": split, "positional": positional, "bounds": bounds}
+    return field(default=default, metadata=about)
+
+
+def check_bounds(config: Any) -> None:
+    """For a config's __post_init__. Raises ConfigError naming the flag whose value is out of its bounds."""
+    for member in fields(config):
+        bounds, value = member.metadata.get("bounds", _ANY), getattr(config, member.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is not None and (refusal := bounds.refusal(item)) is not None:
+                raise ConfigError(f"--{member.name.replace('_', '-')} {refusal}")
+
+
+def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
+    """Build the dataclass `cls` from `argv` (default: sys.argv[1:]), then from its own defaults.
+
+    Raises:
+        SystemExit: 2, when a flag is unknown, missing or unreadable, or when `cls` refused the
+            values with ConfigError; stderr has one sentence that says which. 0, for --help.
+    """
+    flags = _flags_of(cls)
+    parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
+    for flag in flags:
+        flag.add_to(parser)
+    argv = _spelled_out(sys.argv[1:] if argv is None else argv, flags)
+    given = {name: texts for name, texts in vars(parser.parse_args(argv)).items() if texts}
+    try:
+        return cls(**{flag.name: flag.read(given[flag.name]) for flag in flags if flag.name in given})
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class FlagDescription:
+    """A setting as people read of it."""
+
+    name: str  # without the dashes: page-size
+    hint: str  # N, TEXT, on|off
+    default: tuple[str, ...] | None  # as it would be given; None: required
+    repeated: bool
+    help: str
+    choices: tuple[str, ...] = ()  # if no others may be given
+    positional: bool = False
+    bounds: Bounds = _ANY
+
+
+def describe(cls: type) -> list[FlagDescription]:
+    """Every setting of the dataclass, in its order: for references and for a chart's schema."""
+    return [flag.description() for flag in _flags_of(cls)]
+
+
+def to_flags(config: Any) -> list[str]:
+    """The flags from which `load` makes an equal `config`; settings at their default are left out.
+
+    Raises:
+        ConfigError: a value cannot be said as a flag (a comma in a tuple's string, say).
+    """
+    values = [(flag, getattr(config, flag.name)) for flag in _flags_of(type(config))]
+    return [text for flag, value in values if value != flag.default for text in flag.write(value)]
+
+
+@contextmanager
+def refusing(prog: str, tell: Callable[[str], None] = lambda why: None) -> Iterator[None]:
+    """Turn ConfigError and Unavailable into one sentence, on stderr and to `tell`, and an exit code.
+
+    EX_CONFIG (78) a supervisor reads as "starting it again will not help"; EX_TEMPFAIL (75) is a failure like
+    any other: another start may do.
+    """
+    try:
+        yield
+    except (ConfigError, Unavailable) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        tell(str(error))
+        sys.exit(os.EX_CONFIG if isinstance(error, ConfigError) else os.EX_TEMPFAIL)
+
+
+class _Parser(argparse.ArgumentParser):
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As in argparse, but a value that is `--` stays one (`--name=--`): before 3.13 it is dropped."""
+        if action.option_strings and arg_strings == ["--"]:
+            return "--"
+        return super()._get_values(action, arg_strings)
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, without the usage: with thirty flags nobody would find the sentence."""
+        text = f"{self.prog}: {message} (--help lists every flag)"
+        if json_lines.FLAG in sys.argv:  # nothing has been set up yet
+            text = json_lines.json_line(text, self.prog, time.time(), "ERROR")
+        self.exit(2, f"{text}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """How one value is read and written; `read` raises ValueError, `expected` completes "expected ..."."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
+    expected: str
+    metavar: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    name: str
+    scalar: _Scalar
+    optional: bool
+    repeated: bool
+    default: Any  # MISSING: required
+    help: str
+    split: bool  # of a tuple: commas separate
+    positional: bool
+    bounds: Bounds
+
+    @property
+    def text(self) -> str:
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+
+    def description(self) -> FlagDescription:
+        default = None if self.default is MISSING else tuple(self._texts(self.default))
+        return FlagDescription(
+            self.text.removeprefix("--"),
+            self.scalar.metavar,
+            default,
+            self.repeated,
+            self.help,
+            self.scalar.choices,
+            self.positional,
+            self.bounds,
+        )
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        if self.positional:
+            nargs: str | int = "+" if self.repeated else 1
+            parser.add_argument(self.name, metavar=self.text, nargs=nargs, help=self.help)
+        else:
+            parser.add_argument(self.text, dest=self.name, action="append", **self._help_arguments())
+
+    def _help_arguments(self) -> dict[str, Any]:
+        required = self.default is MISSING
+        default = "required" if required else f"default: {', '.join(self._texts(self.default)) or 'none'}"
+        text = f"{self.help} ({default})".strip()
+        return {"required": required, "metavar": self.scalar.metavar, "help": text.replace("%", "%%")}
+
+    def read(self, texts: Sequence[str]) -> Any:
+        """Raises ConfigError naming the flag."""
+        if self.repeated:
+            return tuple(self._read_one(item) for text in texts for item in self._items(text) if item)
+        if self.optional and not texts[-1]:
+            return None
+        return self._read_one(texts[-1])
+
+    def _items(self, text: str) -> list[str]:
+        return text.split(",") if self.split else [text]
+
+    def _read_one(self, text: str) -> Any:
+        try:
+            return self.scalar.read(text)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{self.text}: expected {self.scalar.expected}, got {text!r}") from None
+
+    def write(self, value: Any) -> list[str]:
+        texts = self._texts(value) or [""]
+        if self.read(texts) != value:
+            raise ConfigError(f"{self.text} cannot say {value!r}")
+        return texts if self.positional else [f"{self.text}={text}" for text in texts]
+
+    def _texts(self, value: Any) -> list[str]:
+        if value is None:
+            return []
+        return [self.scalar.write(item) for item in (value if self.repeated else (value,))]
+
+
+def _flags_of(cls: type) -> list[_Flag]:
+    hints = get_type_hints(cls)
+    return [_flag(member, hints[member.name]) for member in fields(cls) if member.init]
+
+
+def _flag(member: Field[Any], hint: Any) -> _Flag:
+    optional, hint = _without_none(hint)
+    repeated = get_origin(hint) is tuple
+    default = member.default
+    if member.default_factory is not MISSING:
+        default = member.default_factory()
+    return _Flag(
+        name=member.name,
+        scalar=_scalar(get_args(hint)[0] if repeated else hint),
+        optional=optional,
+        repeated=repeated,
+        default=default,
+        help=member.metadata.get("help", ""),
+        split=member.metadata.get("split", True),
+        positional=member.metadata.get("positional", False),
+        bounds=member.metadata.get("bounds", _ANY),
+    )
+
+
+def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
+    """With `--name=true` for each bool that stands alone."""
+    bools = {flag.text for flag in flags if flag.scalar is _SCALARS[bool]}
+    return [
+        f"{text}=true" if text in bools and following not in _BOOLS else text
+        for text, following in pairwise([*argv, ""])
+    ]
+
+
+def _without_none(hint: Any) -> tuple[bool, Any]:
+    """Whether `hint` is `X | None`, and X; or `hint` itself."""
+    if get_origin(hint) not in (Union, UnionType):
+        return False, hint
+    others = [member for member in get_args(hint) if member is not NoneType]
+    if len(others) != 1 or get_origin(others[0]) is tuple:
+        raise TypeError(f"a setting cannot be {hint}")
+    return True, others[0]
+
+
+def _scalar(hint: Any) -> _Scalar:
+    if get_origin(hint) is Literal:
+        return _choice({str(value): value for value in get_args(hint)})
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _choice({str(member.value): member for member in hint})
+    if hint not in _SCALARS:
+        raise TypeError(f"a setting cannot be {hint}")
+    return _SCALARS[hint]
+
+
+def _choice(values: dict[str, Any]) -> _Scalar:
+    names = {value: name for name, value in values.items()}
+    return _Scalar(
+        values.__getitem__, names.__getitem__, "one of " + ", ".join(values), "|".join(values), tuple(values)
+    )
+
+
+def _read_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # it would travel as a deadline, and peers take none that never comes
+        raise ValueError("not finite")
+    return value
+
+
+def _read_text(text: str) -> str:
+    """A byte of a command line that is not UTF-8 comes as a surrogate, which no message can carry."""
+    text.encode()
+    return text
+
+
+_BOOLS = {"true": True, "false": False}
+_SCALARS: dict[type, _Scalar] = {
+    str: _Scalar(_read_text, str, "text in UTF-8", "TEXT"),
+    int: _Scalar(int, str, "whole number", "N"),
+    float: _Scalar(_read_number, repr, "finite number", "NUMBER"),
+    bool: _choice(_BOOLS),
+    Path: _Scalar(Path, str, "path", "PATH"),
+}

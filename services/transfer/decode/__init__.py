@@ -1,0 +1,1 @@
+"""The end of a transfer that owns the memory: tickets out, streams to prefill ranks."""

@@ -1,0 +1,121 @@
+"""Decode ranks as the transport knows them: reached, in doubt, forgotten.
+
+    reach(link) --> known --a write fails or takes too long--> in doubt: gets no more tickets
+                      |                                           |
+                      +---no link, no room, no stuck write--------+---> forgotten, reached anew at a ticket
+
+A connection may be broken for good while the handshake stream stands, so one in doubt is not used again. A
+write that was given up is stuck: the transport holds it, and its connection, until it ends, if it does.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from services.transfer.base import PeerName, Transport
+from services.transfer.prefill.delta_write import DeltaWrite
+from services.transfer.prefill.failures import Failures
+from services.transfer.prefill.room import Link, PrefillRoom
+from services.values.errors import PeerFailed
+from services.values.rank import RankId
+
+log = logging.getLogger(__name__)
+
+
+class TransportBroken(Exception):
+    """No write lands any more, to whomever."""
+
+
+class Peers:
+    """Of one RoomTable, whose links these are; called from its thread."""
+
+    def __init__(self, transport: Transport, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
+        self._transport = transport
+        self._links = links
+        self._clock = clock
+        self._failures = Failures()
+        self._doubted: set[PeerName] = set()
+        self._late: set[PeerName] = set()  # of the doubted ones, those with a write that does not end
+        self._stuck: list[tuple[PeerName, DeltaWrite]] = []
+        self._landed_s: dict[PeerName, float] = {}
+
+    @property
+    def stuck_writes(self) -> int:
+        return sum(delta.writes_in_flight for _, delta in self._stuck)
+
+    def reach(self, link: Link) -> None:
+        """Raises PeerFailed where the transport does not."""
+        if link.peer is None:
+            peer = self._transport.add_peer(link.agent_metadata, link.memory)
+            if peer in self._late:
+                self._failures.asked(link.decode)
+                self._failures.failed(link.decode, self._clock())
+            if peer in self._doubted:
+                raise PeerFailed("a write to this rank has failed, and others have not ended yet")
+            link.peer = peer
+        self._failures.asked(link.decode)
+
+    def doubt(self, peer: PeerName, decode: RankId, *, late: bool) -> None:
+        """Reach it anew once no room uses its connection, and until then give it no more tickets."""
+        self._doubted.add(peer)
+        if late:
+            self._late.add(peer)
+        if self._is_linked(decode):
+            self._failures.failed(decode, self._clock())
+        for link in self._links.values():
+            if link.peer == peer:
+                link.peer = None
+
+    def link_lost(self, link: Link) -> None:
+        """It is among the links no more."""
+        if not self._is_linked(link.decode):
+            self._failures.forget(link.decode)
+
+    def check_transport(self) -> None:
+        """Raises TransportBroken, once, when a new life of this rank is due."""
+        if self._failures.are_ours((link.decode for link in self._links.values()), self._clock()):
+            tried = self._failures.decodes
+            self._failures = Failures()
+            raise TransportBroken(f"no write lands any more: tried {', '.join(map(str, tried))}")
+
+    def note_landed(self, peer: PeerName) -> None:
+        self._failures.landed()
+        self._landed_s[peer] = self._clock()
+
+    def last_landed_s(self, peer: PeerName) -> float:
+        """When a write to it has landed last; before all time where none has."""
+        return self._landed_s.get(peer, float("-inf"))
+
+    def keep_stuck(self, peer: PeerName, delta: DeltaWrite) -> None:
+        """The room is over, and not all of its writes are."""
+        self._stuck.append((peer, delta))
+
+    def poll_stuck(self) -> list[PeerName]:
+        """Those peers of which a delta's last write has ended after all."""
+        for peer, delta in self._stuck:
+            try:
+                delta.poll()
+            except PeerFailed as error:
+                log.info("kv_stuck_write_failed peer=%s reason=%r", peer, str(error))
+        ended = [peer for peer, delta in self._stuck if delta.writes_in_flight == 0]
+        self._stuck = [entry for entry in self._stuck if entry[1].writes_in_flight]
+        return ended
+
+    def let_go_of_stuck(self) -> None:
+        """For a transport that is closed."""
+        self._stuck = []
+
+    def drop_unused(self, peer: PeerName, rooms: Iterable[PrefillRoom]) -> None:
+        """Forget a peer that no link, none of the rooms and no stuck write needs."""
+        in_use = any(link.peer == peer for link in self._links.values())
+        if in_use or any(room.peer == peer for room in rooms) or any(peer == name for name, _ in self._stuck):
+            return
+        self._doubted.discard(peer)
+        self._late.discard(peer)
+        self._landed_s.pop(peer, None)
+        try:
+            self._transport.remove_peer(peer)
+        except PeerFailed as error:
+            log.warning("kv_peer_kept peer=%s reason=%r", peer, str(error))
+
+    def _is_linked(self, decode: RankId) -> bool:
+        return any(link.decode == decode for link in self._links.values())

@@ -1,0 +1,147 @@
+"""One room on a prefill rank: what is known of a transfer, and what is said of its end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.kv.handshake import RoomEvent, RoomState
+from services.kv.ticket import hit_kind
+from services.transfer.base import PeerName
+from services.transfer.prefill.delta_digests import DeltaDigests
+from services.transfer.prefill.delta_write import DeltaWrite
+from services.values.kv import HitKind, KvTicket, PageId, PoolMemory
+from services.values.rank import RankId, Room
+from services.wire.isthmus.v1 import handshake_pb2
+
+Send = Callable[[handshake_pb2.HandshakeMessage], None]
+
+_HIT = {
+    HitKind.NONE: handshake_pb2.HIT_KIND_NONE,
+    HitKind.PARTIAL: handshake_pb2.HIT_KIND_PARTIAL,
+    HitKind.FULL: handshake_pb2.HIT_KIND_FULL,
+}
+
+
+class Outcome(Enum):
+    LANDED = "landed"
+    FAILED = "failed"
+    ABORTED = "aborted"  # by decode, or by whoever cancelled the request here
+
+
+_OUTCOMES = {
+    RoomEvent.LANDED: Outcome.LANDED,
+    RoomEvent.FAILED: Outcome.FAILED,
+    RoomEvent.LINK_LOST: Outcome.FAILED,
+    RoomEvent.ABORT: Outcome.ABORTED,
+    RoomEvent.CANCELLED: Outcome.ABORTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEnd:
+    """What became of a request's delta. `error` says why, unless it landed."""
+
+    outcome: Outcome
+    error: str | None
+    bytes_moved: int = 0
+    descriptors: int = 0
+    seconds: float = 0.0  # since ticket and request were both there
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The Prefill call of a room."""
+
+    prompt_len: int
+    decode: RankId
+    on_end: Callable[[RoomEnd], None]  # called once: no source page is read any more
+    ticket_deadline_s: float
+    # Called before `on_end`, where a failure is known before.
+    on_failed: Callable[[RoomEnd], None] = lambda end: None
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One Handshake stream; `send` is safe from any thread and does not raise."""
+
+    decode: RankId
+    memory: PoolMemory
+    send: Send
+    agent_metadata: bytes
+    peer: PeerName | None = None  # None: the transport has not reached it, or a write to it has failed since
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRoom:
+    """Owned by a RoomTable, whose `_step` alone changes the state."""
+
+    id: Room
+    decode: RankId
+    state: RoomState = RoomState.NEW
+    link: Link | None = None
+    ticket: KvTicket | None = None
+    write_until_s: float = 0.0
+    earlier_start: int = 0  # tokens; asked for when a ticket is sent back
+    request: Request | None = None  # until its on_end is called
+    pages: list[PageId] = field(default_factory=list)  # computed ones, from position 0 on
+    peer: PeerName | None = None  # that it writes to, from its ticket on
+    delta: DeltaWrite | None = None
+    unsettled: bool = False  # bytes of a failed write may land still, also when the room is over
+    digests: DeltaDigests | None = None  # where its ticket wants them
+    began_s: float = 0.0
+    late_s: float | None = None  # since when a write of it takes too long
+    given_up: bool = False  # it has taken longer still
+    outcome: Outcome | None = None
+    reason: str = ""
+
+    @property
+    def landed(self) -> bool:
+        """All that its ticket asks for has been done."""
+        written = self.delta is not None and self.delta.landed
+        return written and (self.digests is None or self.digests.complete)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When it has waited long enough for its other half."""
+        if self.state is RoomState.TICKETED:
+            return self.write_until_s
+        if self.state is RoomState.REQUESTED and self.request is not None:
+            return self.request.ticket_deadline_s
+        return None
+
+    def note_outcome(self, event: RoomEvent, reason: str) -> None:
+        """The first event that settles a room's outcome is what is told of it."""
+        if self.outcome is None and event in _OUTCOMES:
+            self.outcome, self.reason = _OUTCOMES[event], reason
+
+    def end(self, now_s: float) -> RoomEnd:
+        """What to tell the request; one that came when the room was over has failed."""
+        if self.delta is None:
+            outcome = Outcome.ABORTED if self.outcome is Outcome.ABORTED else Outcome.FAILED
+            return RoomEnd(outcome, self.reason or "the room is over")
+        outcome = self.outcome or Outcome.FAILED
+        error = None if outcome is Outcome.LANDED else self.reason
+        seconds = now_s - self.began_s
+        return RoomEnd(outcome, error, self.delta.bytes_moved, self.delta.descriptors, seconds)
+
+    def say_status(self, state: handshake_pb2.Status.State) -> None:
+        status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)
+        if state == handshake_pb2.Status.STATE_RENEGOTIATE:
+            status.start = self.earlier_start
+        if state == handshake_pb2.Status.STATE_FAILED:
+            status.unsettled = self.unsettled
+        if self.delta is not None:
+            status.bytes_moved, status.descriptors = self.delta.bytes_moved, self.delta.descriptors
+        if self.digests is not None and state == handshake_pb2.Status.STATE_LANDED:
+            status.page_digests.extend(self.digests.values)
+        if self.ticket is not None:
+            status.hit = _HIT[hit_kind(self.ticket.decode_prefix_len, self.ticket.prompt_len)]
+        self._say(handshake_pb2.HandshakeMessage(status=status))
+
+    def say_abort_ack(self) -> None:
+        ack = handshake_pb2.AbortAck(room=self.id, unsettled=self.unsettled)
+        self._say(handshake_pb2.HandshakeMessage(abort_ack=ack))
+
+    def _say(self, message: handshake_pb2.HandshakeMessage) -> None:
+        assert self.link is not None, "the table says a word only to who has spoken"
+        self.link.send(message)

@@ -1,0 +1,74 @@
+"""Errors, named by what the caller can do next. net/grpc_errors.py maps them to gRPC status and back."""
+
+
+class IsthmusError(Exception):
+    """Any error that we raise on purpose."""
+
+
+class InvalidRequest(IsthmusError):
+    """The request can never work; give up. The message names the field."""
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt is longer than any context here; make it shorter."""
+
+
+class Unauthenticated(IsthmusError):
+    """Whoever asks has shown no key that is known here; give up."""
+
+
+class NotFound(IsthmusError):
+    """What the request names does not exist; give up."""
+
+
+class AlreadyRunning(IsthmusError):
+    """A request with this id is running; choose another id or wait."""
+
+
+class NoCapacity(IsthmusError):
+    """No room here now; try another rank, or later: in `retry_after_s`, where that is known."""
+
+    def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PeerFailed(IsthmusError):
+    """A rank we depended on failed or went away; retry with another."""
+
+
+class KvCorrupt(PeerFailed):
+    """Pages do not hold what the rank that wrote them says it wrote; retry with another."""
+
+
+class StaleGeneration(IsthmusError):
+    """The rank has been restarted since it was chosen; choose again."""
+
+
+class Unavailable(IsthmusError):
+    """This service cannot serve at present (draining, no rank, etcd away); retry later."""
+
+
+class DeadlineExceeded(IsthmusError):
+    """The client's deadline has passed."""
+
+
+class Aborted(IsthmusError):
+    """The request was stopped by its client."""
+
+
+class ConfigError(IsthmusError):
+    """The settings or the checkpoint cannot work; the process refuses to start and says why."""
+
+
+class ProtocolError(IsthmusError):
+    """A peer broke the protocol between ranks, or our own code asked for an illegal step."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The one error that a caller can act on: out of an ExceptionGroup ours if there is one, else the
+    first; anything else is itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    ours = error.subgroup(IsthmusError)
+    return root_cause((ours if ours is not None else error).exceptions[0])

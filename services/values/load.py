@@ -1,0 +1,40 @@
+"""What a rank is doing now. Pure."""
+
+from dataclasses import dataclass, field
+
+from services.values.kv import PageBooks
+from services.values.kv_path import KvPath
+from services.values.step_histogram import NO_STEPS, StepHistogram
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What a rank is doing now; see common.proto for each field."""
+
+    running: int = 0
+    waiting: int = 0
+    pending_tokens: int = 0
+    books: PageBooks = field(default_factory=lambda: PageBooks(0, 0, 0, 0, 0, 0))
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    draining: bool = False
+    waiting_tokens: int = 0
+    admitted_per_s: float = 0.0
+    stalled: bool = False
+    kv_paths: tuple[KvPath, ...] = ()  # of a prefill rank: by what it has written
+    # Not told to routers:
+    reserved_pages: int = 0  # kept back for the growth of what runs
+    retractions: int = 0  # since the rank's start, as `overtakes`
+    overtakes: int = 0
+    free_runs: int = 0  # of neighbouring free pages
+    lent_pages: int = 0  # since the start, several at a time, and
+    lent_runs: int = 0  # in how many runs of neighbours they were lent
+    open_rooms: int = 0  # transfers of a prefill rank that are not over
+    unreadable_events: int = 0  # since the start, of what another's engine told of its cache
+    decode_steps: StepHistogram = NO_STEPS  # since the start, of single tokens only
+    prompt_steps: StepHistogram = NO_STEPS  # that computed prompts, too
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Until one who comes now has pages; 0: nobody waits, or it is not known."""
+        return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0

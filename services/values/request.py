@@ -1,0 +1,209 @@
+"""What is asked of an engine and what it answers, as values. Pure."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from services.values.errors import InvalidRequest
+from services.values.rank import Plan, RankAddress
+
+MAX_ID_CHARS = 128
+# A year. gRPC reckons in 64 bits of nanoseconds since 1970 and takes a deadline past them, 292 years, for one
+# that has passed; a clock's seconds lose their fractions in a float long before.
+MAX_TIMEOUT_S = 365 * 86_400.0
+MAX_STOP_STRINGS = 16
+_MAX_STOP_CHARS = 1024
+_MAX_STOP_TOKEN_IDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens; field by field as in common.proto, with the defaults filled in.
+
+    Raises InvalidRequest, naming the field, when a value is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int | None = None  # None: until the context is full
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()  # the router's business; engines ignore it
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        _require(self.top_k >= 0, "top_k", "0 (all) or more", self.top_k)
+        _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        _require(0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number", self.seed)
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, "max_tokens", "1 or more", self.max_tokens)
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens", self.min_tokens)
+        _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
+        self._check_stops()
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, name, "between -2 and 2", value)
+        penalty = self.repetition_penalty
+        _require(0 < penalty <= 100, "repetition_penalty", "above 0 and at most 100", penalty)
+        if self.logprobs is not None:
+            _require(0 <= self.logprobs <= 20, "logprobs", "between 0 and 20", self.logprobs)
+
+    def _check_stops(self) -> None:
+        """Each has its price at every token, and all of them go with the request to each rank."""
+        count, longest = len(self.stop), max(map(len, self.stop), default=0)
+        _require(count <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", count)
+        expected = f"made of strings of at most {_MAX_STOP_CHARS} characters"
+        _require(longest <= _MAX_STOP_CHARS, "stop", expected, longest)
+        _require(all(self.stop), "stop", "made of strings that are not empty", self.stop)
+        count = len(self.stop_token_ids)
+        _require(count <= _MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {_MAX_STOP_TOKEN_IDS} ids", count)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token is chosen by how often it was chosen before."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+
+def is_id(text: str) -> bool:
+    """Whether a request, a conversation or a tenant may be called so."""
+    return len(text) <= MAX_ID_CHARS and text.isprintable()
+
+
+def _require(holds: bool, field_name: str, expected: str, value: object) -> None:
+    # NaN fails every comparison, so it is refused as well.
+    if not holds:
+        raise InvalidRequest(f"sampling.{field_name} must be {expected}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request as an engine sees it: ids, not text.
+
+    `prompt_ids` are the client's prompt. `output_ids_so_far` were generated elsewhere before the
+    stream moved here; generation goes on after them, and sampling counts them as output.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_ids_so_far: tuple[int, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    plan: Plan = Plan.REMOTE
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def all_ids(self) -> tuple[int, ...]:
+        """The ids whose KV must be there before the next token: prompt, then output so far."""
+        return self.prompt_ids + self.output_ids_so_far
+
+
+class FinishReason(Enum):
+    """As in common.proto."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    CAPACITY = "capacity"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one generated token, natural log, before penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most probable first
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What a prefill rank did for a request."""
+
+    first_token_id: int
+    first_token_logprobs: TokenLogprobs | None
+    prefill_prefix_len: int
+    computed_tokens: int
+    kv_bytes_moved: int = 0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What a decode rank really had and did for a request; see decode.proto."""
+
+    prompt_tokens: int
+    decode_prefix_len: int
+    prefill_prefix_len: int
+    computed_tokens: int
+    kv_bytes_moved: int
+    kv_bytes_prompt: int
+    decode_queue_s: float
+    prefill_queue_s: float
+    prefill_compute_s: float
+    transfer_s: float
+    plan: Plan
+    first_decode_step_s: float = 0.0  # filled in by the service: what it waited beside all that
+    digested_pages: int = 0  # of what moved; not told to routers
+
+    @property
+    def reused_tokens(self) -> int:
+        """Of the prompt, by whoever computed it: never the sum of both ranks' prefixes."""
+        return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
+
+    @property
+    def delta_tokens(self) -> int:
+        """That crossed."""
+        return self.prompt_tokens - self.decode_prefix_len if self.plan is Plan.REMOTE else 0
+
+    @property
+    def kv_bytes_saved(self) -> int:
+        return self.kv_bytes_prompt - self.kv_bytes_moved
+
+    @property
+    def rank_s(self) -> float:
+        """From the request's arrival at the decode rank to its first token."""
+        queues_s = self.decode_queue_s + self.prefill_queue_s
+        return queues_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one request from one engine step. `admitted` comes with the first one only."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    admitted: Admitted | None = None
+    finished: FinishReason | None = None
+
+    def followed_by(self, later: "Output") -> "Output":
+        """Both in one; `later` is not the first."""
+        return Output(
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.admitted,
+            later.finished,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommand:
+    """What a router tells a decode rank: the request, and who prefills it under plan remote."""
+
+    request: GenerationRequest
+    prefill: RankAddress | None = None
+    timeout_s: float | None = None
+    traceparent: str = ""

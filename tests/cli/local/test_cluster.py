@@ -1,0 +1,99 @@
+"""Children of a cluster on this machine; here a Python that prints."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from services.cli.local.cluster import Child, LocalCluster, Shape
+from services.cli.up import UpConfig
+from services.process.health import Phase
+from services.values.errors import ConfigError
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture
+def printing_module(tmp_path, monkeypatch):
+    (tmp_path / "chatty.py").write_text(
+        "print('x' * 140000, flush=True)\nfor _ in range(1000): print('y' * 200)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return "chatty"
+
+
+async def test_a_child_that_prints_an_endless_line_goes_on(printing_module):
+    shown = []
+    cluster = LocalCluster(Shape(Path("."), Path(".")), lambda name, line: shown.append((name, line)))
+    child = await cluster.start_child("router", printing_module, [])
+    async with asyncio.timeout(WITHIN_S):
+        assert await child.process.wait() == 0
+        await child.log_task
+    assert shown.count(("router", "y" * 200)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "timeout_s"),
+    [
+        ([], 50.0),
+        (["--grace-s=5"], 25.0),
+        (["--grace-s=5", "--port=1", "--grace-s=600"], 620.0),
+        (["--grace-s=soon"], 50.0),
+    ],
+)
+def test_nobody_is_killed_before_its_grace_is_over(flags, timeout_s):
+    """The last flag counts, and a supervisor needs 15 s on top."""
+    assert Child("decode", ["python", *flags], None, None, None).stop_timeout_s == timeout_s
+
+
+def test_up_waits_for_a_model_for_as_long_as_it_loads():
+    assert UpConfig(model=Path("m")).shape().ready_timeout_s is None
+
+
+@pytest.fixture
+def ending_module(tmp_path, monkeypatch):
+    (tmp_path / "ending.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return "ending"
+
+
+async def test_without_a_limit_a_child_that_ends_is_noticed(ending_module):
+    shape = Shape(Path("."), Path("."), ready_timeout_s=None)
+    cluster = LocalCluster(shape, lambda name, line: None, router_ports=(1,))
+    await cluster.start_child("router", ending_module, [])
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(ConfigError, match="router ended with exit code 3"):
+            await cluster._until_ready()
+
+
+@pytest.fixture
+def sleeping_module(tmp_path, monkeypatch):
+    (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return "sleeping"
+
+
+async def test_a_cluster_whose_routers_somebody_else_answers_for_is_not_ready(sleeping_module, monkeypatch):
+    """Another cluster of the same shape listens on the port that ours wants."""
+    cluster = LocalCluster(Shape(Path("."), Path(".")), lambda name, line: None, router_ports=(1,))
+    asked = asyncio.Queue()
+
+    async def is_whole(self, index=0):
+        asked.put_nowait(index)
+        return True
+
+    monkeypatch.setattr(LocalCluster, "is_whole", is_whole)
+    router = await cluster.start_child("router", sleeping_module, [])
+    ready = asyncio.create_task(cluster._until_ready())
+    with pytest.raises(TimeoutError):  # it looks ten times a second
+        await asyncio.wait_for(asked.get(), 0.5)
+    assert not ready.done()
+    router.life.enter(Phase.SERVING)
+    async with asyncio.timeout(WITHIN_S):
+        await ready
+    cluster.kill()
+    async with asyncio.timeout(WITHIN_S):
+        assert await router.process.wait() == -signal.SIGKILL
+        await router.log_task

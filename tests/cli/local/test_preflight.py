@@ -1,0 +1,126 @@
+"""What is wrong is told before anything is started."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.local import preflight
+from services.cli.local.cluster import LocalCluster, Shape
+from services.model.architectures import MODEL_TYPES
+from services.values.errors import ConfigError
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """All files that a look from outside looks for."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def check(checkpoint, **shape):
+    LocalCluster(Shape(checkpoint, checkpoint, **shape), lambda name, line: None).check()
+
+
+def test_what_can_work_passes_and_starts_nothing(checkpoint):
+    before = sorted(checkpoint.iterdir())
+    check(checkpoint)
+    assert sorted(checkpoint.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", None, "config.json"),
+        ("config.json", "{", "config.json"),
+        ("config.json", "[]", "not a JSON object"),
+        ("config.json", '{"architectures": ["GPT2LMHeadModel"]}', f"runs {', '.join(MODEL_TYPES)}"),
+        (
+            "config.json",
+            '{"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"}',
+            "contradicts itself",
+        ),
+        ("model.safetensors", None, "no weights"),
+        ("tokenizer.json", None, "no tokenizer"),
+    ],
+)
+def test_a_checkpoint_that_cannot_work_is_refused(checkpoint, name, content, said):
+    (checkpoint / name).unlink()
+    if content is not None:
+        (checkpoint / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"--model: .*") as refusal:
+        check(checkpoint)
+    assert said in str(refusal.value)
+
+
+def test_no_directory_is_no_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match=r"--model: there is no directory .*nowhere"):
+        check(tmp_path / "nowhere")
+
+
+def test_other_engines_bring_their_own_demands(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "config.json").unlink()
+    check(checkpoint, rank_flags=("--engine=fake",))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        check(checkpoint, rank_flags=("--engine=sglang",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"rank_flags": ("--kv-pages=-5",)}, "isthmus, decode: --kv-pages"),
+        ({"router_flags": ("--plans=both",)}, "isthmus, router: --plans"),
+        ({"common_flags": ("--no-such=1",)}, "unrecognized arguments: --no-such=1"),
+    ],
+)
+def test_flags_that_a_service_would_refuse_are(checkpoint, flags, said, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        check(checkpoint, **flags)
+    assert refusal.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_keys_and_certificates_that_are_not_there_are_told(checkpoint):
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        check(checkpoint, router_flags=("--api-key-file=/nowhere",))
+
+
+@pytest.mark.parametrize(("flag", "name"), [("port", "--port"), ("http_port", "--http-port")])
+def test_a_port_that_somebody_listens_on_is_told(checkpoint, flag, name):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{name}: cannot listen on port {port}"):
+            check(checkpoint, **{flag: port})
+        with pytest.raises(ConfigError, match=f"{name}: cannot listen on port {port}"):
+            check(checkpoint, routers=2, **{flag: port - 1})  # of the second router
+
+
+def test_a_folder_has_one_cluster(tmp_path):
+    """Whoever holds it is named; it is free as soon as that process is gone, however it went."""
+    code = (
+        "import sys, time; from pathlib import Path; from services.cli.local.preflight import sole_user\n"
+        f"with sole_user(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(preflight.__file__).parents[3])}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        refusal = f"--data-dir: .* is in use by process {holder.pid} "
+        with pytest.raises(ConfigError, match=refusal), preflight.sole_user(tmp_path):
+            pass
+        holder.kill()
+    with preflight.sole_user(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--data-dir"), preflight.sole_user(tmp_path / "file" / "run"):
+        pass

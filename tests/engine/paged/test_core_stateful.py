@@ -1,0 +1,233 @@
+"""Whatever happens to a core in whatever order: the books balance, nobody starves, every token is right.
+
+Submissions of all kinds, steps, transfers that land, fail or are renegotiated, quarantines, rooms, aborts and
+evictions, on a pool that is too small. `pytest -m exact` runs it longer.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.paged.core_rank import Prefill, Rank
+from services.engine.fake import continuation
+from services.engine.paged.queue.admission import Patience
+from services.engine.paged.runner import RunnerFailed, Sampled
+from services.engine.paged.sequence import Phase
+
+FOREVER_S = 1e9
+ANY = st.integers(0, 99)
+REQUESTS = st.tuples(
+    st.sampled_from(["local", "local", "remote", "remote", "room"]),
+    st.integers(0, 12),  # tokens of the prefix that all share
+    st.lists(st.integers(0, 2), min_size=1, max_size=8),
+    st.integers(1, 10),  # max_tokens
+    st.sampled_from([0, 0, 0, 1]),  # priority
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        pool_tokens=st.integers(24, 44),
+        chunk_size=st.integers(1, 9),
+        cache=st.booleans(),
+        max_running=st.integers(1, 5),
+        expected_output=st.sampled_from([0.0, 0.5, 1.0]),
+        overtakes=st.integers(0, 3),
+        wait_s=st.sampled_from([0.0, 0.01, 0.05, FOREVER_S, FOREVER_S]),  # a look at the clock takes 0.001
+        window=st.integers(1, 8),
+        itl_target_s=st.sampled_from([None, None, 0.0005, 0.0025]),
+    )
+    def start(self, page_size, pool_tokens, overtakes, wait_s, window, **settings):
+        self.page_size = page_size
+        self.overtakes, self.wait_s, self.max_running = overtakes, wait_s, settings["max_running"]
+        self.rank = Rank(
+            num_pages=pool_tokens // page_size,
+            page_size=page_size,
+            patience=Patience(overtakes, wait_s, window),
+            **settings,
+        )
+        self.core, self.prefill = self.rank.core, Prefill(self.rank.runner)
+        self.sent, self.rooms, self.quarantined = [], [], []
+        self._watch_evictions()
+
+    def _watch_evictions(self):
+        """No page that anybody holds is ever evicted."""
+        cache = self.core.cache
+        evict = cache._tree.evict
+
+        def watched(num_pages):
+            pages = evict(num_pages)
+            held = {page for sequence in cache._sequences for page in sequence.pages}
+            assert held.isdisjoint(pages)
+            return pages
+
+        cache._tree.evict = watched
+
+    def in_phase(self, *phases):
+        return [seq for seq in self.sent if seq.phase in phases]
+
+    def pick(self, candidates, number):
+        return candidates[number % len(candidates)]
+
+    # -- what may happen --------------------------------------------------------------------------
+
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def submit(self, requests):
+        for request in requests:
+            self._submit(*request)
+
+    def _submit(self, kind, shared, rest, max_tokens, priority):
+        room = len(self.sent) if kind == "room" else None
+        seq = self.rank.submit(
+            [7] * shared + rest, max_tokens, receives=kind == "remote", room=room, priority=priority
+        )
+        self.sent.append(seq)
+        if room is not None:
+            self.rooms.append(seq)
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times):
+        for _ in range(times):
+            out_of_patience = {seq: seq.overtaken for seq in self.sent if self._has_waited_long(seq)}
+            self.rank.step()
+            self.nobody_is_overtaken_too_often()
+            for seq, overtaken in out_of_patience.items():
+                assert seq.overtaken <= overtaken
+
+    def _has_waited_long(self, seq):
+        since_s = seq.overtaken_since_s
+        return since_s is not None and self.rank.now - since_s >= self.wait_s
+
+    @rule(number=ANY)
+    @precondition(lambda self: self.in_phase(Phase.RECEIVING))
+    def land(self, number):
+        self._land(self.pick(self.in_phase(Phase.RECEIVING), number))
+
+    def _land(self, seq):
+        reserved = self.rank.reserved[seq]
+        first = self.prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len)
+        self.core.landed(seq, Sampled(first))
+        self.rank.take()
+
+    @rule(number=ANY, garbled=st.booleans())
+    @precondition(lambda self: self.in_phase(Phase.RECEIVING))
+    def transfer_fails(self, number, garbled):
+        """Half of it was written perhaps, perhaps by a writer who has not stopped."""
+        seq = self.pick(self.in_phase(Phase.RECEIVING), number)
+        reserved = self.rank.reserved[seq]
+        if garbled and reserved.delta_pages:
+            self.rank.runner._slots[reserved.delta_pages[0]] = 12345
+        self.core.cancel(seq, quarantine=True)
+        self.sent.remove(seq)
+        self.quarantined.append(seq)
+
+    @rule(number=ANY)
+    @precondition(lambda self: self.quarantined)
+    def writer_stops(self, number):
+        self.core.end_quarantine(self.quarantined.pop(number % len(self.quarantined)))
+
+    @rule(number=ANY, start=st.integers(0, 8))
+    @precondition(lambda self: self.in_phase(Phase.RECEIVING))
+    def renegotiate(self, number, start):
+        seq = self.pick(self.in_phase(Phase.RECEIVING), number)
+        start = start // self.page_size * self.page_size
+        if start < self.rank.reserved[seq].prefix_len:
+            self.core.renegotiate(seq, start)
+
+    @rule(number=ANY)
+    @precondition(lambda self: self.sent)
+    def abort(self, number):
+        seq = self.sent.pop(number % len(self.sent))
+        self.core.cancel(seq)
+
+    @rule(number=ANY)
+    @precondition(lambda self: self.rooms)
+    def room_ends(self, number):
+        self.core.room_ended(self.rooms.pop(number % len(self.rooms)))
+
+    @rule(num_pages=st.integers(1, 50))
+    def evict(self, num_pages):
+        self.core.cache.make_room(num_pages)
+
+    @rule()
+    def the_runner_fails(self):
+        """With half of the batch computed; who was admitted or retracted for it stays so."""
+        self.rank.runner_fails = True
+        try:
+            self.core.step()
+        except RunnerFailed:
+            for seq in self.core.fail_active():
+                if seq in self.sent:
+                    self.sent.remove(seq)
+        finally:
+            self.rank.runner_fails = False
+        self.rank.take()
+
+    # -- what always holds ------------------------------------------------------------------------
+
+    @invariant()
+    def the_books_balance(self):
+        if hasattr(self, "core"):
+            self.core.check()
+
+    @invariant()
+    def nobody_is_overtaken_too_often(self):
+        for seq in getattr(self, "sent", ()):
+            assert seq.overtaken <= self.overtakes
+            assert seq.room is None or seq.retractions == 0
+
+    @invariant()
+    def no_more_run_than_may(self):
+        if hasattr(self, "core"):
+            running = [s for s in self.core._active if s.phase in (Phase.COMPUTING, Phase.DECODING)]
+            assert len(running) <= self.max_running
+
+    @invariant()
+    def what_was_said_is_right(self):
+        for seq, tokens in self.rank.tokens.items() if hasattr(self, "rank") else ():
+            assert tokens == continuation(seq.request.prompt_ids, len(tokens))
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        for seq in self.quarantined:
+            self.core.end_quarantine(seq)
+        for seq in self.rooms:
+            self.core.room_ended(seq)
+        # Each step computes something, retractions included; a token or a chunk has been computed often then.
+        steps = 40 * (10 + sum(len(seq.ids) + 10 for seq in self.sent))
+        while waiting := [seq for seq in self.sent if seq not in self.rank.finished]:
+            steps -= 1
+            assert steps > 0, f"starved: {waiting}"
+            progressed = self.core.step()
+            self.rank.take()
+            for seq in (receiving := self.in_phase(Phase.RECEIVING)):
+                self._land(seq)
+            assert progressed or receiving, self.core.load()
+        for seq in self.sent:
+            prompt = seq.request.prompt_ids
+            context = self.core.max_context_tokens - len(prompt)
+            expected = 1 if seq.single_token else min(seq.request.sampling.max_tokens, context)
+            assert self.rank.tokens[seq] == continuation(prompt, expected)
+        self.core.cache.clear()
+        books = self.core.check()
+        assert books.free == books.total
+
+
+CoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestCore = CoreMachine.TestCase
+
+
+@pytest.mark.exact
+@pytest.mark.timeout(900)
+def test_for_longer():
+    run_state_machine_as_test(CoreMachine, settings=settings(max_examples=1000, stateful_step_count=60))

@@ -1,0 +1,103 @@
+"""Digests of what crosses between two engines, and what becomes of a page that came changed."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from pair import FAKE, Pair
+from services.engine import choose
+from services.engine.fake import continuation
+from services.engine.paged import decode
+from services.transfer.prefill.room import PrefillRoom
+from services.values.errors import KvCorrupt, PeerFailed
+from services.values.rank import Plan
+from services.wire import convert
+from spoiling_transport import SpoilingTransport
+
+PROMPT = list(range(40, 63))  # 6 pages
+PAGES = 6
+
+
+@pytest.fixture
+def spoiling(monkeypatch):
+    monkeypatch.setattr(SpoilingTransport, "spoils", 0)
+    monkeypatch.setattr(choose, "open_transport", lambda name, nixl: SpoilingTransport())
+    return SpoilingTransport
+
+
+async def test_every_page_that_moves_is_compared():
+    async with Pair() as pair:
+        assert (await pair.generate(PROMPT)).admitted.digested_pages == PAGES
+        assert (await pair.generate([*PROMPT, 9, 9, 9])).admitted.digested_pages == 2
+        full_hit = await pair.generate(PROMPT[:20])
+        assert full_hit.admitted.kv_bytes_moved == full_hit.admitted.digested_pages == 0
+        assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.nixl
+async def test_over_nixl():
+    async with Pair(replace(FAKE, transport="nixl")) as pair:
+        answer = await pair.generate(PROMPT)
+        assert answer.tokens == continuation(PROMPT, 8)
+        assert answer.admitted.digested_pages == PAGES
+        await pair.assert_nothing_held()
+
+
+async def test_a_page_that_comes_changed_fails_the_transfer_and_is_told_once(spoiling, caplog):
+    async with Pair() as pair:
+        spoiling.spoils = 1
+        with caplog.at_level(logging.ERROR), pytest.raises(KvCorrupt, match="1 of 6 pages"):
+            await pair.generate(PROMPT)
+        (told,) = [r.getMessage() for r in caplog.records if "kv_digest_mismatch" in r.getMessage()]
+        assert "request_id=r1 prefill=prefill/0" in told and "page=" in told
+        await pair.assert_nothing_held()
+        # Nothing of it is in the tree: all of it moves again, and is right.
+        again = await pair.generate(PROMPT)
+        assert again.admitted.decode_prefix_len == 0
+        assert again.tokens == continuation(PROMPT, 8)
+        await pair.assert_nothing_held()
+
+
+async def test_unchecked_a_changed_page_changes_the_answer(spoiling):
+    """So that what the others prove is not for nothing."""
+    async with Pair(replace(FAKE, digest_share=0.0)) as pair:
+        spoiling.spoils = 1
+        answer = await pair.generate(PROMPT)
+        assert answer.admitted.digested_pages == 0
+        assert answer.tokens[1:] != continuation(PROMPT, 8)[1:]
+        await pair.assert_nothing_held()
+
+
+async def test_the_share_is_kept(monkeypatch):
+    rooms = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
+    async with Pair(replace(FAKE, digest_share=0.25, cache_enabled=False)) as pair:
+        monkeypatch.setattr(decode.secrets, "randbits", lambda bits: next(rooms))
+        pages = [(await pair.generate(PROMPT)).admitted.digested_pages for _ in range(5)]
+    assert pages == [PAGES, PAGES, 0, 0, 0]
+
+
+async def test_a_writer_that_knows_no_digests_is_believed(monkeypatch):
+    read = convert.ticket_from_proto
+    monkeypatch.setattr(convert, "ticket_from_proto", lambda pb: replace(read(pb), want_digests=False))
+    async with Pair() as pair:
+        answer = await pair.generate(PROMPT)
+        assert (answer.tokens, answer.admitted.digested_pages) == (continuation(PROMPT, 8), 0)
+
+
+async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypatch):
+    say = PrefillRoom.say_status
+
+    def say_one_less(room, state):
+        if room.digests is not None:
+            del room.digests.values[-1:]
+        say(room, state)
+
+    async with Pair() as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefillRoom, "say_status", say_one_less)
+            with pytest.raises(PeerFailed, match="5 digests of 6 pages"):
+                await pair.generate(PROMPT)
+        await pair.assert_nothing_held()
+        assert (await pair.generate(PROMPT)).tokens == continuation(PROMPT, 8)

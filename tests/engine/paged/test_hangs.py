@@ -1,0 +1,177 @@
+"""A thread that hangs ends the rank: what runs there fails, so that it goes on elsewhere."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from pair import FAKE, Pair, settled
+from services.engine.fake import FakeRunner, continuation
+from services.process.turn_watch import TurnWatch
+from services.transfer.local import LocalTransport
+from services.transfer.prefill import sender
+from services.values.errors import PeerFailed, Unavailable
+from services.values.rank import Plan
+
+PROMPT = range(100, 130)
+WITHIN_S = 60.0  # a deadline for conditions, never waited out
+
+
+def test_a_turn_is_counted_for_as_long_as_it_is_the_same():
+    watch, counted = TurnWatch(), []
+    for happens in ("rests", "", "begins", "", "", "begins", "", "rests", "", "begins", "", ""):
+        if happens:
+            getattr(watch, happens)()
+        watch.look()
+        counted.append(watch.looks)
+    assert counted == [0, 0, 0, 1, 2, 0, 1, 0, 0, 0, 1, 2]
+
+
+class HangingRunner(FakeRunner):
+    """As a kernel that does not end, until the test is over."""
+
+    def run(self, chunks):
+        self.ends.wait()
+        return super().run(chunks)
+
+
+@pytest.fixture
+def hang():
+    ends = threading.Event()
+
+    def hang(engine):
+        engine._core.runner.ends = ends
+        engine._core.runner.__class__ = HangingRunner
+
+    yield hang
+    ends.set()
+
+
+def limited(step_limit_s, **changes):
+    return replace(FAKE, limits=replace(FAKE.limits, step_limit_s=step_limit_s), **changes)
+
+
+async def test_a_decode_rank_that_hangs_fails_what_runs_and_ends(hang, caplog):
+    async with asyncio.timeout(WITHIN_S), Pair(limited(1.0)) as pair:
+        hang(pair.decode)
+        failed = await asyncio.gather(
+            *(pair.generate(range(i, 30 + i), 9, Plan.LOCAL) for i in range(3)), return_exceptions=True
+        )
+        assert [str(error) for error in failed] == ["the engine crashed: EngineHangs"] * 3
+        assert {type(error) for error in failed} == {Unavailable}
+        assert pair.decode.load().stalled and not pair.prefill.load().stalled
+        await pair.decode.crashed()
+        with pytest.raises(Unavailable):
+            await pair.generate(PROMPT, 5, Plan.LOCAL)
+        assert not pair.prefill._crashed.is_set()  # it rests
+    # Nobody has waited for the thread, which hangs still; the log says where.
+    assert "engine_hangs limit_s=1" in caplog.text and "in run" in caplog.text
+
+
+async def test_a_prefill_rank_that_hangs_costs_its_peer_one_leg(hang):
+    async with asyncio.timeout(WITHIN_S), Pair(limited(0.0), limited(1.0)) as pair:
+        hang(pair.prefill)
+        with pytest.raises(PeerFailed):
+            await pair.generate(PROMPT, 5)
+        await pair.prefill.crashed()
+        answer = await pair.generate(PROMPT, 5, Plan.LOCAL)
+        assert answer.tokens == continuation(PROMPT, 5)
+        assert not pair.decode._crashed.is_set()
+
+
+@pytest.fixture
+def block(monkeypatch):
+    """Writes that never come back, until the test is over; and how many there are."""
+    ends, blocked, blocks = threading.Event(), [], []
+
+    def write_or_block(transport, peer, moves):
+        if not blocks:
+            return write(transport, peer, moves)
+        blocked.append(peer)
+        ends.wait()
+        raise PeerFailed("the test is over, and with it the pools")
+
+    write = LocalTransport.write
+    monkeypatch.setattr(LocalTransport, "write", write_or_block)
+
+    def block():
+        blocks.append(True)
+        return blocked
+
+    yield block
+    ends.set()
+
+
+async def until(condition):
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_prefill_rank_whose_sender_hangs_fails_what_it_has_and_ends(block, caplog):
+    async with asyncio.timeout(WITHIN_S), Pair(limited(0.0), limited(1.0)) as pair:
+        await pair.generate(PROMPT, 5)
+        blocked = block()
+        remote = [asyncio.create_task(pair.generate(range(i, 30 + i), 9)) for i in range(3)]
+        await until(lambda: pair.prefill.sender._rooms.open_rooms == 3 and blocked)
+        await until(lambda: pair.prefill.load().running == 3)  # routers see that it is not idle,
+        await until(lambda: pair.prefill.load().stalled)  # and then send it nothing more
+        failed = await asyncio.gather(*remote, return_exceptions=True)
+        assert {type(error) for error in failed} == {PeerFailed}, failed
+        assert all("the engine crashed: SenderHangs" in str(error) for error in failed)
+        assert await pair.prefill.crashed()
+        with pytest.raises(PeerFailed, match=r"sends no KV any more|the rank is stopping"):
+            await pair.generate(PROMPT, 5)
+        answer = await pair.generate(PROMPT, 5, Plan.LOCAL)
+        assert answer.tokens == continuation(PROMPT, 5)
+        assert (await settled(pair.decode)).quarantined == 0  # by fence time: its streams have ended
+        assert not pair.decode._crashed.is_set()
+    assert len(blocked) == 1
+    # Nobody has waited for the thread, which hangs still; the log says where.
+    assert "sender_hangs limit_s=1" in caplog.text and "in write_or_block" in caplog.text
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+async def test_nobody_waits_at_the_end_for_a_sender_that_hangs(limit_s, block, monkeypatch, caplog):
+    """Nor is the pool freed, which it may read for as long as the process lives."""
+    monkeypatch.setattr(sender, "_END_LIMIT_S", 0.1)
+    async with asyncio.timeout(WITHIN_S), Pair(limited(limit_s)) as pair:
+        blocked = block()
+        remote = asyncio.create_task(pair.generate(PROMPT, 5))
+        await until(lambda: blocked)
+        await pair.prefill.stop()
+        with pytest.raises(PeerFailed, match="the rank is stopping"):
+            await remote
+        assert pair.prefill._core.runner._slots.size > 0
+        await pair.server.stop()
+    assert "sender_hangs limit_s=0.1" in caplog.text
+
+
+async def test_who_only_receives_keeps_nobody_from_running(block):
+    async with asyncio.timeout(WITHIN_S), Pair(limited(0.0)) as pair:
+        blocked = block()
+        count = FAKE.limits.max_running_requests
+        remote = [asyncio.create_task(pair.generate(range(i, 8 + i), 4)) for i in range(count + 1)]
+        await until(lambda: blocked and pair.decode.load().running == count)
+        answers = await asyncio.gather(
+            *(pair.generate(range(100 + i, 130), 9, Plan.LOCAL) for i in range(count + 1))
+        )
+        assert [len(answer.tokens) for answer in answers] == [9] * (count + 1)
+        assert not any(task.done() for task in remote)
+        for task in remote:
+            task.cancel()
+        await asyncio.gather(*remote, return_exceptions=True)
+        pair.prefill.sender.abandon()  # its end is not what is tested here
+        await pair.server.stop()
+
+
+async def test_who_computes_slowly_does_not_hang():
+    """A step takes twice its limit here, as the warm-up has shown."""
+    async with Pair(limited(0.1, fake_step_s=0.2)) as pair:
+        assert (await pair.generate(PROMPT, 5, Plan.LOCAL)).tokens == continuation(PROMPT, 5)
+
+
+async def test_without_a_limit_nobody_looks():
+    async with Pair(limited(0.0)) as pair:
+        assert pair.decode._watching == []

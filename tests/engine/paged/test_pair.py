@@ -1,0 +1,332 @@
+"""Decode and prefill engines together, on the fake runner: exact tokens, only the delta moves, no leaks."""
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pair import FAKE, Pair, settled
+from services.decode.prefill_leg import PrefillLeg
+from services.engine.fake import VOCAB_SIZE as FAKE_VOCABULARY
+from services.engine.fake import FakeRunner, continuation
+from services.net import servers
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.server import PrefillService
+from services.transfer.local import LocalTransport
+from services.transfer.prefill.rooms import RoomTable
+from services.values.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable
+from services.values.rank import Plan, RankAddress, RankId
+from services.values.request import FinishReason
+from services.wire import convert_request
+from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
+
+PAGE_BYTES = FAKE.page_size * 8
+
+
+async def test_a_conversation_moves_only_its_delta():
+    async with Pair() as pair:
+        history = list(range(10, 23))
+        for turn in range(5):
+            answer = await pair.generate(history, 6)
+            assert answer.tokens == continuation(history, 6)
+            admitted = answer.admitted
+            pages = -(-len(history) // 4) - admitted.decode_prefix_len // 4
+            assert admitted.kv_bytes_moved == pages * PAGE_BYTES
+            assert admitted.prompt_tokens == admitted.prefill_prefix_len + admitted.computed_tokens
+            if turn:
+                assert admitted.decode_prefix_len >= previous_len - 1 - 4  # noqa: F821
+            history += answer.tokens
+            previous_len = len(history)  # noqa: F841
+            history += [400 + turn, 3, 5]
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("plan", list(Plan))
+async def test_every_shape_is_exact(page_size, prompt_len, cache, plan):
+    settings = replace(
+        FAKE, page_size=page_size, index_block=16, num_pages=256 // page_size, cache_enabled=cache
+    )
+    async with Pair(settings) as pair:
+        prompt = [(i * 11) % 500 for i in range(prompt_len)]
+        for _ in range(2):  # the second time everything is cached
+            answer = await pair.generate(prompt, 9, plan)
+            assert answer.tokens == continuation(prompt, 9)
+            assert answer.finished is FinishReason.LENGTH
+        if cache and plan is Plan.REMOTE:
+            assert answer.admitted.decode_prefix_len == prompt_len // page_size * page_size
+        await pair.assert_nothing_held()
+
+
+async def test_full_hit_moves_nothing():
+    async with Pair() as pair:
+        prompt = list(range(16))
+        await pair.generate(prompt, 6)
+        answer = await pair.generate(prompt, 6)
+        assert answer.admitted.decode_prefix_len == 16
+        assert answer.admitted.kv_bytes_moved == 0
+        assert answer.tokens == continuation(prompt, 6)
+
+
+async def test_a_batch_is_exact():
+    async with Pair() as pair:
+        prompts = [[5] * 9 + [i] * (i + 1) for i in range(8)]
+        answers = await asyncio.gather(
+            *(pair.generate(p, 12, list(Plan)[i % 2]) for i, p in enumerate(prompts))
+        )
+        assert [a.tokens for a in answers] == [continuation(p, 12) for p in prompts]
+        await pair.assert_nothing_held()
+
+
+async def test_eos_and_stop_tokens_end_it():
+    async with Pair() as pair:
+        prompt = [1, 2, 3]
+        expected = continuation(prompt, 8)
+        answer = await pair.generate(prompt, 8, eos_token_ids=(expected[3],))
+        assert answer.tokens == expected[: expected.index(expected[3]) + 1]
+        assert answer.finished is FinishReason.STOP
+        first_is_eos = await pair.generate(prompt, 8, eos_token_ids=(expected[0],))
+        assert first_is_eos.tokens == expected[:1]
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("plan", list(Plan))
+async def test_bad_requests_hold_nothing(plan):
+    async with Pair() as pair:
+        with pytest.raises(InvalidRequest):
+            await pair.generate([], plan=plan)
+        with pytest.raises(InvalidRequest):
+            await pair.generate([1, 512], plan=plan)
+        with pytest.raises(NoCapacity):
+            await pair.generate([1] * 300, plan=plan)
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.3, 0.6])
+async def test_cancelling_in_any_phase_gives_everything_back(after_s):
+    slow = replace(FAKE, fake_step_s=0.03)
+    async with Pair(slow) as pair:
+        task = asyncio.create_task(pair.generate(range(40), 20))
+        await asyncio.wait([task], timeout=after_s)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await pair.assert_nothing_held()
+        answer = await pair.generate(range(40), 5)
+        assert answer.tokens == continuation(range(40), 5)
+
+
+async def test_a_stale_generation_is_refused():
+    async with Pair() as pair:
+        good = pair.peer
+        pair.peer = RankAddress(RankId("prefill", 0, 1), good.endpoint)
+        with pytest.raises(PeerFailed, match="life"):
+            await pair.generate([1, 2, 3])
+        pair.peer = good
+        assert (await pair.generate([1, 2, 3], 4)).tokens == continuation([1, 2, 3], 4)
+        await pair.assert_nothing_held()
+
+
+async def test_layouts_that_differ_are_refused():
+    async with Pair(FAKE, replace(FAKE, page_size=2)) as pair:
+        with pytest.raises(PeerFailed, match="page_size"):
+            await pair.generate([1, 2, 3])
+        await pair.assert_nothing_held()
+
+
+async def test_prefill_lost_in_the_middle_is_a_failed_peer():
+    slow = replace(FAKE, fake_step_s=0.05)
+    async with Pair(slow) as pair:
+        task = asyncio.create_task(pair.generate(range(60), 5))
+        await asyncio.wait([task], timeout=0.15)
+        await pair.server.stop()
+        with pytest.raises(PeerFailed):
+            await task
+        # The writer may still live: the pages wait in quarantine for the fence, then come back.
+        await pair.assert_nothing_held()
+        local = await pair.generate(range(60), 5, Plan.LOCAL)
+        assert local.tokens == continuation(range(60), 5)
+
+
+class StuckPrefill:
+    """A prefill rank that takes the call and never answers."""
+
+    def __init__(self, peer):
+        self.peer = peer
+
+    async def __call__(self, request, rendezvous):
+        await asyncio.get_running_loop().create_future()
+
+
+class UncancelledPrefill:
+    """A call that goes on when its caller is cancelled, as if the cancellation were still on its way."""
+
+    def __init__(self, pair):
+        self.peer = pair.peer
+        self._engine = pair.prefill
+        self.began = asyncio.Event()
+
+    async def __call__(self, request, rendezvous):
+        self.call = asyncio.create_task(self._engine.prefill(request, rendezvous))
+        self.began.set()
+        return await asyncio.shield(self.call)
+
+
+async def test_an_abort_that_overtakes_the_cancellation_is_no_failure():
+    async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
+        leg = UncancelledPrefill(pair)
+        task = asyncio.create_task(anext(pair.decode.generate(pair.request(range(60)), leg)))
+        await leg.began.wait()
+        task.cancel()
+        with pytest.raises(Aborted, match="the decode rank aborted"):
+            await leg.call
+        await pair.assert_nothing_held()
+
+
+async def test_waiting_for_pages_costs_nothing():
+    async with Pair(replace(FAKE, num_pages=16)) as pair:
+        turns = 0
+        deliver = pair.decode._deliver
+
+        def count(report):
+            nonlocal turns
+            turns += 1
+            deliver(report)
+
+        pair.decode._thread._deliver = count
+
+        async def consume():
+            async for _ in pair.decode.generate(pair.request(range(40)), StuckPrefill(pair.peer)):
+                pass
+
+        tasks = [asyncio.create_task(consume()) for _ in range(2)]
+        while pair.decode.load().running != 1 or pair.decode.load().waiting != 1:
+            await asyncio.sleep(0.001)
+        before = turns
+        for _ in range(100):  # enough for a thread that spins to take thousands
+            await asyncio.sleep(0.001)
+        assert turns - before <= 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await pair.assert_nothing_held()
+
+
+async def test_stopping_ends_those_whose_prefill_never_answers():
+    async with Pair() as pair:
+
+        async def consume():
+            async for _ in pair.decode.generate(pair.request(range(9)), StuckPrefill(pair.peer)):
+                pass
+
+        task = asyncio.create_task(consume())
+        while pair.decode.load().running == 0:
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(10):
+            await pair.decode.stop()
+        with pytest.raises(Unavailable, match="stopping"):
+            await task
+
+
+async def test_the_pool_is_freed_after_the_transports_are_closed(monkeypatch):
+    """A posted write reads the pool until it has ended."""
+    closed = []
+    for cls in (FakeRunner, LocalTransport):
+        close = cls.close
+        monkeypatch.setattr(cls, "close", lambda self, close=close: (closed.append(type(self)), close(self)))
+    async with Pair() as pair:
+        await pair.generate(range(9))
+    assert closed == [LocalTransport, FakeRunner] * 2
+
+
+async def test_a_sender_that_dies_takes_its_rank_along(monkeypatch):
+    """Else the rank would go on being chosen, and fail every request."""
+    async with Pair() as pair:
+        turn = RoomTable.turn
+
+        def broken(self):  # while it writes, and again when the thread winds up
+            if any(room.delta is not None for room in self._rooms.values()):
+                raise ZeroDivisionError
+            return turn(self)
+
+        monkeypatch.setattr(RoomTable, "turn", broken)
+        with pytest.raises(PeerFailed):
+            await pair.generate(range(9))
+        async with asyncio.timeout(5):
+            await pair.prefill.crashed()
+        await pair.server.stop(0)  # as its process would end; while the stream stands it may be writing
+        assert (await settled(pair.decode)).quarantined == 0
+
+
+async def test_a_first_token_that_cannot_be_is_a_failed_peer():
+    """Next to others in a batch it would cost them their step."""
+    async with Pair() as pair:
+        leg = PrefillLeg(pair.channels, pair.peer, None, "")
+
+        class Lying:
+            peer = pair.peer
+
+            async def __call__(self, request, rendezvous):
+                return replace(await leg(request, rendezvous), first_token_id=FAKE_VOCABULARY)
+
+        with pytest.raises(PeerFailed, match="outside the vocabulary"):
+            await anext(pair.decode.generate(pair.request(range(9)), Lying()))
+        await pair.assert_nothing_held()
+
+
+async def test_an_answer_that_makes_no_sense_is_a_failed_peer(monkeypatch):
+    to_proto = convert_request.prefill_result_to_proto
+    monkeypatch.setattr(
+        convert_request,
+        "prefill_result_to_proto",
+        lambda result: to_proto(replace(result, queue_s=float("nan"))),
+    )
+    async with Pair() as pair:
+        with pytest.raises(PeerFailed, match="queue_s"):
+            await pair.generate(range(9))
+        await pair.assert_nothing_held()
+
+
+async def test_ranks_that_came_and_went_leave_no_channel():
+    """Pods get a new address with each life."""
+    async with Pair() as gone, Pair() as here:
+        channels = here.channels
+        async with channels.lend(gone.peer.endpoint) as channel:
+            await channel.channel_ready()
+            await gone.server.stop()
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            async with channels.lend(here.peer.endpoint) as other:
+                await other.channel_ready()
+                assert len(channels) == 2  # a call holds it
+        async with channels.lend("127.0.0.1:1"):
+            assert len(channels) == 2  # here, and the new one
+
+
+async def test_a_rank_that_is_there_again_is_called_again_at_once():
+    """gRPC would go on failing calls until the backoff of the last attempt to connect is over."""
+
+    async def call(channels, life, endpoint):
+        request = prefill_pb2.DrainPrefillRequest(generation=life.generation)
+        async with channels.lend(endpoint) as channel:
+            await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(request)
+
+    async with Pair() as here, Pair() as back:
+        endpoint = here.peer.endpoint
+        await call(here.channels, here.peer.id, endpoint)
+        await here.server.stop()
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(here.channels, here.peer.id, endpoint)
+        service = PrefillService(
+            back.prefill, back.peer.id, PrefillMetrics(CollectorRegistry(), back.prefill)
+        )
+        register = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
+        server = await servers.open_server(endpoint, register, [])
+        await call(here.channels, back.peer.id, endpoint)
+        assert len(here.channels) == 1
+        await server.stop()

@@ -1,0 +1,102 @@
+"""What keeps SGLang's loops from spinning, without SGLang."""
+
+import select
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from services.engine.sglang.inside.idle_waits import (
+    WaitingSocket,
+    WakeUp,
+    room_news,
+    wait_for_news,
+    wait_for_requests,
+)
+
+
+class Poller:
+    """What the hooks use of zmq.Poller; remembers what each poll saw."""
+
+    def __init__(self):
+        self.fds, self.seen = [], []
+        self._poll = select.poll()
+
+    def __contains__(self, fd):
+        return fd in self.fds
+
+    def register(self, fd, flags):
+        self.fds.append(fd)
+        self._poll.register(fd, flags)
+
+    def poll(self, timeout_ms):
+        self.seen.append(self._poll.poll(timeout_ms))
+
+
+class Socket:
+    """Has one message once it has been polled."""
+
+    linger = 7
+
+    def __init__(self):
+        self.calls = []
+
+    def poll(self, timeout_ms):
+        assert timeout_ms > 0
+        self.calls.append("poll")
+
+    def recv(self, flags=0):
+        self.calls.append(f"recv {flags}")
+        return b"bytes"
+
+    def recv_pyobj(self, flags=0):
+        self.calls.append(f"recv_pyobj {flags}")
+        return "object"
+
+
+def test_news_of_a_room_end_the_wait_once():
+    poller = Poller()
+    scheduler = SimpleNamespace(idle_sleeper=SimpleNamespace(poller=poller))
+    room_news().clear()
+    teller = threading.Thread(target=room_news().set)
+    teller.start()
+    teller.join()
+    wait_for_news(None, scheduler)
+    wait_for_news(None, scheduler)
+    fd = room_news().fd
+    assert poller.seen == [[(fd, select.POLLIN)], []]
+    assert poller.fds == [fd]  # registered once
+
+
+@pytest.mark.parametrize("sleeper", [None, SimpleNamespace(rust_server=None)])
+def test_a_scheduler_without_a_poll_of_its_own_does_not_wait(sleeper):
+    wait_for_news(None, SimpleNamespace(idle_sleeper=sleeper))
+
+
+def test_a_wake_up_may_be_set_often_and_cleared_when_it_is_not_set():
+    wake_up, poll = WakeUp(), select.poll()
+    poll.register(wake_up.fd, select.POLLIN)
+    wake_up.clear()
+    assert poll.poll(0) == []
+    wake_up.set()
+    wake_up.set()
+    assert poll.poll(0) == [(wake_up.fd, select.POLLIN)]
+    wake_up.clear()
+    assert poll.poll(0) == []
+
+
+def test_the_controller_waits_before_it_receives():
+    socket = Socket()
+    controller = SimpleNamespace(server_args=SimpleNamespace(sleep_on_idle=True), recv_from_tokenizer=socket)
+    wait_for_requests(controller)
+    waiting = controller.recv_from_tokenizer
+    assert isinstance(waiting, WaitingSocket)
+    assert (waiting.recv(flags=1), waiting.recv_pyobj(flags=1), waiting.linger) == (b"bytes", "object", 7)
+    assert socket.calls == ["poll", "recv 1", "poll", "recv_pyobj 1"]
+
+
+def test_the_controller_keeps_its_socket_without_sleep_on_idle():
+    socket = Socket()
+    controller = SimpleNamespace(server_args=SimpleNamespace(sleep_on_idle=False), recv_from_tokenizer=socket)
+    wait_for_requests(controller)
+    assert controller.recv_from_tokenizer is socket

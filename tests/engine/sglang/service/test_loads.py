@@ -1,0 +1,61 @@
+"""What routers are told of a DP rank, from what SGLang tells."""
+
+from services.engine.sglang.service import loads
+from services.values.rank import Role
+
+PAGE = 16
+DECODE = {
+    "max_total_num_tokens": 1024,
+    "num_running_reqs": 3,
+    # 2 without pages, 1 that has been retracted, 4 whose prompt prefill computes, 1 that has just landed
+    "num_waiting_reqs": 8,
+    "num_used_tokens": 500,
+    "num_total_tokens": 500 + 70,
+    "num_waiting_uncached_tokens": 0,  # always, on decode
+    "disaggregation": {
+        "decode_prealloc_queue_reqs": 2,
+        "decode_transfer_queue_reqs": 4,
+        "decode_retracted_queue_reqs": 1,
+    },
+}
+PREFILL = {
+    "max_total_num_tokens": 1024,
+    "num_running_reqs": 1,
+    "num_waiting_reqs": 2,
+    "num_waiting_uncached_tokens": 90,
+    "num_used_tokens": 17,
+    "num_total_tokens": 17 + 120,
+    "total_prefill_uncached_tokens": 3000,
+    "total_prefill_busy_us": 1_500_000,
+    "disaggregation": {"prefill_bootstrap_queue_reqs": 1},
+}
+
+
+def told(load, role, pool_pages=99):
+    return loads.rank_load(load, role, PAGE, pool_pages)
+
+
+def test_on_decode_only_who_has_no_pages_waits():
+    load = told(DECODE, Role.DECODE)
+    assert (load.waiting, load.running) == (3, 3 + 5)
+    assert (load.waiting_tokens, load.pending_tokens) == (70, 0)
+
+
+def test_on_prefill_what_waits_is_to_be_computed():
+    load = told(PREFILL, Role.PREFILL)
+    assert (load.waiting, load.running) == (2, 1)
+    assert load.waiting_tokens == load.pending_tokens == 90
+    assert load.prefill_tokens_per_s == 2000
+
+
+def test_the_books_are_in_pages():
+    books = told(PREFILL, Role.PREFILL).books
+    assert (books.total, books.free, books.private) == (64, 62, 2)
+
+
+def test_before_its_first_report_a_rank_is_empty_and_as_large_as_asked_for():
+    """SGLang answers zeros until then."""
+    for load in ({}, {"max_total_num_tokens": 0, "num_used_tokens": 0}):
+        empty = told(load, Role.DECODE)
+        assert (empty.books.total, empty.books.free, empty.waiting, empty.running) == (99, 99, 0, 0)
+        assert loads.num_pages(load, PAGE) == 0

@@ -1,0 +1,116 @@
+"""Which checkpoints are refused before SGLang loads them; the configs are cut down to what says so."""
+
+import json
+
+import pytest
+
+from services.engine.sglang.service.model_shape import ModelShape
+from services.values.errors import ConfigError
+
+PLAIN = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1000,
+}
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1536}
+
+
+def read(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelShape.read(str(folder))
+
+
+PASSING = {
+    "llama": {},
+    "mistral without a window": {"sliding_window": None},
+    "qwen2, its window switched off": {"sliding_window": 1024, "use_sliding_window": False},
+    "qwen2, its window after the last layer": {
+        **{"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 4}
+    },
+    "qwen2, its layers listed": {"sliding_window": 1024, "layer_types": ["full_attention"] * 4},
+    "phi3, its window longer than its context": {"sliding_window": 4096},
+    "minimax-m2": {"attn_type_list": [1, 1, 1, 1]},
+    "granite 4 without mamba": {"layer_types": ["attention"] * 4, "mamba_d_state": 128},
+    "deepseek-v3": MLA,
+    "deepseek-v3.2": {**MLA, "index_topk": 2048, "layer_types": ["deepseek_sparse_attention"] * 4},
+    "a draft head": {"num_nextn_predict_layers": 1},
+}
+
+
+@pytest.mark.parametrize("changes", PASSING.values(), ids=PASSING)
+def test_layers_that_keep_the_kv_of_every_token_pass(tmp_path, changes):
+    assert read(tmp_path, {**PLAIN, **changes}) == ModelShape(2, 64, 4096, 1000, 4096)
+
+
+REFUSED = {
+    "mistral": ({"sliding_window": 1024}, "sliding_window=1024"),
+    "qwen2, its window in use": (
+        {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2},
+        "sliding_window=1024",
+    ),
+    "gpt-oss": (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        "layer_types: sliding_attention",
+    ),
+    "llama 4": ({"attention_chunk_size": 512}, "attention_chunk_size=512"),
+    "qwen3-next": (
+        {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
+        "layer_types: linear_attention",
+    ),
+    "qwen3-next, not listed": ({"full_attention_interval": 4, "linear_num_key_heads": 16}, "linear_num_key"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "layer_types: conv"),
+    "zamba2": ({"layers_block_type": ["mamba", "hybrid"] * 2}, "layers_block_type: hybrid, mamba"),
+    "nemotron-h": (
+        {"hybrid_override_pattern": "M-M*", "ssm_state_size": 128},
+        "hybrid_override_pattern; ssm",
+    ),
+    "jamba": ({"attn_layer_period": 8, "mamba_d_state": 16}, "mamba_d_state"),
+    "falcon-mamba": ({"state_size": 16}, "state_size"),
+    "recurrent-gemma": ({"block_types": ["recurrent", "attention"]}, "block_types: recurrent"),
+    "kimi-linear": ({**MLA, "linear_attn_config": {"kda_layers": [1, 2, 3]}}, "linear_attn_config"),
+    "minimax-text-01": ({"attn_type_list": [0, 0, 0, 1]}, "attn_type_list: 0"),
+    "mimo-v2": ({"hybrid_layer_pattern": [1, 1, 1, 0]}, "hybrid_layer_pattern"),
+    "deepseek-v4": ({"compress_ratios": [0, 4, 128, 4]}, "compress_ratios"),
+}
+
+
+@pytest.mark.parametrize("changes,said", REFUSED.values(), ids=REFUSED)
+def test_windows_and_states_are_refused_with_what_says_so(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=f"KV of every token, and its config.json says {said}"):
+        read(tmp_path, {**PLAIN, **changes})
+
+
+def test_stretched_angles_lengthen_the_context(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    shape = read(tmp_path, {**PLAIN, "rope_scaling": yarn})
+    assert (shape.max_position_embeddings, shape.max_context_tokens) == (4096, 8192)
+
+
+def test_a_model_type_that_disagrees_with_the_architecture_is_refused(tmp_path):
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen2"}
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is of model_type 'qwen3', not 'qwen2'"):
+        read(tmp_path, {**PLAIN, **names})
+    assert read(tmp_path, {**PLAIN, **names, "architectures": ["NotOneOfOurs"]})
+
+
+def test_of_a_multimodal_model_the_text_part_counts(tmp_path):
+    vision = {"window_size": 112, "sliding_window": 112}
+    assert read(tmp_path, {"text_config": PLAIN, "vision_config": vision, **vision})
+    with pytest.raises(ConfigError, match="sliding_window=1024"):
+        read(tmp_path, {"text_config": {**PLAIN, "sliding_window": 1024}})
+
+
+@pytest.mark.parametrize(
+    "config", [[], {}, {**PLAIN, "layer_types": 4}, {**PLAIN, "max_position_embeddings": None}]
+)
+def test_a_config_that_cannot_be_used_is_refused(tmp_path, config):
+    with pytest.raises(ConfigError, match="cannot be used"):
+        read(tmp_path, config)
+
+
+def test_a_config_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelShape.read(str(tmp_path))

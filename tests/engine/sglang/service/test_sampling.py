@@ -1,0 +1,44 @@
+"""Our sampling parameters as SGLang's, and what it does not offer."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
+from services.values.errors import InvalidRequest, Unavailable
+from services.values.request import GenerationRequest, SamplingParams
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(logprobs=0), SamplingParams(min_tokens=1)])
+def test_what_sglang_cannot_give_is_refused(sampling):
+    with pytest.raises(InvalidRequest, match="sglang"):
+        check_sampling(sampling)
+    check_sampling(SamplingParams(temperature=0.7, seed=3, top_k=5))
+
+
+@pytest.mark.parametrize("max_tokens,so_far,expected", [(10, 0, 10), (10, 4, 6), (None, 4, 91), (500, 0, 95)])
+def test_a_moved_request_is_given_what_is_left_of_it(max_tokens, so_far, expected):
+    request = GenerationRequest(
+        "r", (1, 2, 3, 4, 5), SamplingParams(max_tokens=max_tokens), output_ids_so_far=(9,) * so_far
+    )
+    assert sampling_arguments(request, 100)["max_new_tokens"] == expected
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+def test_penalties_are_not_counted_over_what_another_rank_generated(name):
+    penalized = SamplingParams(**{name: 0.5})
+    moved = GenerationRequest("r", (1, 2), penalized, output_ids_so_far=(9,))
+    with pytest.raises(Unavailable, match="penalties"):
+        check_resumption(moved)
+    check_resumption(replace(moved, output_ids_so_far=()))
+    check_resumption(replace(moved, sampling=SamplingParams(temperature=0.7)))
+
+
+def test_stop_tokens_end_it_unless_it_is_to_go_on():
+    sampling = SamplingParams(stop_token_ids=(7,))
+    request = GenerationRequest("r", (1,), sampling, eos_token_ids=(2,))
+    assert sampling_arguments(request, 100)["stop_token_ids"] == [2, 7]
+    request = GenerationRequest(
+        "r", (1,), SamplingParams(stop_token_ids=(7,), ignore_eos=True), eos_token_ids=(2,)
+    )
+    assert sampling_arguments(request, 100)["stop_token_ids"] == [7]

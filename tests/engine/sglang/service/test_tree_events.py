@@ -1,0 +1,177 @@
+"""SGLang's events, whose hashes are names to us, become the index's hashes."""
+
+import hashlib
+import random
+
+import pytest
+
+from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.kv.block_hash import scope_seed, sequence_hashes
+from services.values.kv import CacheEvents
+
+PAGE, BLOCK = 4, 8
+
+
+def name(tokens):
+    """Any function of the whole prefix would do."""
+    return int.from_bytes(hashlib.sha256(repr(list(tokens)).encode()).digest()[:8], "big", signed=True)
+
+
+def stored(tokens, start=0, salt=None):
+    ends = range(start + PAGE, len(tokens) + 1, PAGE)
+    return {
+        "type": "BlockStored",
+        "block_hashes": [name(tokens[:end]) for end in ends],
+        "parent_block_hash": name(tokens[:start]) if start else None,
+        "token_ids": list(tokens[start:]),
+        "block_size": PAGE,
+        **({"cache_salt": salt} if salt else {}),
+    }
+
+
+def removed(tokens, start):
+    ends = range(start + PAGE, len(tokens) + 1, PAGE)
+    return {"type": "BlockRemoved", "block_hashes": [name(tokens[:end]) for end in ends]}
+
+
+def rebuilder():
+    return TreeEventRebuilder("m", PAGE, BLOCK)
+
+
+def test_pages_become_index_blocks():
+    tokens = list(range(100, 120))
+    events = rebuilder().rebuild([stored(tokens)])
+    assert list(events.stored) == sequence_hashes(tokens, BLOCK, scope_seed("m"))
+    assert not events.removed and not events.cleared
+
+
+def test_a_block_may_come_in_two_batches():
+    tokens, tree = list(range(16)), rebuilder()
+    first = tree.rebuild([stored(tokens[:12])])
+    second = tree.rebuild([stored(tokens, start=12)])
+    assert [*first.stored, *second.stored] == sequence_hashes(tokens, BLOCK, scope_seed("m"))
+    assert len(second.stored) == 1
+
+
+def test_salt_and_model_are_in_the_hash():
+    tokens = list(range(8))
+    assert list(rebuilder().rebuild([stored(tokens, salt="t1")]).stored) == sequence_hashes(
+        tokens, BLOCK, scope_seed("m", "t1")
+    )
+
+
+def test_what_is_stored_and_removed_in_one_batch_is_not_told():
+    tokens = list(range(8))
+    assert rebuilder().rebuild([stored(tokens), removed(tokens, 0)]) == CacheEvents()
+
+
+def test_what_is_removed_and_stored_again_in_one_batch_is_not_told():
+    tokens, tree = list(range(8)), rebuilder()
+    tree.rebuild([stored(tokens)])
+    assert tree.rebuild([removed(tokens, 0), stored(tokens)]) == CacheEvents()
+
+
+def test_clearing_forgets_everything():
+    tokens, tree = list(range(8)), rebuilder()
+    tree.rebuild([stored(tokens)])
+    events = tree.rebuild([{"type": "AllBlocksCleared"}])
+    assert events.cleared and tree.num_pages == 0
+    assert tree.rebuild([stored(list(range(12)), start=8)]) == CacheEvents()  # its parent is unknown
+
+
+NEW = list(range(200, 200 + BLOCK))
+
+
+def pairs(tokens):
+    """As SGLang tells of a tree whose keys are bigrams: a token with the next one."""
+    return {**stored(tokens), "token_ids": [[token, token + 1] for token in tokens]}
+
+
+UNREADABLE = [
+    pairs(NEW),
+    {"type": "BlockMoved"},
+    {"type": "BlockStored"},
+    {"type": "BlockRemoved", "block_hashes": 7},
+    {"block_hashes": []},
+    ["BlockStored"],
+    None,
+    {**stored(NEW), "block_size": 8},
+    {**stored(NEW), "token_ids": NEW[:-1]},
+    {**stored(NEW), "token_ids": [-1] * BLOCK},
+    {**stored(NEW), "token_ids": [2**32] * BLOCK},
+    {**stored(NEW), "block_hashes": [[1], [2]]},
+]
+
+
+@pytest.mark.parametrize("event", UNREADABLE, ids=str)
+def test_after_an_event_that_cannot_be_read_nothing_earlier_counts_as_held(event):
+    first, later, tree = list(range(8)), list(range(50, 58)), rebuilder()
+    tree.rebuild([stored(first)])
+    events = tree.rebuild([stored(NEW), event, stored(later)])
+    assert events == CacheEvents(tuple(sequence_hashes(later, BLOCK, scope_seed("m"))), (), cleared=True)
+    assert tree.unreadable.total() == 1
+    # What SGLang still holds below it: where it begins is not known any more.
+    assert tree.rebuild([stored(list(range(16)), start=8), removed(first, 0)]) == CacheEvents()
+    assert tree.rebuild([removed(later, 0)]).removed == tuple(sequence_hashes(later, BLOCK, scope_seed("m")))
+
+
+def test_what_was_removed_before_an_event_that_cannot_be_read_is_told():
+    tokens, tree = list(range(8)), rebuilder()
+    tree.rebuild([stored(tokens)])
+    events = tree.rebuild([removed(tokens, 0), {"type": "BlockMoved"}])
+    assert events == CacheEvents(removed=tuple(sequence_hashes(tokens, BLOCK, scope_seed("m"))))
+
+
+def test_a_tree_of_pairs_is_told_of_as_empty_and_not_cleared_again_and_again():
+    tree = rebuilder()
+    events = [tree.rebuild([pairs(list(range(start, start + 8)))]) for start in (0, 8, 16)]
+    assert events == [CacheEvents()] * 3 and tree.num_pages == 0
+    assert tree.rebuild([{"type": "BlockMoved"}]) == CacheEvents()
+    assert tree.unreadable.total() == 4 and len(tree.unreadable) == 2
+
+
+def test_a_batch_that_cannot_be_read_at_all_is_like_an_event():
+    tokens, tree = list(range(8)), rebuilder()
+    tree.rebuild([stored(tokens)])
+    assert tree.forget("half of it") == CacheEvents(cleared=True)
+    assert tree.forget("half of it") == CacheEvents()
+    assert tree.unreadable == {"half of it": 2}
+
+
+def test_kinds_of_unreadable_events_do_not_grow_without_end():
+    tree = rebuilder()
+    tree.rebuild({"type": f"Block{number}"} for number in range(1000))
+    assert tree.unreadable.total() == 1000 and len(tree.unreadable) < 30
+
+
+def test_what_happens_on_another_tier_is_not_of_our_pages():
+    tokens, tree = list(range(8)), rebuilder()
+    assert tree.rebuild([{**stored(tokens), "medium": "CPU_PINNED"}]) == CacheEvents()
+    on_device = tree.rebuild([{**stored(tokens), "medium": "GPU"}])
+    assert on_device.stored == tuple(sequence_hashes(tokens, BLOCK, scope_seed("m")))
+    assert tree.rebuild([{**removed(tokens, 0), "medium": "CPU_PINNED"}]) == CacheEvents()
+    assert tree.rebuild([{**removed(tokens, 0), "medium": "GPU"}]).removed == on_device.stored
+    assert not tree.unreadable
+
+
+def test_random_growth_and_eviction_against_a_plain_set():
+    """What a mirror of our events holds is at all times what the tree's pages imply."""
+    rng, tree, pages, mirror = random.Random(3), rebuilder(), {}, set()
+    for _ in range(400):
+        if pages and rng.random() < 0.4:
+            parents = {tuple(tokens[:-PAGE]) for tokens in pages.values()}
+            leaf = rng.choice([tokens for tokens in pages.values() if tuple(tokens) not in parents])
+            batch = [removed(leaf, len(leaf) - PAGE)]
+            del pages[name(leaf)]
+        else:
+            base = list(rng.choice(list(pages.values()))) if pages and rng.random() < 0.8 else []
+            tokens = base + [rng.randrange(3) for _ in range(PAGE * rng.randint(1, 3))]
+            batch = [stored(tokens, start=len(base))]
+            for end in range(len(base) + PAGE, len(tokens) + 1, PAGE):
+                pages[name(tokens[:end])] = tokens[:end]
+        events = tree.rebuild(batch)
+        assert not mirror & set(events.stored) and mirror >= set(events.removed)
+        mirror = (mirror | set(events.stored)) - set(events.removed)
+        full = [tokens for tokens in pages.values() if len(tokens) % BLOCK == 0]
+        assert mirror == {sequence_hashes(tokens, BLOCK, scope_seed("m"))[-1] for tokens in full}
+        assert tree.num_pages == len(pages)

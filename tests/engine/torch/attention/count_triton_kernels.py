@@ -1,0 +1,63 @@
+"""Attend to steps that differ in all that can differ, compiling what each would launch on a GPU.
+
+Prints how many kernels there are after each step.
+"""
+
+import torch
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from services.engine.paged.runner import Chunk
+from services.engine.torch.attention import triton_kernel
+from services.engine.torch.attention.parts import OnDevice
+from services.engine.torch.attention.step_view import view_step
+from services.values.request import SamplingParams
+
+NUM_HEADS = 8
+
+
+class AbsentDriver:
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def single_token(end, pages):
+    return Chunk([0], end - 1, pages, sample=False, sampling=SamplingParams())
+
+
+def attend(kv, chunks, layer, scaling):
+    view = view_step(kv, chunks, OnDevice(triton_kernel.attend_parts, NUM_HEADS, num_programs=264)).decode
+    query = torch.zeros(len(chunks), NUM_HEADS, kv.shape[5], dtype=kv.dtype)
+    triton_kernel.attend_parts(view, query, kv, layer, scaling, torch.empty_like(query))
+
+
+def main():
+    launch = JITFunction.run
+    JITFunction.run = lambda kernel, *arguments, warmup, **named: launch(
+        kernel, *arguments, warmup=True, **named
+    )
+    driver.set_active(AbsentDriver())
+    kv = torch.zeros(64, 16, 2, 2, 16, 64, dtype=torch.bfloat16)
+    first = [single_token(17 + i % 16, [0, 1 + i]) for i in range(20)]
+    steps = [
+        # The layer, the number of narrow parts, and lengths of tables: 0, 1, many, and multiples of 16.
+        *((kv, first, layer) for layer in (0, 1, 15, 16)),
+        *((kv, first[:count], 0) for count in (1, 2, 7, 16)),
+        *((kv, [single_token(16 * i + 1, list(range(i + 1)))], 1) for i in (0, 1, 31)),
+        *((kv[:, :num_layers].contiguous(), first, 0) for num_layers in (1, 3)),
+    ]
+    for i, (pool, chunks, layer) in enumerate(steps):
+        attend(pool, chunks, layer, scaling=(0.125, 1.0)[i % 2])
+        kernels = (triton_kernel._attend_part, triton_kernel._join_parts)
+        print(sum(len(kernel.device_caches[0][0]) for kernel in kernels))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What attends is compared with what is plain, and what is wrong is found out."""
+
+import pytest
+import torch
+
+from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_numbers
+from services.engine.torch.attention import paged_attention as attention
+from services.engine.torch.attention import step_view
+from services.engine.torch.attention.agreement import KernelWrong, require_agreement, require_causal
+from services.engine.torch.attention.parts import OnDevice
+from services.values.errors import ConfigError
+
+NUM_HEADS = 4
+
+
+def pool(dtype=torch.float32, page_size=16):
+    return torch.zeros(2, 3, 2, 2, page_size, 8, dtype=dtype)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_kernel_that_is_right_agrees(dtype, page_size):
+    kv = pool(dtype, page_size)
+    require_agreement(OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16), kv)
+    assert not kv.any()
+
+
+def forgetting(column, change):
+    """A kernel for which every part is another one in one respect."""
+
+    def attend(view, *arguments):
+        view.parts[:, column] += change
+        attend_parts_plainly(view, *arguments)
+
+    return attend
+
+
+def of_all_slots(view, *arguments):
+    view.tokens.fill_(16)
+    attend_parts_plainly(view, *arguments)
+
+
+def without_shared_pages(view, query, kv, layer, scaling, output):
+    view.log_sums.fill_(0)
+    attend_parts_plainly(view, query, kv, layer, scaling, output)
+    for i, offset in enumerate(view.offsets.tolist()):
+        output[offset] = view.outputs[view.readings[view.starts[i]].long()]
+
+
+def nowhere(view, query, kv, layer, scaling, output):
+    output.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    "attend", [forgetting(2, 1), of_other_numbers, of_all_slots, without_shared_pages, nowhere]
+)
+def test_a_kernel_that_is_wrong_is_found_out(attend):
+    with pytest.raises((KernelWrong, IndexError)):
+        require_agreement(OnDevice(attend, NUM_HEADS, num_programs=16), pool())
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prompts_agree_with_a_plain_softmax(dtype, page_size):
+    kv = pool(dtype, page_size)
+    require_causal(kv, NUM_HEADS)
+    assert not kv.any()
+
+
+def masked(diagonal):
+    """That the first token of a chunk which begins at `start` sees keys up to `diagonal(start)`."""
+
+    def mask(length, end, device):
+        return torch.ones(length, end, dtype=torch.bool).tril(diagonal(end - length))
+
+    return step_view, "_causal_mask", mask
+
+
+def attending(change):
+    attend = attention.scaled_dot_product_attention
+    return (
+        attention,
+        "scaled_dot_product_attention",
+        lambda *args, **settings: change(attend, *args, **settings),
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        masked(lambda start: start + 1),  # one token too many
+        masked(lambda start: start - 1),
+        masked(lambda start: 0),  # the other corner
+        attending(lambda attend, *args, **settings: attend(*args, **settings | {"is_causal": False})),
+        attending(lambda attend, q, k, v, **settings: attend(q, k.flip(0), v, **settings)),  # the wrong heads
+        attending(lambda attend, *args, **settings: attend(*args, **settings) * torch.nan),
+    ],
+)
+def test_a_torch_that_attends_wrongly_is_refused(fault, monkeypatch):
+    monkeypatch.setattr(*fault)
+    with pytest.raises(ConfigError, match="plain softmax"):
+        require_causal(pool(), NUM_HEADS)
+
+
+def test_so_is_one_that_cannot(monkeypatch):
+    def fail(*args, **settings):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", fail)
+    with pytest.raises(ConfigError, match="cannot attend on cpu: no kernel image"):
+        require_causal(pool(), NUM_HEADS)

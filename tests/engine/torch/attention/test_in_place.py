@@ -1,0 +1,88 @@
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_numbers
+from services.engine.torch.attention import in_place
+from services.engine.torch.attention.agreement import require_agreement
+from services.engine.torch.attention.in_place import choose_in_place
+from services.engine.torch.attention.parts import OnDevice
+from services.engine.torch.attention.step_view import InPlace
+from services.values.errors import ConfigError
+
+NUM_HEADS = 4
+MODULE = "services.engine.torch.attention.triton_kernel"
+
+
+def pool(dtype=torch.float32, page_size=16):
+    return torch.zeros(2, 3, 2, 2, page_size, 8, dtype=dtype)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A pool that says it is on a GPU, and what is computed there on the CPU."""
+    properties = SimpleNamespace(multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        in_place, "require_agreement", lambda on_device, kv: require_agreement(on_device, pool())
+    )
+    monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: None)
+    return SimpleNamespace(device=torch.device("cuda", 0))
+
+
+def install(monkeypatch, attend):
+    module = ModuleType(MODULE)
+    module.attend_parts = attend
+    monkeypatch.setitem(sys.modules, MODULE, module)
+
+
+def test_on_a_gpu_the_kernel_is_taken_that_works(cuda, monkeypatch):
+    install(monkeypatch, attend_parts_plainly)
+    assert choose_in_place(cuda, NUM_HEADS) == OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16)
+
+
+def failing(*_):
+    raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"), [(failing, "no C compiler"), (of_other_numbers, "KernelWrong")]
+)
+def test_a_kernel_that_does_not_work_is_left_alone_and_that_is_said(
+    cuda, monkeypatch, caplog, attend, reason
+):
+    install(monkeypatch, attend)
+    assert choose_in_place(cuda, NUM_HEADS) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("attention_kernel_unusable error=")
+    assert reason in record.getMessage()
+
+
+def test_so_is_one_that_is_not_there(cuda, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, MODULE, None)  # as without Triton
+    assert choose_in_place(cuda, NUM_HEADS) is None
+    assert "attention_kernel_unusable error=" in caplog.text
+
+
+def test_without_a_torch_that_attends_nothing_serves(cuda, monkeypatch):
+    def refuse(kv, num_heads):
+        raise ConfigError("this torch does not attend as it should")
+
+    install(monkeypatch, attend_parts_plainly)
+    monkeypatch.setattr(in_place, "require_causal", refuse)
+    with pytest.raises(ConfigError, match="does not attend"):
+        choose_in_place(cuda, NUM_HEADS)
+
+
+def test_on_a_cpu_threads_read_the_pages(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert choose_in_place(pool(), NUM_HEADS) == InPlace()
+    assert choose_in_place(pool(torch.float64), NUM_HEADS) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    chosen = choose_in_place(pool(), NUM_HEADS)
+    assert chosen.num_threads == 3
+    chosen.executor.shutdown()

@@ -1,0 +1,92 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.torch.attention.decode_kernel import Pieces
+from services.engine.torch.attention.parts import cut_pieces, rows_of
+
+
+def pool(num_kv_heads=8, page_size=16, dtype=torch.bfloat16):
+    return torch.empty(1, 1, 2, num_kv_heads, page_size, 1, dtype=dtype)
+
+
+def pieces_of(sizes):
+    """Each of so many pages and so many readers; a piece's readers are the first queries."""
+    pages = sum(num_pages for num_pages, _ in sizes)
+    readers = [query for _, num_readers in sizes for query in range(num_readers)]
+    return Pieces(
+        np.arange(100, 100 + pages),
+        np.full(pages, 16),
+        np.cumsum([0, *(num_pages for num_pages, _ in sizes)]),
+        np.array(readers),
+        np.cumsum([0, *(num_readers for _, num_readers in sizes)]),
+    )
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 40)), min_size=1, max_size=8),
+    group=st.sampled_from([1, 2, 4, 7, 8, 96]),
+    num_kv_heads=st.sampled_from([1, 8]),
+    page_size=st.sampled_from([1, 16, 128]),
+    num_programs=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_parts_are_all_of_the_pieces_and_nothing_twice(
+    sizes, group, num_kv_heads, page_size, num_programs, dtype
+):
+    pieces = pieces_of(sizes)
+    kv, num_heads = pool(num_kv_heads, page_size, dtype), group * num_kv_heads
+    parts = cut_pieces(pieces, kv, num_heads, num_programs)
+    expected = [
+        (page, reader)
+        for i in range(len(sizes))
+        for page in range(*pieces.page_starts[i : i + 2])
+        for reader in range(*pieces.reader_starts[i : i + 2])
+    ]
+    table = parts.table.tolist()
+    read = [
+        (p, r) for first, end, start, stop, _ in table for p in range(first, end) for r in range(start, stop)
+    ]
+    assert sorted(read) == expected
+    narrow, wide = rows_of(kv, num_heads)
+    rows = [(stop - start) * group for _, _, start, stop, _ in table]
+    assert all(n <= narrow for n in rows[: parts.num_narrow])
+    assert all(narrow < n <= wide for n in rows[parts.num_narrow :])
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 40)), min_size=1, max_size=8),
+    num_programs=st.integers(1, 300),
+)
+def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, num_programs):
+    pieces = pieces_of(sizes)
+    parts = cut_pieces(pieces, pool(), 32, num_programs)
+    query_at = {
+        first_output + i: pieces.readers[start + i]
+        for _, _, start, stop, first_output in parts.table.tolist()
+        for i in range(stop - start)
+    }
+    starts, readings = parts.joins.starts.tolist(), parts.joins.readings.tolist()
+    assert sorted(readings) == sorted(query_at) == list(range(len(readings)))
+    assert len(starts) == max(num_readers for _, num_readers in sizes) + 1
+    for query, (start, end) in enumerate(pairwise(starts)):
+        assert end > start
+        assert all(query_at[reading] == query for reading in readings[start:end])
+
+
+def test_a_long_context_keeps_every_program_busy_and_a_short_one_is_left_whole():
+    long = cut_pieces(pieces_of([(512, 1)]), pool(), 32, num_programs=264)
+    assert 264 / 8 - 3 <= len(long.table) <= 264 / 8
+    assert np.ptp(long.table[:, 1] - long.table[:, 0]) <= 1
+    short = cut_pieces(pieces_of([(8, 1)]), pool(), 32, num_programs=264)
+    assert len(short.table) == 1
+
+
+@pytest.mark.parametrize(("num_readers", "num_parts"), [(1, 1), (16, 1), (17, 2), (40, 3)])
+def test_pages_are_read_once_for_as_many_readers_as_are_multiplied_at_once(num_readers, num_parts):
+    parts = cut_pieces(pieces_of([(4, num_readers)]), pool(), 32, num_programs=264)
+    assert len(parts.table) == num_parts

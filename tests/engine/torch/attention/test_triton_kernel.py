@@ -1,0 +1,156 @@
+"""The GPU's attention kernel: in Triton's interpreter; compiled, not run, for GPUs (make test-triton)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoints import tiny_checkpoint
+from engine.torch.attention.kernel_cases import Layout, attended, expected_attention, single_token, steps
+from reference import count_near_ties, random_prompt, reference_generation
+from services.engine.paged.runner import Chunk
+from services.engine.torch import runner as torch_runner
+from services.engine.torch.attention.agreement import require_agreement
+from services.engine.torch.attention.parts import OnDevice, PartsView
+from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.runner import TorchRunner
+from services.values.request import SamplingParams
+
+# Compiling and interpreting take their time where others compute too.
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
+
+GREEDY = SamplingParams(temperature=0)
+# Scores are sums of 128 products and about 10 at most: float32 rounds them by some 1e-6 each, as it does exp.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
+
+
+@pytest.fixture(scope="module")
+def attend_parts():
+    from services.engine.torch.attention.triton_kernel import _IS_INTERPRETED, attend_parts
+
+    assert _IS_INTERPRETED, "TRITON_INTERPRET=1 must be set before anyone imports Triton"
+    return attend_parts
+
+
+@settings(max_examples=40)
+@given(
+    step=steps(),
+    group=st.sampled_from([1, 2, 4, 8]),
+    head_dim=st.sampled_from([64, 80, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    num_programs=st.sampled_from([1, 16, 264]),
+    seed=st.integers(0, 99),
+)
+def test_it_computes_what_float64_does(attend_parts, step, group, head_dim, dtype, num_programs, seed):
+    layout = Layout(dtype, head_dim, group)
+    output, expected = attended(attend_parts, step, layout, num_programs, seed)
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("page_size", [7, 64])
+def test_the_runners_own_check_finds_it_right(attend_parts, dtype, page_size):
+    kv = torch.zeros(1, 3, 2, 2, page_size, 64, dtype=dtype)
+    require_agreement(OnDevice(attend_parts, num_heads=8, num_programs=264), kv)
+
+
+def test_scores_far_apart_join_without_overflow(attend_parts):
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(40, 2, 2, 1, 16, 64, generator=generator)
+    kv[17] *= 1000
+    chunks = [single_token(40 * 16 - 3, list(range(40)))]
+    query = 100 * torch.randn(1, 2, 64, generator=generator)
+    view = view_step(kv, chunks, OnDevice(attend_parts, num_heads=2, num_programs=264)).decode
+    assert len(view.parts) > 1
+    output = torch.empty_like(query)
+    attend_parts(view, query, kv, 1, 1.0, output)
+    expected = expected_attention(kv, chunks, query, 1.0)
+    torch.testing.assert_close(output.double(), expected, atol=0.05, rtol=1e-3)
+
+
+@pytest.fixture
+def views(attend_parts, monkeypatch):
+    """Those of the steps; all runners attend by the kernel."""
+    recorded = []
+
+    def recording(*args):
+        recorded.append(view_step(*args))
+        return recorded[-1]
+
+    monkeypatch.setattr(torch_runner, "view_step", recording)
+    monkeypatch.setattr(
+        torch_runner,
+        "choose_in_place",
+        lambda kv, num_heads: OnDevice(attend_parts, num_heads, num_programs=16),
+    )
+    return recorded
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_greedy_output_is_that_of_transformers(architecture, views):
+    """Three sequences share a prefix, one is alone; prompts join between decode steps."""
+    directory = tiny_checkpoint(architecture)
+    runner = TorchRunner(directory, num_pages=64, page_size=16)
+    prefix = random_prompt(128, seed=1)
+    prompts = [prefix + random_prompt(n, seed=n) for n in (40, 2, 17)] + [random_prompt(75, seed=75)]
+    tables = [[*range(8), *range(8 + 6 * i, 14 + 6 * i)] for i in range(3)] + [list(range(63, 50, -1))]
+    ids, starts = [list(prompt) for prompt in prompts], [0, 128, 128, 0]
+    for step in range(16):
+        chunks = []
+        for own, start, pages in list(zip(ids, starts, tables, strict=True))[: 1 + step]:
+            chunks.append(Chunk(own[start:], start, pages, sample=True, sampling=GREEDY, history=own[:]))
+        for i, (chunk, sampled) in enumerate(zip(chunks, runner.run(chunks), strict=True)):
+            starts[i] = chunk.end
+            ids[i].append(sampled.token_id)
+    for prompt, own in zip(prompts, ids, strict=True):
+        output = own[len(prompt) :]
+        assert count_near_ties(reference_generation(directory, prompt, len(output)), output) == 0
+    of_decodes = [view for view in views if view.decode is not None]
+    assert all(isinstance(view.decode, PartsView) for view in of_decodes)
+    assert any(view.chunks for view in of_decodes)
+    readers = [view.decode.parts[:, 3] - view.decode.parts[:, 2] for view in of_decodes]
+    assert sum((counts == 3).any().item() for counts in readers) >= 10
+
+
+# dtype, head_dim, heads to a KV head: with the largest tiles of each type, and with no power of two.
+COMPILED = [("bfloat16", 128, 4), ("bfloat16", 256, 8), ("float32", 128, 4), ("float16", 80, 7)]
+SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9; others have more
+
+
+def printed(program, *arguments, cache):
+    """By a process of its own, for what is interpreted cannot be compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / program, *arguments],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_it_compiles_for_gpus_and_fits_into_their_shared_memory(capability, tmp_path):
+    kernels = json.loads(
+        printed("compile_triton_kernel.py", str(capability), json.dumps(COMPILED), cache=tmp_path)
+    )
+    assert len(kernels) == 3 * len(COMPILED)
+    for kernel in kernels:
+        assert kernel["cubin_bytes"] > 0
+        assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, kernel
+
+
+def test_it_is_compiled_once_whatever_a_step_looks_like(tmp_path):
+    """It takes a second, in which a rank stands still."""
+    counts = [int(line) for line in printed("count_triton_kernels.py", cache=tmp_path).split()]
+    assert len(counts) == 13
+    assert set(counts) == {3}  # of narrow parts, of wide ones, and what joins them

@@ -1,0 +1,41 @@
+"""An etcd of a test process's own, and clients of it: for the conftest of each folder that needs them."""
+
+import itertools
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from etcd.real_etcd import FAST, client
+from services.etcd.client import Etcd
+from services.etcd.embedded import EmbeddedEtcd
+from services.index.keys import ClusterKeys
+
+_numbers = itertools.count()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    async with EmbeddedEtcd(tmp_path_factory.mktemp("etcd"), extra_arguments=FAST) as server:
+        yield server.endpoint
+
+
+@pytest_asyncio.fixture
+async def etcd(etcd_endpoint: str) -> AsyncIterator[Etcd]:
+    async with client(etcd_endpoint) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture
+async def own_server(tmp_path: Path) -> AsyncIterator[EmbeddedEtcd]:
+    """An etcd that the test may kill."""
+    async with EmbeddedEtcd(tmp_path / "own", extra_arguments=FAST) as server:
+        yield server
+
+
+@pytest.fixture
+def keys() -> ClusterKeys:
+    """Of a cluster that no other test uses."""
+    return ClusterKeys(f"test{next(_numbers)}-{os.getpid()}")

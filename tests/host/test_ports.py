@@ -1,0 +1,72 @@
+"""Free ports are free, differ, and cannot be taken by an outgoing connection."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ipv6 import needs_ipv6
+from services.host import ports
+from services.values.errors import ConfigError
+
+
+def test_they_differ_and_can_be_bound():
+    found = ports.free_ports("127.0.0.1", 8)
+    assert len(set(found)) == 8
+    for port in found:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_the_kernel_gives_them_to_nobody():
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if not ports._server_ports():
+        pytest.skip("here the kernel has taken every port for itself")
+    assert not [port for port in ports.free_ports("127.0.0.1", 50) if first <= port <= last]
+
+
+def test_taken_ports_are_passed_over(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(ports, "_server_ports", lambda: [taken.getsockname()[1]])
+        (found,) = ports.free_ports("127.0.0.1", 1)
+        assert found != taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "written"),
+    [("10.0.0.1", "10.0.0.1:7"), ("d0.svc", "d0.svc:7"), ("fd00::1", "[fd00::1]:7"), ("[::]", "[::]:7")],
+)
+def test_an_address_of_ipv6_stands_in_brackets(host, written):
+    assert ports.host_port(host, 7) == written
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::", "[::]"])
+def test_every_address_is_those_of_both_families(host):
+    with ports.listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, port), 5.0).close()
+        (found,) = ports.free_ports(host, 1)
+        assert found != port
+
+
+@needs_ipv6
+def test_an_address_of_ipv6_is_that_one_alone():
+    with ports.listen("::1", 0) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("::1", port), 5.0).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5.0)
+
+
+def test_without_ipv6_every_address_is_ipv4_s(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with ports.listen("::", 0) as listener:
+        assert listener.family == socket.AF_INET
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5.0).close()
+    assert ports.bindable("::1") == "::1"
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        ports.free_ports("192.0.2.1", 1)

@@ -1,0 +1,179 @@
+import pytest
+
+from etcd.fake_etcd import FakeEtcd
+from services.etcd.errors import LeaseNotFound
+from services.index.codec import decode_record
+from services.index.keys import ClusterKeys, HeadKey, LogKey, ParsedKey, SnapshotKey
+from services.index.records import PrefixDelta, PrefixHead
+from services.index.write.prefix_writer import LogLimits, RecordsMoved
+from services.index.write.publisher import Publisher, PublisherSettings
+from services.values.errors import StaleGeneration, Unavailable
+from services.values.kv import BlockHash, CacheEvents
+from services.values.rank import Generation, RankId, RankKey
+
+KEYS = ClusterKeys("c")
+RANK = RankKey("w", 0)
+SMALL = PublisherSettings(log=LogLimits(max_deltas=3, max_chunk_hashes=4))
+LEASE = 9
+
+
+def publisher(etcd: FakeEtcd, generation: int = 1) -> Publisher:
+    made = Publisher(etcd, KEYS, RankId("w", 0, Generation(generation)), SMALL)  # type: ignore[arg-type]
+    etcd.leases.add(LEASE)
+    made.attach(LEASE)
+    return made
+
+
+def store(target: Publisher, *blocks: int) -> None:
+    target.record(CacheEvents(stored=tuple(map(BlockHash, blocks))))
+
+
+def parsed(etcd: FakeEtcd) -> list[ParsedKey | None]:
+    return [KEYS.parse(key) for key in sorted(etcd.kvs)]
+
+
+def head(etcd: FakeEtcd) -> PrefixHead:
+    record = decode_record(HeadKey(RANK), etcd.kvs[KEYS.head(RANK)].value)
+    assert isinstance(record, PrefixHead)
+    return record
+
+
+async def test_a_long_log_gives_way_to_a_snapshot_and_nothing_old_is_left() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    for block in range(5):
+        store(writer, block)
+        await writer.flush()
+    assert parsed(etcd) == [
+        HeadKey(RANK),
+        SnapshotKey(RANK, 2, 0),
+        SnapshotKey(RANK, 2, 1),
+    ]
+    assert head(etcd) == PrefixHead(Generation(1), epoch=2, base_seq=3, snapshot_chunks=2)
+    store(writer, 5)
+    await writer.flush()
+    assert LogKey(RANK, 3) in parsed(etcd)
+    assert {kv.lease_id for kv in etcd.kvs.values()} == {LEASE}
+    assert (writer.snapshots_written, writer.deltas_written) == (2, 4)
+
+
+async def test_a_later_life_uses_later_epochs_and_clears_up_after_the_earlier_one() -> None:
+    etcd = FakeEtcd()
+    old = publisher(etcd, generation=1)
+    for block in range(6):
+        store(old, block)
+        await old.flush()
+    assert head(etcd).epoch == 2 and LogKey(RANK, 3) in parsed(etcd)
+    new = publisher(etcd, generation=2)
+    store(new, 1)
+    await new.flush()
+    assert head(etcd) == PrefixHead(Generation(2), epoch=3, base_seq=0, snapshot_chunks=1)
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 3, 0)]
+    store(old, 9)
+    with pytest.raises(Exception, match="written by someone else"):
+        await old.flush()
+    with pytest.raises(StaleGeneration):
+        await old.flush()
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 3, 0)]
+
+
+async def test_an_aborted_snapshot_leaves_no_chunks_once_the_next_one_is_written() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    store(writer, *range(10))
+    etcd.fault, etcd.writes_until_fault = "before", 2
+    with pytest.raises(Unavailable):
+        await writer.flush()
+    assert parsed(etcd) == [SnapshotKey(RANK, 1, 0), SnapshotKey(RANK, 1, 1)]
+    etcd.fault = None
+    await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK), *(SnapshotKey(RANK, 2, chunk) for chunk in range(3))]
+
+
+async def test_a_delta_is_not_appended_to_a_log_that_etcd_has_lost() -> None:
+    """The head is as it was; so is the lease."""
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    await writer.flush()
+    backup = etcd.revision
+    store(writer, 1)
+    await writer.flush()
+    etcd.restore(backup)
+    store(writer, 2)
+    with pytest.raises(RecordsMoved):
+        await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK)]
+    await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 2, 0)] and writer.idle
+
+
+async def test_a_snapshot_whose_first_chunk_etcd_has_lost_never_takes_effect() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    await writer.flush()
+    store(writer, *range(10))
+    backup = etcd.revision
+    txn = etcd.txn
+
+    async def restore_after_the_first_chunk(*arguments, **options):
+        result = await txn(*arguments, **options)
+        if result.revision == backup + 1:
+            etcd.restore(backup)
+        return result
+
+    etcd.txn = restore_after_the_first_chunk  # type: ignore[method-assign]
+    writer._writer.start_over()
+    with pytest.raises(RecordsMoved):
+        await writer.flush()
+    assert head(etcd).snapshot_chunks == 0
+    etcd.txn = txn  # type: ignore[method-assign]
+    await writer.flush()
+    assert head(etcd).snapshot_chunks == 3
+
+
+async def test_a_delta_says_how_long_its_oldest_event_waited() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    await writer.flush()
+    store(writer, 1)
+    etcd.now += 0.5
+    store(writer, 2)
+    etcd.now += 0.25
+    assert writer.lag_s == 0.75
+    await writer.flush()
+    delta = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
+    assert isinstance(delta, PrefixDelta)
+    assert (tuple(delta.added), delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
+
+
+async def test_a_snapshot_says_how_long_its_oldest_event_waited_for_the_last_chunk() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    store(writer, *range(10))
+    etcd.now += 0.5
+    txn = etcd.txn
+
+    async def take_a_second(*arguments, **options):
+        result = await txn(*arguments, **options)
+        etcd.now += 1.0
+        return result
+
+    etcd.txn = take_a_second  # type: ignore[method-assign]
+    await writer.flush()
+    assert (head(etcd).snapshot_chunks, head(etcd).age_s) == (3, 2.5)
+
+
+async def test_without_a_lease_it_only_collects() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    etcd.lapse(LEASE)
+    with pytest.raises(LeaseNotFound):
+        store(writer, 1)
+        await writer.flush()
+    store(writer, 2)
+    await writer.flush()
+    assert etcd.kvs == {} and not writer.idle
+    etcd.leases.add(LEASE + 1)
+    writer.attach(LEASE + 1)
+    await writer.flush()
+    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 1 + 1, 0)] and writer.idle

@@ -1,0 +1,53 @@
+import pytest
+
+from services.model.context_length import context_tokens
+
+QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# max_position_embeddings, how angles are stretched, the context
+FORMS = {
+    "plain": (4096, None, 4096),
+    "default": (4096, {"rope_type": "default", "rope_theta": 1e4}, 4096),
+    "Qwen3 as its documentation stretches it": (40960, QWEN3, 131072),
+    "Qwen2.5 likewise": (32768, QWEN3, 131072),
+    "already the stretched length": (131072, QWEN3, 131072),
+    "DeepSeek-V3": (163840, {**QWEN3, "factor": 40, "original_max_position_embeddings": 4096}, 163840),
+    "a factor lowered, as Qwen's documentation advises": (131072, {**QWEN3, "factor": 2.0}, 65536),
+    "type by its old name": (40960, {"type": "yarn", **dict(list(QWEN3.items())[1:])}, 131072),
+    "yarn without an original length": (4096, {"rope_type": "yarn", "factor": 4.0}, 16384),
+    "yarn without a factor": (16384, {**QWEN3, "factor": None}, 16384),
+    "no whole number": (40960, {**QWEN3, "factor": 1.3}, 42598),
+    "Llama 3.1": (131072, LLAMA3, 131072),
+    "vicuna-16k": (4096, {"type": "linear", "factor": 4.0}, 16384),
+    "linear, the stretched length stated": (
+        16384,
+        {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096},
+        16384,
+    ),
+    "by kind of layer": (
+        40960,
+        {"full_attention": QWEN3, "sliding_attention": {"rope_type": "default"}},
+        40960,
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("stated,rope,expected", FORMS.values(), ids=FORMS)
+def test_the_context_is_what_the_angles_are_made_for(stated, rope, expected, key):
+    config = {"max_position_embeddings": stated, key: rope}
+    assert context_tokens(config) == context_tokens({"text_config": config}) == expected
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"max_position_embeddings": None}, {"max_position_embeddings": 9, "rope_scaling": "yarn"}]
+)
+def test_what_says_nothing_is_an_error(config):
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+        context_tokens(config)

@@ -1,0 +1,67 @@
+"""Weights reckoned from config.json against what checkpoints really hold."""
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from checkpoints import tiny_checkpoint
+from model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
+from services.cli.make_model import ARCHITECTURES
+from services.model.weights import weights
+from services.values.errors import ConfigError
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_checkpoint_of_ours_has_about_so_many_parameters(architecture):
+    """Biases and the norms of heads are not counted: next to nothing of a model of any size."""
+    directory = tiny_checkpoint(architecture)
+    config = json.loads((directory / "config.json").read_text())
+    held = 0
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            names = tensors.keys()
+            held += sum(tensors.get_tensor(name).size for name in names)
+    assert weights(config).num_parameters == pytest.approx(held, rel=0.03)
+
+
+# What their model cards say, in billions.
+@pytest.mark.parametrize(
+    ("config", "billions"), [(QWEN3_8B, 8.19), (LLAMA_3_1_8B, 8.03), (DEEPSEEK_V3, 671.0)]
+)
+def test_known_models_have_what_their_cards_say(config, billions):
+    assert weights(config).num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_attention_is_whole_on_every_rank_of_dp_attention():
+    model = weights(DEEPSEEK_V3)
+    alone, together = model.bytes_per_gpu(1, 8), model.bytes_per_gpu(8, 1)
+    assert model.bytes_per_gpu(1, 1) / 8 == pytest.approx(together)
+    assert alone - together == pytest.approx(model.attention * model.attention_item_bytes * 7 / 8)
+
+
+def test_experts_of_each_kind_are_counted():
+    base = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}
+    base |= {"intermediate_size": 16, "torch_dtype": "bfloat16"}
+    dense = weights(base).feed_forward
+    assert dense == 2 * 3 * 8 * 16
+    mixtral = weights(base | {"num_local_experts": 4})
+    assert mixtral.feed_forward == 4 * dense + 2 * 8 * 4
+    qwen = weights(base | {"num_experts": 4, "moe_intermediate_size": 4})
+    assert qwen.feed_forward == dense + 2 * 8 * 4
+    first_dense = weights(
+        base | {"n_routed_experts": 4, "moe_intermediate_size": 4, "first_k_dense_replace": 1}
+    )
+    assert first_dense.feed_forward == dense + 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": None}, "size of the weights"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ],
+)
+def test_what_cannot_be_known_is_said(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        weights(QWEN3_8B | changes)

@@ -1,0 +1,346 @@
+"""What follows an exit, decided; and real processes started, restarted, stopped and reaped."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.process import supervisor
+from services.process.health import Health, Lifecycle
+from services.process.supervisor import Backoff, Restart, StopAll, on_exit
+
+LONG_S = 20.0  # a deadline for conditions, never waited out
+
+
+@given(st.integers(-64, 255), st.floats(0, 59), st.integers(0, 10**6))
+def test_delays_grow_and_are_bounded(code, lived_s, failures):
+    decision = on_exit(code, lived_s, failures, has_served=True)
+    later = on_exit(code, lived_s, decision.failures, has_served=True)
+    assert 0.5 <= decision.delay_s <= later.delay_s <= 10
+    assert decision.failures == failures + 1
+
+
+def test_the_first_delays():
+    delays, failures = [], 0
+    for _ in range(7):
+        decision = on_exit(1, 0.1, failures, has_served=False)
+        failures = decision.failures
+        delays.append(decision.delay_s)
+    assert delays == [0.5, 1, 2, 4, 8, 10, 10]
+
+
+def test_a_healthy_life_forgives():
+    assert on_exit(-9, 60.0, 5, has_served=True) == Restart(0.5, 1)
+
+
+@pytest.mark.parametrize("code", [78, 2])
+def test_a_refusal_stops_all_unless_the_rank_has_served(code):
+    assert on_exit(code, 1.0, 0, has_served=False) == StopAll(78)
+    assert on_exit(code, 1.0, 0, has_served=True) == Restart(0.5, 1)
+
+
+@given(st.integers(-64, 255).filter(lambda code: code not in (2, 78)))
+def test_any_other_failure_stops_nobody_else(code):
+    """Of a first start too: 75 says that another one may do."""
+    assert on_exit(code, 1.0, 0, has_served=False) == Restart(0.5, 1)
+
+
+def test_ports_count_up_from_the_base():
+    assert supervisor.choose_ports("127.0.0.1", 7000, 3) == (7000, 7001, 7002)
+
+
+def test_each_rank_gets_its_own_flags():
+    commands = supervisor.rank_commands(
+        "services.decode", ["--model=m"], {"port": (7, 8), "metrics-port": (17, 18)}
+    )
+    head = [sys.executable, "-m", "services.decode", "--model=m"]
+    assert commands == [
+        [*head, "--rank-index=0", "--port=7", "--metrics-port=17"],
+        [*head, "--rank-index=1", "--port=8", "--metrics-port=18"],
+    ]
+
+
+async def until(condition):
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def alive(pid: int) -> bool:
+    """False for a zombie as well: it can do nothing any more."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+@contextlib.asynccontextmanager
+async def supervising(commands, grace_s=LONG_S):
+    """Yields the supervising task; whatever happens, its processes are gone at the end."""
+    stopping, ranks = asyncio.Event(), [Lifecycle(f"rank {index}") for index in range(len(commands))]
+    task = asyncio.create_task(supervisor.supervise(commands, grace_s, stopping, ranks, Backoff(0.001, 0.01)))
+    task.stop, task.ranks = stopping.set, ranks
+    try:
+        yield task
+    finally:
+        stopping.set()
+        await asyncio.wait([task], timeout=LONG_S)
+
+
+async def test_a_dead_rank_is_started_again_and_the_others_live_on(tmp_path):
+    marks = tmp_path / "marks"
+    dying, living = f"echo dying $$ >>{marks}; exit 3", f"echo living $$ >>{marks}; exec sleep 1000"
+    async with supervising([shell(dying), shell(living)]) as task:
+        await until(lambda: sum("dying" in line for line in lines(marks)) >= 3)
+        await until(lambda: any("living" in line for line in lines(marks)))
+        assert not task.done()
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert sum("living" in line for line in lines(marks)) == 1
+    assert not any(alive(int(line.split()[1])) for line in lines(marks))
+
+
+async def test_exits_are_logged_with_their_code(tmp_path, caplog):
+    caplog.set_level("INFO")
+    marks = tmp_path / "marks"
+    async with supervising([shell(f"echo >>{marks}; kill -9 $$")]):
+        await until(lambda: len(lines(marks)) >= 2)
+    assert "rank_exited rank=0 code=-9" in caplog.text
+
+
+async def test_a_rank_that_refuses_its_settings_stops_all(tmp_path):
+    marks = tmp_path / "marks"
+    refusing = f"while ! grep -q started {marks}; do sleep 0.01; done; exit 78"
+    living = f"echo started $$ >>{marks}; exec sleep 1000"
+    async with supervising([shell(refusing), shell(living)]) as task:
+        assert await asyncio.wait_for(task, LONG_S) == 78
+    assert not alive(int(lines(marks)[0].split()[1]))
+
+
+@pytest.mark.parametrize("what", ["serves", "waits"])
+async def test_a_rank_that_refuses_once_it_has_served_stops_nobody_else(what, tmp_path, caplog):
+    """Its first life serves, or only waits for etcd and is then refused; its next ones refuse to start."""
+    caplog.set_level("INFO")
+    marks, gate = tmp_path / "marks", tmp_path / "gate"
+    living = f"echo living $$ >>{marks}; exec sleep 1000"
+    async with supervising([refusing_after(marks, gate, what), shell(living)]) as task:
+        rank = task.ranks[0]
+        if what == "waits":
+            assert await asyncio.wait_for(task, LONG_S) == 78
+            return
+        await until(lambda: sum("a life" in line for line in lines(marks)) >= 4)
+        assert not task.done()
+        await until(lambda: rank.health().ready.endswith("exit code 78, the port is taken by somebody"))
+        gate.touch()  # what stood in its way has passed
+        await until(lambda: rank.health() == Health())
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert sum("living" in line for line in lines(marks)) == 1
+    assert (
+        "rank_exited rank=0 code=78" in caplog.text and 'why="the port is taken by somebody"' in caplog.text
+    )
+
+
+def refusing_after(marks: Path, gate: Path, what: str) -> list[str]:
+    """A rank that refuses to start until there is a gate; in its first life it says first that it `what`."""
+    code = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from services.process import signals\n"
+        "from services.settings.flags import refusing\n"
+        "from services.values.errors import ConfigError\n"
+        "from services.process.notify import Notifier\n"
+        "notifier, (marks, gate) = Notifier(), map(Path, sys.argv[1:3])\n"
+        "async def serve():\n"
+        "    stopping = signals.stop_on_signals()\n"
+        "    notifier.serves()\n"
+        "    await notifier.beat_until(stopping)\n"
+        "first = not marks.exists() or 'a life' not in marks.read_text()\n"
+        "print('a life', file=marks.open('a'))\n"
+        "if gate.exists():\n"
+        "    asyncio.run(serve())\n"
+        "    sys.exit()\n"
+        "if first:\n"
+        "    getattr(notifier, sys.argv[3])()\n"
+        "with refusing('rank', notifier.ends):\n"
+        "    raise ConfigError('the port is taken by somebody')\n"
+    )
+    return [sys.executable, "-c", code, str(marks), str(gate), what]
+
+
+async def test_stopping_asks_first(tmp_path):
+    marks = tmp_path / "marks"
+    polite = f"trap 'echo asked >>{marks}; exit 0' TERM; echo up >>{marks}; while :; do sleep 0.01; done"
+    async with supervising([shell(polite)]) as task:
+        await until(lambda: lines(marks) == ["up"])
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert lines(marks) == ["up", "asked"]
+
+
+async def test_a_rank_that_will_not_stop_is_killed(tmp_path):
+    marks = tmp_path / "marks"
+    stubborn = f"trap '' TERM; echo $$ >>{marks}; while :; do sleep 0.01; done"
+    async with supervising([shell(stubborn)], grace_s=0.05) as task:
+        await until(lambda: lines(marks))
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert not alive(int(lines(marks)[0]))
+
+
+async def test_a_restart_comes_after_every_process_of_the_old_life_is_gone(tmp_path):
+    """The old life leaves a child behind, as an engine with its own scheduler process would."""
+    marks = tmp_path / "marks"
+    leaving = f"sleep 1000 & echo $! >>{marks}; exit 1"
+    seen_alive = []
+    async with supervising([shell(leaving)]):
+        for life in range(1, 4):
+            await until(lambda wanted=life: len(lines(marks)) > wanted)
+            seen_alive += [pid for pid in lines(marks)[:life] if alive(int(pid))]
+    assert seen_alive == []
+
+
+async def test_a_command_that_cannot_start_is_tried_again(tmp_path, caplog):
+    command = tmp_path / "later"
+    async with supervising([[str(command)]]) as task:
+        await until(lambda: "rank_start_failed" in caplog.text)
+        assert not task.done()
+        script = tmp_path / "script"
+        script.write_text(f"#!/bin/sh\necho up >>{tmp_path}/marks; exec sleep 1000\n")
+        script.chmod(0o755)
+        script.rename(command)
+        await until(lambda: lines(tmp_path / "marks") == ["up"])
+
+
+def announcing(before: str, what: str = "serves") -> list[str]:
+    """A rank that runs `before`, says that it serves (or waits), and that it stops when it is told to."""
+    code = (
+        "import asyncio, subprocess, sys\n"
+        "from services.process import signals\n"
+        "from services.process.notify import Notifier\n"
+        "async def run():\n"
+        "    stopping = signals.stop_on_signals()\n"
+        "    subprocess.run(sys.argv[1], shell=True, check=True)\n"
+        "    notifier = Notifier()\n"
+        "    getattr(notifier, sys.argv[2])()\n"
+        "    await notifier.beat_until(stopping)\n"
+        "asyncio.run(run())\n"
+    )
+    return [sys.executable, "-c", code, before, what]
+
+
+async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
+    """Started is for good; ready is for as long as the life that said so."""
+    gate, marks = tmp_path / "gate", tmp_path / "marks"
+    loading = f"echo >>{marks}; while [ ! -e {gate} ]; do sleep 0.01; done"
+    async with supervising([announcing(loading)]) as task:
+        (rank,) = task.ranks
+        await until(lambda: len(lines(marks)) == 1)
+        assert rank.health().startup == rank.health().ready == "rank 0 is starting"
+        gate.touch()
+        await until(lambda: rank.health() == Health())
+        gate.unlink()
+        await asyncio.to_thread(kill_rank, gate)
+        await until(lambda: len(lines(marks)) == 2)
+        why = "rank 0 is starting; its last life ended with exit code -9"
+        assert rank.health() == Health(ready=why)
+        rank.restart_timeout_s = 0.01  # its second start hangs
+        await until(lambda: rank.health().live.startswith("rank 0 has been away for"))
+        gate.touch()
+        await until(lambda: rank.health() == Health())
+        task.stop()
+        await until(lambda: rank.health().ready)
+        assert await asyncio.wait_for(task, LONG_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "health"), [("serves", Health()), ("waits", Health(ready="rank 0 is waiting for etcd"))]
+)
+async def test_a_rank_that_hangs_is_killed_and_started_again(what, health, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "_SILENCE_CHECK_S", 0.01)
+    marks = tmp_path / "marks"
+    async with supervising([announcing(f"echo >>{marks}", what)]) as task:
+        (rank,) = task.ranks
+        await until(lambda: rank.health() == health)
+        await asyncio.to_thread(kill_rank, marks, signal.SIGSTOP)
+        monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
+        await until(lambda: len(lines(marks)) == 2)
+        monkeypatch.setattr(supervisor, "SILENT_S", 60.0)
+        await until(lambda: rank.health() == health)
+    assert "rank_hangs" in caplog.text
+
+
+async def test_a_rank_that_stops_and_does_not_end_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
+    """Its engine hangs: it gives up by itself, and its exit waits for a driver."""
+    monkeypatch.setattr(supervisor, "_SILENCE_CHECK_S", 0.01)
+    marks = tmp_path / "marks"
+    code = (
+        "import sys, time\n"
+        "from services.process.notify import Notifier\n"
+        "notifier = Notifier()\n"
+        "notifier.serves()\n"
+        "print(file=open(sys.argv[1], 'a'))\n"
+        "notifier.send('STOPPING=1')\n"
+        "time.sleep(1000)\n"
+    )
+    async with supervising([[sys.executable, "-c", code, str(marks)]], grace_s=0.1):
+        await until(lambda: len(lines(marks)) == 2)
+    assert "rank_hangs rank=0 phase=stopping" in caplog.text
+
+
+def kill_rank(gate: Path, number: signal.Signals = signal.SIGKILL) -> None:
+    """The announcing rank's own process: the one whose command line holds the gate."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(gate) in path.read_text() and "Notifier" in path.read_text():
+                os.kill(int(path.parent.name), number)
+
+
+def start_supervisor(script: str) -> subprocess.Popen[bytes]:
+    code = "import sys; from services.process.supervisor import run; sys.exit(run([sys.argv[1:]], 10.0))"
+    return subprocess.Popen([sys.executable, "-c", code, "sh", "-c", script])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_the_process_with_exit_code_0(tmp_path, number):
+    marks = tmp_path / "marks"
+    process = start_supervisor(f"echo $$ >>{marks}; exec sleep 1000")
+    try:
+        await until(lambda: lines(marks))
+        process.send_signal(number)
+        assert process.wait(LONG_S) == 0
+    finally:
+        process.kill()
+    assert not alive(int(lines(marks)[0]))
+
+
+async def test_ranks_die_with_a_killed_supervisor(tmp_path):
+    marks = tmp_path / "marks"
+    process = start_supervisor(f"echo $$ >>{marks}; exec sleep 1000")
+    try:
+        await until(lambda: lines(marks))
+    finally:
+        process.kill()
+        process.wait(LONG_S)
+    rank = int(lines(marks)[0])
+    try:
+        await until(lambda: not alive(rank))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)

@@ -1,0 +1,214 @@
+"""Whether a rank takes new requests: who is told, who is refused, and what undoes it."""
+
+import asyncio
+
+import pytest
+
+from services.rank import intake as intake_module
+from services.rank.intake import Intake
+from services.values.errors import StaleGeneration, Unavailable
+from services.values.rank import Generation, RankId
+
+RANK = RankId("d", 0, Generation(7))
+
+
+class Routers:
+    """Told by the rank; `reachable` is whether etcd is."""
+
+    def __init__(self):
+        self.reachable, self.told = True, []
+
+    async def tell(self, draining):
+        self.told.append(draining)
+        return self.reachable
+
+
+@pytest.fixture
+def routers():
+    return Routers()
+
+
+@pytest.fixture
+def noticed(monkeypatch):
+    """Set when the routers have had their time to hear."""
+    event = asyncio.Event()
+    event.set()
+    monkeypatch.setattr(intake_module, "_be_noticed", event.wait)
+    return event
+
+
+@pytest.fixture
+def intake(routers, noticed):
+    intake = Intake(RANK)
+    intake.tell = routers.tell
+    return intake
+
+
+def refuses(intake):
+    try:
+        intake.check()
+    except Unavailable:
+        return True
+    return False
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_it_refuses_once_the_routers_have_heard_and_waits_for_what_runs(intake, routers, noticed):
+    noticed.clear()
+    intake.took()
+    draining = asyncio.create_task(intake.drain())
+    await until(lambda: routers.told == [True])
+    assert intake.draining and not refuses(intake)
+    intake.took()  # what a router sent before it heard
+    noticed.set()
+    await until(lambda: refuses(intake))
+    intake.left()
+    assert not draining.done()
+    intake.left()
+    assert await draining == 0
+
+
+async def test_whoever_does_not_wait_is_told_how_many_run(intake):
+    intake.took()
+    intake.took()
+    assert await intake.drain(0.0) == 2
+    assert refuses(intake)
+    intake.left()
+    assert await intake.drain(0.0) == 1
+    intake.left()
+    assert await intake.drain(0.0) == 0
+
+
+async def test_asked_again_it_tells_nobody_twice(intake, routers):
+    for _ in range(3):
+        assert await intake.drain(0.0) == 0
+    assert routers.told == [True]
+
+
+async def test_undone_it_takes_requests_again(intake, routers):
+    intake.took()
+    await intake.drain(0.0)
+    await intake.undrain()
+    assert not refuses(intake) and not intake.draining
+    intake.took()
+    assert intake.num_running == 2
+    assert routers.told == [True, False]
+
+
+async def test_a_rank_in_service_has_nothing_to_undo(intake, routers):
+    await intake.undrain()
+    assert routers.told == [] and not refuses(intake)
+
+
+async def test_without_etcd_it_drains_all_the_same_and_tells_when_asked_again(intake, routers):
+    routers.reachable = False
+    assert await intake.drain() == 0
+    assert refuses(intake) and intake.draining  # with its load the routers hear of it
+    routers.reachable = True
+    await intake.drain(only_wait=True)
+    await intake.drain(only_wait=True)
+    assert routers.told == [True, True]
+
+
+async def test_who_undoes_hears_that_the_routers_do_not_know_yet(intake, routers):
+    await intake.drain()
+    routers.reachable = False
+    with pytest.raises(Unavailable, match="etcd could not be told"):
+        await intake.undrain()
+    assert not refuses(intake)
+    routers.reachable = True
+    await intake.undrain()
+    assert routers.told == [True, False, False]
+
+
+async def test_whether_a_lost_answer_got_through_is_not_known(intake, routers):
+    """Draining was told, and that it got through was not heard: undone, it has to be told."""
+    routers.reachable = False
+    await intake.drain()
+    routers.reachable = True
+    await intake.undrain()
+    assert routers.told == [True, False]
+
+
+async def test_who_stops_waiting_changes_nothing(intake, routers, noticed):
+    noticed.clear()
+    draining = asyncio.create_task(intake.drain())
+    await until(lambda: routers.told == [True])
+    draining.cancel()
+    await asyncio.wait([draining])
+    noticed.set()
+    await until(lambda: refuses(intake))
+
+
+async def test_a_rank_that_stops_is_not_put_back(intake, routers):
+    intake.took()
+    stopping = asyncio.create_task(intake.stop(at_once=False))
+    await until(lambda: refuses(intake))
+    with pytest.raises(Unavailable, match="is being stopped"):
+        await intake.undrain()
+    assert refuses(intake) and intake.draining
+    intake.left()
+    await stopping
+    assert routers.told == [True]
+
+
+async def test_a_rank_that_failed_refuses_before_anybody_has_heard(intake, noticed):
+    noticed.clear()
+    async with asyncio.timeout(20):
+        await intake.stop(at_once=True)
+    assert refuses(intake)
+
+
+def test_another_life_is_not_meant(intake):
+    intake.check_life(7)
+    with pytest.raises(StaleGeneration):
+        intake.check_life(8)
+
+
+async def test_who_waits_hears_that_it_was_put_back(intake, routers):
+    intake.took()
+    asked = asyncio.create_task(intake.drain())
+    await until(lambda: refuses(intake))
+    waiting = [asked, asyncio.create_task(intake.drain(only_wait=True))]
+    await asyncio.sleep(0)
+    await intake.undrain()
+    for wait in waiting:
+        with pytest.raises(Unavailable, match="was put back into service"):
+            await wait
+    assert not refuses(intake)
+    assert routers.told == [True, False]
+
+
+@pytest.mark.parametrize("running", [0, 1])
+async def test_who_only_waits_does_not_drain_what_was_put_back_since(intake, routers, running):
+    for _ in range(running):
+        intake.took()
+    await intake.drain(0.0)
+    await intake.undrain()
+    with pytest.raises(Unavailable, match="was put back into service"):
+        await intake.drain(1.0, only_wait=True)
+    assert not refuses(intake) and not intake.draining
+    assert routers.told == [True, False]
+
+
+async def test_who_only_waits_learns_what_runs_until_nothing_does(intake):
+    intake.took()
+    assert await intake.drain(0.0) == 1
+    assert await intake.drain(0.0, only_wait=True) == 1
+    waiting = asyncio.create_task(intake.drain(only_wait=True))
+    await asyncio.sleep(0)
+    intake.left()
+    assert await waiting == 0
+
+
+async def test_who_only_waits_waits_for_whoever_drained_it_last(intake):
+    intake.took()
+    await intake.drain(0.0)
+    await intake.undrain()
+    await intake.drain(0.0)
+    assert await intake.drain(0.0, only_wait=True) == 1

@@ -1,0 +1,164 @@
+"""A rank that is to stop, or whose engine dies, before it has ever served."""
+
+import asyncio
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+
+from services.engine.choose import decode_engine
+from services.process import signals
+from services.rank import main as rank
+from services.rank.config import RankConfig
+from services.rank.intake import Intake
+from services.rank.main import RankFailed, RankRole, Services, own_rank_id, run_ranks
+from services.values.rank import Role
+
+WITHIN_S = 60.0
+CONFIG = RankConfig(
+    worker="w", engine="fake", model_name="fake", rank_index=0, transport="local", etcd=("127.0.0.1:1",)
+)
+
+
+class Engine:
+    """What a fake engine has, but for how it starts and what it comes to."""
+
+    def __init__(self, own_id, loading=None, crash=None):
+        self.own_id = own_id
+        self.real = decode_engine(CONFIG.engine_settings(Role.DECODE), own_id)
+        self.loading, self.crash, self.hangs = loading, crash or asyncio.Event(), False
+        self.life = []
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    async def start(self):
+        self.life.append("starting")
+        try:
+            if self.loading is not None:
+                await self.loading.wait()
+            await self.real.start()
+        except asyncio.CancelledError:
+            self.life.append("undone")
+            raise
+        self.life.append("started")
+
+    async def stop(self):
+        await self.real.stop()
+        self.life.append("stopped")
+
+    async def crashed(self):
+        await self.crash.wait()
+        return self.hangs
+
+
+async def no_requests(): ...
+
+
+def role_of(engine):
+    services = Services(lambda server: None, [], Intake(engine.own_id), no_requests)
+    return RankRole(Role.DECODE, engine, lambda registry: services)
+
+
+def run(own_id, engine, **options):
+    return run_ranks([CONFIG], [own_id], [role_of(engine)], **options)
+
+
+@pytest.fixture
+def stopping(monkeypatch):
+    """In place of SIGTERM."""
+    event = asyncio.Event()
+    monkeypatch.setattr(signals, "stop_on_signals", lambda: event)
+    return event
+
+
+async def until(condition):
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_signal_ends_a_start_that_takes_for_ever(stopping):
+    own_id = own_rank_id(CONFIG)
+    engine = Engine(own_id, loading=asyncio.Event())
+    running = asyncio.create_task(run(own_id, engine))
+    await until(lambda: engine.life)
+    stopping.set()
+    async with asyncio.timeout(WITHIN_S):
+        await running
+    assert engine.life == ["starting", "undone"]
+
+
+@pytest.mark.parametrize("moment", ["started", "joining"])
+async def test_an_engine_that_dies_while_etcd_is_away_ends_the_rank(stopping, moment, monkeypatch):
+    joining, join = asyncio.Event(), rank._join
+
+    async def note_join(*args):
+        joining.set()
+        return await join(*args)
+
+    monkeypatch.setattr(rank, "_join", note_join)
+    own_id = own_rank_id(CONFIG)
+    engine = Engine(own_id)
+    running = asyncio.create_task(run(own_id, engine))
+    await until(lambda: "started" in engine.life if moment == "started" else joining.is_set())
+    engine.crash.set()
+    with pytest.raises(RankFailed):
+        async with asyncio.timeout(WITHIN_S):
+            await running
+    assert engine.life == ["starting", "started", "stopped"]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_rank_with_a_thread_that_hangs_is_to_end_soon(stopping, hangs):
+    own_id, told = own_rank_id(CONFIG), []
+    engine = Engine(own_id)
+    engine.hangs = hangs
+    running = asyncio.create_task(run(own_id, engine, end_soon=lambda: told.append(True)))
+    await until(lambda: "started" in engine.life)
+    engine.crash.set()
+    with pytest.raises(RankFailed):
+        async with asyncio.timeout(WITHIN_S):
+            await running
+    assert told == [True] * hangs
+
+
+async def test_a_start_that_fails_says_why(stopping):
+    own_id = own_rank_id(CONFIG)
+    engine = Engine(own_id)
+
+    async def fail():
+        raise RankFailed("no such model")
+
+    engine.real.start = fail
+    with pytest.raises(RankFailed, match="no such model"):
+        await run(own_id, engine)
+
+
+async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, monkeypatch):
+    """OpenTelemetry takes one provider: spans of a second rank would go out as those of the first."""
+    set_up, shut_down = [], []
+
+    def setup_tracing(process, *settings):
+        set_up.append((process.service, process.instance, process.cluster))
+        return lambda: shut_down.append(threading.get_ident())
+
+    monkeypatch.setattr(rank.telemetry, "setup_tracing", setup_tracing)
+    configs = [replace(CONFIG, rank_index=index) for index in range(2)]
+    own_ids = [own_rank_id(config) for config in configs]
+    roles = [role_of(Engine(own_id)) for own_id in own_ids]
+    stopping.set()
+    await run_ranks(configs, own_ids, roles)
+    assert set_up == [("decode", "w", CONFIG.cluster)]
+    assert len(shut_down) == 1 and shut_down[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize(("flag", "told"), [(None, math.inf), (900.0, 900.0)])
+def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(flag, told, monkeypatch):
+    calls = []
+    monkeypatch.setattr(rank.telemetry, "log_service", lambda *_: None)
+    monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
+    rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode")
+    ((_, _, _, _, timeout_s, _),) = calls
+    assert timeout_s == told

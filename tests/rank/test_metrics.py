@@ -1,0 +1,73 @@
+"""How a rank's requests are counted."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.decode.metrics import DecodeMetrics
+from services.prefill.metrics import PrefillMetrics
+from services.rank.metrics import PoolCollector, RequestMetrics
+from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
+from services.values.kv_path import KvPath, KvPathKind
+from services.values.load import RankLoad
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "outcome"),
+    [
+        (None, "finished"),
+        (asyncio.CancelledError(), "cancelled"),
+        (TimeoutError(), "DeadlineExceeded"),
+        (NoCapacity("full"), "NoCapacity"),
+        (PeerFailed("gone"), "PeerFailed"),
+    ],
+)
+def test_each_end_has_its_name(ends_with, outcome):
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry)
+    assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": "finished"}) == 0
+    try:
+        with metrics.counted():
+            if ends_with is not None:
+                raise ends_with
+    except BaseException as error:
+        assert error is ends_with
+    assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": outcome}) == 1
+    failed = registry.get_sample_value("isthmus_transfer_failures_total")
+    assert failed == isinstance(ends_with, PeerFailed)
+
+
+@pytest.mark.parametrize("error", [KvCorrupt("changed"), PeerFailed("gone")])
+def test_pages_that_came_changed_are_a_failed_transfer_that_is_counted_by_itself(error):
+    registry = CollectorRegistry()
+    metrics = DecodeMetrics(registry, SimpleNamespace(load=RankLoad))
+    with pytest.raises(PeerFailed), metrics.counted():
+        raise error
+    assert registry.get_sample_value("isthmus_transfer_failures_total") == 1
+    mismatches = registry.get_sample_value("isthmus_kv_digest_mismatches_total")
+    assert mismatches == isinstance(error, KvCorrupt)
+
+
+def test_each_way_of_kv_is_a_series_once_it_is_known():
+    paths = []
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(lambda: RankLoad(kv_paths=tuple(paths))))
+
+    def value(kind, reach, lanes):
+        return registry.get_sample_value("isthmus_kv_path", {"kind": kind, "reach": reach, "lanes": lanes})
+
+    assert value("tcp", "inter-node", "tcp/eth0") is None
+    paths += [
+        KvPath(KvPathKind.TCP, "inter-node", "tcp/eth0"),
+        KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "cma/memory"),
+    ]
+    assert value("tcp", "inter-node", "tcp/eth0") == value("shared_memory", "intra-node", "cma/memory") == 1
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_what_is_expected_of_it_is_a_series_from_the_start(expected):
+    registry = CollectorRegistry()
+    PrefillMetrics(registry, SimpleNamespace(load=RankLoad), expects_rdma=expected)
+    assert registry.get_sample_value("isthmus_kv_rdma_expected") == expected

@@ -1,0 +1,256 @@
+"""Who may use a router: the file of keys, and the doors of both APIs."""
+
+import hmac
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from openai_backend import FakeBackend, client, complete
+from services.cli.client import key_metadata
+from services.net import channels, grpc_errors, servers
+from services.router.keys.api_keys import ApiKeys, GrpcDoor
+from services.router.keys.refusals import WRONG_KEY, KeyRefusals
+from services.router.request.metrics import RouterMetrics
+from services.router.server import GenerationService
+from services.values.errors import ConfigError, Unauthenticated
+from services.values.rank import Role
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("first-key\n\n  second-key  \n")
+    return path
+
+
+@pytest.fixture
+def counted():
+    return []
+
+
+@pytest.fixture
+def keys(file, counted):
+    return ApiKeys(file, KeyRefusals(lambda *labels: counted.append(labels)))
+
+
+def test_commands_show_the_files_first_key(file, tmp_path):
+    assert key_metadata(None) == ()
+    assert key_metadata(file) == (("authorization", "Bearer first-key"),)
+    (empty := tmp_path / "empty").write_text("\n")
+    for path in (empty, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            key_metadata(path)
+
+
+def is_let_in(keys, authorization):
+    try:
+        keys.check(authorization)
+    except Unauthenticated:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("authorization", "let_in"),
+    [
+        ("Bearer first-key", True),
+        ("bearer second-key", True),
+        ("Bearer  second-key", True),
+        ("Bearer first-ke", False),
+        ("Bearer first-key2", False),
+        ("Bearer first-key second-key", False),
+        ("Bearer \xe9", False),
+        ("Bearer ", False),
+        ("Bearer", False),
+        ("Basic first-key", False),
+        ("first-key", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_key_is_one_of_the_files(keys, authorization, let_in):
+    assert is_let_in(keys, authorization) is let_in
+
+
+def test_every_key_is_compared_whichever_fits(keys, monkeypatch):
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda *args: compared.append(1) or compare(*args))
+    for key in ("first-key", "second-key", "neither"):
+        is_let_in(keys, f"Bearer {key}")
+    assert len(compared) == 6
+
+
+def test_a_file_that_changes_is_read_again(keys, file, caplog):
+    (new := file.with_name("new")).write_text("third-key")
+    os.replace(new, file)
+    assert is_let_in(keys, "Bearer third-key")
+    assert not is_let_in(keys, "Bearer first-key")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        os.remove,
+        lambda path: path.write_text(""),
+        lambda path: path.write_text(" \n"),
+        lambda path: path.write_bytes(b"\xff"),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["deleted", "emptied", "blank", "garbled", "no file"],
+)
+def test_a_file_without_a_key_lets_nobody_in_until_it_has_one_again(keys, file, spoil, caplog):
+    spoil(file)
+    for _ in range(3):
+        assert not is_let_in(keys, "Bearer first-key")
+        assert not is_let_in(keys, "Bearer ")
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "api_keys_revoked" in record.message
+    (new := file.with_name("new")).write_text("third-key")
+    if file.is_dir():
+        file.rmdir()
+    os.replace(new, file)
+    assert is_let_in(keys, "Bearer third-key")
+    assert not is_let_in(keys, "Bearer first-key")
+
+
+def test_what_was_unreadable_for_a_moment_is_read_again_though_it_has_not_changed(keys, file, monkeypatch):
+    read = Path.read_text
+
+    def fails(path, **options):
+        raise PermissionError("not now")
+
+    os.utime(file, ns=(1, 1))
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert not is_let_in(keys, "Bearer first-key")
+    monkeypatch.setattr(Path, "read_text", read)
+    assert is_let_in(keys, "Bearer first-key")
+
+
+def test_without_a_key_no_router_starts(tmp_path):
+    (empty := tmp_path / "empty").write_text("\n")
+    for path, problem in ((tmp_path / "nowhere", "No such file"), (empty, "holds no key")):
+        with pytest.raises(ConfigError, match=f"--api-key-file: .*{problem}"):
+            ApiKeys(path)
+
+
+# -- what an operator is told ------------------------------------------------------------------------
+
+
+def test_refusals_are_all_counted_and_logged_now_and_then(caplog):
+    counted, now = [], [100.0]
+    refusals = KeyRefusals(lambda *labels: counted.append(labels), clock=lambda: now[0])
+    for second in (100.0, 100.1, 109.9, 110.0, 130.0):
+        now[0] = second
+        refusals.note("http", "10.0.0.7", Unauthenticated(WRONG_KEY))
+    assert counted == [("http", "wrong_key")] * 5
+    assert caplog.messages == [
+        f"unauthenticated front=http peer=10.0.0.7 reason=wrong_key unlogged={unlogged}"
+        for unlogged in (0, 2, 0)
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_refusals_have_series_from_the_start():
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    labels = {"front": "grpc", "reason": "no_key"}
+    assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 0
+    metrics.unauthenticated("grpc", "no_key")
+    assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 1
+
+
+# -- HTTP --------------------------------------------------------------------------------------------
+
+
+async def test_all_of_http_but_health_asks_for_a_key(keys, counted, caplog):
+    backend = FakeBackend()
+    async with client(backend, keys=keys) as http:
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/nothing"),
+        ):
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                answer = await http.request(method, path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.headers["x-request-id"]
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+                assert error["param"] is None and "key" in error["message"]
+        assert (await http.get("/health")).status_code == 200
+        known = {"authorization": "Bearer second-key"}
+        assert (await http.get("/v1/models", headers=known)).status_code == 200
+        answer = await http.post("/v1/completions", json={"prompt": "Hi"}, headers=known)
+        assert answer.status_code == 200
+    assert len(backend.requests) == 1
+    assert counted == 4 * [("http", "no_key"), ("http", "wrong_key")]
+    assert "unauthenticated front=http" in caplog.text and "Bearer" not in caplog.text
+
+
+async def test_without_a_file_a_key_is_not_looked_at():
+    assert (await complete(FakeBackend())).status_code == 200
+
+
+# -- gRPC --------------------------------------------------------------------------------------------
+
+
+class Player:
+    def time_limit_s(self, timeout_s):
+        return 60.0
+
+    async def generate(self, request, timeout_s, traceparent):
+        yield generation_pb2.GenerateResponse(text="Hi")
+
+
+@pytest.fixture
+async def channel(keys):
+    ranks = {Role.DECODE: [], Role.PREFILL: []}
+    service = GenerationService("m", None, Player(), SimpleNamespace(ranks=ranks.__getitem__, is_up=None))
+    server = await servers.open_server(
+        "127.0.0.1:0",
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        [],
+        interceptors=[GrpcDoor(keys, "isthmus.v1.Generation")],
+    )
+    async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop()
+
+
+async def list_models(channel, metadata):
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    return await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=20, metadata=metadata)
+
+
+async def generate(channel, metadata):
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    return [
+        r.text async for r in stub.Generate(generation_pb2.GenerateRequest(), timeout=20, metadata=metadata)
+    ]
+
+
+@pytest.mark.parametrize("call", [list_models, generate])
+async def test_calls_of_every_kind_ask_for_a_key(channel, call, counted, caplog):
+    assert await call(channel, (("authorization", "Bearer first-key"),))
+    for metadata in ((), (("authorization", "Bearer wrong"),)):
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call(channel, metadata)
+        assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert isinstance(grpc_errors.error_from(refusal.value), Unauthenticated)
+    assert counted == [("grpc", "no_key"), ("grpc", "wrong_key")]
+    assert re.search(r"unauthenticated front=grpc peer=ipv4:127\.0\.0\.1:\d+ reason=no_key", caplog.text)
+
+
+async def test_health_checks_show_no_key(channel):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -1,0 +1,206 @@
+"""The router's end of an Attach stream, against a decode rank that misbehaves."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from services.net import channels, servers
+from services.router.links import decode_client
+from services.router.links.decode_client import DecodeClient, DecodeRankLost, OutputStream
+from services.values.errors import DeadlineExceeded, InvalidRequest, PeerFailed
+from services.values.rank import Generation, Plan, RankAddress, RankId
+from services.values.request import (
+    FinishReason,
+    GenerationRequest,
+    Output,
+    SamplingParams,
+    StartCommand,
+    TokenLogprobs,
+)
+from services.wire.isthmus.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+RANK = RankId("decode", 0, Generation(1))
+COMMAND = StartCommand(GenerationRequest("mine", (1, 2), SamplingParams(), plan=Plan.LOCAL))
+
+
+class Rank(decode_pb2_grpc.DecodeServicer):
+    """Answers each Start with what `answer` makes of its request id."""
+
+    def __init__(self, answer):
+        self._answer = answer
+        self.streams = 0
+
+    async def Attach(self, request_iterator, context):
+        self.streams += 1
+        await context.write(decode_pb2.StepOutputs(step=1))
+        async for command in request_iterator:
+            output = self._answer(command.start.request_id)
+            await context.write(decode_pb2.StepOutputs(step=2, outputs=[output]))
+
+
+class Reporter(decode_pb2_grpc.DecodeServicer):
+    """Reports its step every 50 ms until it is told to fall silent."""
+
+    def __init__(self):
+        self.step = 0
+        self.silent = False
+
+    async def Attach(self, request_iterator, context):
+        while True:
+            if not self.silent:
+                self.step += 1
+                await context.write(decode_pb2.StepOutputs(step=self.step))
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def client_of(rank):
+    """A client of the rank, and the list that grows with every loss."""
+    server = await servers.open_server(
+        "127.0.0.1:0", lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(rank, server), []
+    )
+    losses = []
+    address = RankAddress(RANK, f"127.0.0.1:{server.port}")
+    client = DecodeClient(address, None, lambda load, counted: None, lambda: losses.append(1))
+    try:
+        async with asyncio.timeout(20):
+            await client.connected.wait()
+            yield client, losses
+    finally:
+        await client.close()
+        await server.stop()
+
+
+async def test_a_silent_rank_is_lost(monkeypatch):
+    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+    rank = Reporter()
+    async with client_of(rank) as (client, losses):
+        stream = client.start(COMMAND)
+        rank.silent = True
+        with pytest.raises(DecodeRankLost, match="silent"):
+            await stream.next()
+        assert losses == [1]
+
+
+async def test_a_router_that_did_not_run_blames_no_rank(monkeypatch):
+    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+    rank = Reporter()
+    async with client_of(rank) as (client, losses):
+        time.sleep(1.5)
+        step = rank.step
+        while rank.step < step + 5:
+            await asyncio.sleep(0.05)
+        assert losses == [] and client.connected.is_set()
+
+
+async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
+    """Else every request on it would wait for ever, and none would be moved."""
+    rank = Rank(lambda request_id: decode_pb2.RequestOutput(request_id=request_id, finished=99))
+    async with client_of(rank) as (client, losses):
+        with pytest.raises(DecodeRankLost, match="finish_reason"):
+            await client.start(COMMAND).next()
+        assert losses == [1]
+        while rank.streams < 2:
+            await asyncio.sleep(0.01)
+        await client.connected.wait()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_who_is_retired_lets_what_runs_end(monkeypatch, lost):
+    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+    rank = Reporter()
+    async with client_of(rank) as (client, _):
+        streams = [client.start(COMMAND) for _ in range(2)]
+        retiring = asyncio.create_task(client.retire())
+        if lost:
+            rank.silent = True
+            for stream in streams:
+                with pytest.raises(DecodeRankLost, match="silent"):
+                    await stream.next()
+        else:
+            streams[0].close()
+            step = rank.step
+            while rank.step < step + 5:
+                await asyncio.sleep(0.01)
+            assert client.connected.is_set() and not retiring.done()
+            streams[1].close()
+        async with asyncio.timeout(20):
+            await retiring
+        assert not client.connected.is_set()
+
+
+async def test_a_request_that_no_message_holds_fails_alone(monkeypatch):
+    """Its write would end the stream, and with it every request of the rank."""
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 1_000)
+    ended = partial(decode_pb2.RequestOutput, finished=common_pb2.FINISH_REASON_STOP)
+    async with client_of(Rank(lambda request_id: ended(request_id=request_id))) as (client, losses):
+        stream = client.start(COMMAND)
+        large = replace(COMMAND, request=replace(COMMAND.request, prompt_ids=(500,) * 500))
+        with pytest.raises(InvalidRequest, match=r"too large: 1[0-9]{3} bytes, and a message holds 1000"):
+            client.start(large)
+        assert (await stream.next()).finished is FinishReason.STOP
+        assert losses == []
+
+
+def output(*token_ids, finished=None, admitted=None):
+    return Output(
+        token_ids, tuple(TokenLogprobs(token_id, -1.0) for token_id in token_ids), admitted, finished
+    )
+
+
+async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
+    stream = OutputStream(Closed(), "a")
+    first = output(1, admitted=object())
+    for item in (first, output(2, 3), output(4), output(finished=FinishReason.ABORTED)):
+        stream.put(item)
+    assert await stream.next(all_at_once=True) is first
+    assert len(stream._items) == 3
+    whole = await stream.next(all_at_once=True)
+    assert (whole.token_ids, len(whole.logprobs)) == ((2, 3, 4), 3)
+    assert (whole.admitted, whole.finished) == (None, FinishReason.ABORTED)
+    assert not stream._items
+    for item in (output(4), output(5), PeerFailed("lost")):
+        stream.put(item)
+    assert (await stream.next()).token_ids == (4,)
+    assert (await stream.next(all_at_once=True)).token_ids == (5,)
+    with pytest.raises(PeerFailed):
+        await stream.next(all_at_once=True)
+    waiting = asyncio.create_task(stream.next(all_at_once=True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.put(output(6))
+    assert (await waiting).token_ids == (6,)
+
+
+async def test_the_deadline_ends_the_stream_behind_what_has_come_and_the_request_at_the_rank():
+    aborted, forgotten = [], []
+    client = SimpleNamespace(send_abort=aborted.append, forget=forgotten.append)
+    stream = OutputStream(client, "a", timeout_s=0.0)
+    stream.put(output(1))
+    assert (await stream.next()).token_ids == (1,)
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            await stream.next(all_at_once=True)
+    assert aborted == []
+    stream.close()
+    assert aborted == forgotten == ["a"]
+
+
+async def test_who_is_closed_has_no_deadline():
+    stream = OutputStream(SimpleNamespace(send_abort=print, forget=print), "a", timeout_s=0.0)
+    stream.close()
+    await asyncio.sleep(0)
+    assert not stream._items
+
+
+class Closed:
+    def send_abort(self, request_id):
+        raise AssertionError("the request has ended")
+
+    def forget(self, request_id):
+        pass

@@ -1,0 +1,357 @@
+import json
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from openai_backend import HI, FakeBackend, chat, client, complete, events, finished, response
+from services.router.openai import refused as openai_refused
+from services.router.openai import request as openai_request
+from services.router.openai import routes as openai
+from services.router.openai.sampling_defaults import OPENAI
+from services.values import errors
+from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": ["Hi"]}, "messages[0]"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "token_ids": [-1]}]}, "messages[0].token_ids[0]"),
+        ({"model": 5}, "model"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"tools": [{}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"regex": "a+"}, "regex"),
+        ({"ebnf": "root ::= 'a'"}, "ebnf"),
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"custom_logit_processor": "x"}, "custom_logit_processor"),
+        ({"logits_processors": ["x"]}, "logits_processors"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"no_stop_trim": True}, "no_stop_trim"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"priority": -1}, "priority"),
+        ({"extra_key": "k"}, "extra_key"),
+        ({"thinking": {"type": "disabled"}}, "thinking"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"nvext": {"greed_sampling": True}}, "nvext"),
+        ({"grammar": "root ::= 'a'"}, "grammar"),
+        ({"length_penalty": 1.1}, "length_penalty"),
+        ({"sampling_params": {"temperature": 0}}, "sampling_params"),
+        ({"session_id": "s"}, "session_id"),
+        ({"separate_reasoning": True}, "separate_reasoning"),
+        ({"prompt": "Hi"}, "prompt"),
+        ({"messages": [{**HI[0], "prefix": True}]}, "messages[0].prefix"),
+        ({"messages": [*HI, {**HI[0], "partial": True}]}, "messages[1].partial"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 1}, "reasoning_effort"),
+        ({"cache_salt": ["a"]}, "cache_salt"),
+        ({"cache_salt": "a" * 129}, "cache_salt"),
+        ({"cache_salt": "a\n"}, "cache_salt"),
+    ],
+)
+async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -> None:
+    backend = FakeBackend()
+    # By hand: httpx would not send half a surrogate pair.
+    content = json.dumps({"model": "tiny", "messages": HI, **body}).encode()
+    async with client(backend) as http:
+        answer = await http.post("/v1/chat/completions", content=content)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == param
+    assert error["message"].startswith(param + " ")
+    assert backend.requests == []
+    assert backend.rejections == ["InvalidRequest"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [[[1]]]}, "prompt[0]"),
+        ({"prompt": [["a"]]}, "prompt[0]"),
+        ({"prompt": [[1, -1]]}, "prompt[0][1]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [1, 2**32, 2.5]}, "prompt[1]"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": True}, "logprobs"),
+        ({"add_special_tokens": 1}, "add_special_tokens"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": HI}, "messages"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+async def test_a_bad_completion_parameter_is_named(body: dict[str, Any], param: str) -> None:
+    answer = await complete(FakeBackend(), **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "instead"),
+    [
+        ({"max_new_tokens": 5}, "use max_tokens"),
+        ({"max_completion_tokens": 5}, "use max_tokens"),
+        ({"stop_sequences": ["a"]}, "use stop"),
+        ({"sampling_params": {"top_k": 5}}, "send what it holds as parameters of the body itself"),
+        ({"system": "You are a pirate."}, "use a message of role system"),
+        ({"repeat_penalty": 1.1}, "use repetition_penalty"),
+        ({"do_sample": False}, "use temperature 0"),
+        ({"session_id": "s"}, "use conversation_id"),
+        ({"mirostat": 2}, "leave it out"),
+    ],
+)
+async def test_who_is_refused_is_told_what_to_do_instead(body: dict[str, Any], instead: str) -> None:
+    answer = await complete(FakeBackend(), **body)
+    (name,) = body
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{name} is not supported by this server; {instead}"
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "refused"),
+    [
+        (openai_request.read_chat_call, {"messages": HI}, openai_refused.IN_CHATS),
+        (openai_request.read_completion_call, {"prompt": "Hi"}, openai_refused.IN_COMPLETIONS),
+    ],
+)
+def test_what_asks_for_nothing_changes_nothing(
+    read: Any, body: dict[str, Any], refused: openai_refused.Refused
+) -> None:
+    plain = read(body, {}, OPENAI)
+    for name, harmless in refused.items():
+        for value in (None, *harmless):
+            assert read({name: value, **body}, {}, OPENAI) == plain, (name, value)
+
+
+def test_nobody_is_sent_from_one_refusal_to_another() -> None:
+    in_chats, in_completions = openai_refused.IN_CHATS.keys(), openai_refused.IN_COMPLETIONS.keys()
+    assert openai_refused.INSTEAD.keys() <= in_chats | in_completions
+    for name, instead in openai_refused.INSTEAD.items():
+        used = re.fullmatch(r"use (\w+)", instead)
+        assert used is None or used[1] not in in_chats & in_completions, name
+
+
+async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To name millions takes seconds, in which no stream goes on."""
+    named = []
+    check = openai_request._check_integer
+
+    def noted(value: object, name: str, low: int, high: int) -> int:
+        named.append(name)
+        return check(value, name, low, high)
+
+    monkeypatch.setattr(openai_request, "_check_integer", noted)
+    backend = FakeBackend()
+    assert (await complete(backend, prompt=[*range(500)], max_tokens=None)).status_code == 200
+    assert backend.requests[0].token_ids.ids == [*range(500)]
+    assert (await complete(backend, prompt=[*range(500), -1], max_tokens=None)).status_code == 400
+    assert named == ["prompt[500]"]
+
+
+@pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
+async def test_a_long_body_is_read_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, length: int, in_a_thread: bool
+) -> None:
+    readers = []
+    read = openai.read_completion_call
+
+    def noted(fields: Any, headers: Any, defaults: Any) -> openai_request.GenerationCall:
+        readers.append(threading.current_thread())
+        return read(fields, headers, defaults)
+
+    monkeypatch.setattr(openai, "read_completion_call", noted)
+    assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
+    assert [reader is not threading.main_thread() for reader in readers] == [in_a_thread]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000])
+async def test_a_body_that_is_no_json_object_is_refused(content: bytes) -> None:
+    async with client(FakeBackend()) as http:
+        answer = await http.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+async def test_a_number_that_is_none_is_refused() -> None:
+    async with client(FakeBackend()) as http:
+        answer = await http.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}')
+    assert answer.json()["error"]["param"] == "temperature"
+
+
+async def test_a_body_that_is_too_large_is_refused() -> None:
+    backend = FakeBackend()
+    async with client(backend, max_body_bytes=100) as http:
+        answer = await http.post("/v1/completions", json={"prompt": "a" * 100})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "100 bytes" in answer.json()["error"]["message"]
+    assert backend.rejections == ["InvalidRequest"]
+
+
+ERRORS = [
+    (errors.InvalidRequest("bad"), 400),
+    (errors.NotFound("no such model"), 404),
+    (errors.AlreadyRunning("taken"), 409),
+    (errors.NoCapacity("full"), 429),
+    (errors.Aborted("stopped"), 499),
+    (errors.Unavailable("draining"), 503),
+    (errors.PeerFailed("gone"), 503),
+    (errors.StaleGeneration("restarted"), 503),
+    (errors.DeadlineExceeded("late"), 504),
+    (errors.ProtocolError("nonsense"), 500),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "status"), ERRORS)
+async def test_an_error_before_the_first_token_has_its_status(
+    error: errors.IsthmusError, status: int, stream: bool
+) -> None:
+    backend = FakeBackend(error)
+    answer = await chat(backend, stream=stream)
+    assert answer.status_code == status
+    assert answer.json()["error"] == {**answer.json()["error"], "message": str(error), "code": status}
+    assert backend.closed.is_set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("ask", "param"), [(chat, "messages"), (complete, "prompt")])
+async def test_a_context_that_is_full_has_openais_code(ask: Any, param: str, stream: bool) -> None:
+    """By the error's class, whatever it says: clients shorten the conversation then."""
+    answer = await ask(FakeBackend(errors.ContextExceeded("text is long")), stream=stream)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "text is long",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "context_length_exceeded",
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("retry_after_s", "header"), [(None, None), (2.1, "3")])
+async def test_a_refusal_says_when_to_come_again(
+    retry_after_s: float | None, header: str | None, stream: bool
+) -> None:
+    answer = await chat(FakeBackend(errors.NoCapacity("full", retry_after_s)), stream=stream)
+    assert (answer.status_code, answer.headers.get("Retry-After")) == (429, header)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_tells_the_client_nothing(stream: bool) -> None:
+    answer = await chat(FakeBackend(KeyError("secret")), stream=stream)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "internal error"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("sampling.top_p must be above 0", "top_p"),
+        ("chat.messages[2].role must be one of", "messages[2].role"),
+        ("prompt is too long", "prompt"),
+        ("chat.chat_template_kwargs must be a JSON object", "chat_template_kwargs"),
+        ("token_ids.ids[3] must be below", "prompt"),
+        ("The request cannot work", None),
+    ],
+)
+async def test_fields_are_named_in_this_apis_words(message: str, param: str | None) -> None:
+    answer = await chat(FakeBackend(errors.InvalidRequest(message)))
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        errors.PeerFailed("gone"),
+        finished(reason=common_pb2.FINISH_REASON_ABORTED),
+        response(" and no finish"),
+    ],
+)
+async def test_an_error_within_a_stream_is_its_last_event(last: GenerateResponse | Exception) -> None:
+    backend = FakeBackend(response("He"), last)
+    answer = await chat(backend, stream=True)
+    assert answer.status_code == 200
+    *_, error = events(answer)
+    assert list(error) == ["error"]
+    assert error["error"]["code"] in (499, 500, 503)
+    assert backend.closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ([response("He"), finished(reason=common_pb2.FINISH_REASON_ABORTED)], 499),
+        ([response("He")], 500),
+        ([response("He"), errors.PeerFailed("gone")], 503),
+    ],
+)
+async def test_an_answer_that_is_not_complete_is_an_error(
+    script: list[GenerateResponse | Exception], status: int
+) -> None:
+    assert (await chat(FakeBackend(*script))).status_code == status
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
+    backend = FakeBackend()
+    async with client(backend) as http:
+        for headers in ({}, {"x-isthmus-timeout-s": "2.5"}):
+            answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert answer.status_code == 200
+        assert backend.timeouts_s == [None, 2.5]
+        answer = await http.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-isthmus-timeout-s": value}
+        )
+    assert answer.status_code == 400
+    assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
+    assert len(backend.requests) == 2
+    assert backend.rejections == ["InvalidRequest"]

@@ -1,0 +1,300 @@
+"""The price of a placement by its terms, and who goes before whom."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.placement.placement_ranks import (
+    LOCAL,
+    REMOTE,
+    WEIGHTS,
+    choose,
+    decode,
+    prefill,
+    request,
+    terms_of,
+)
+from services.values.errors import NoCapacity, Unavailable
+from services.values.rank import Plan, RankKey
+
+# -- the terms ------------------------------------------------------------------------------------
+
+
+def test_terms_of_a_remote_placement():
+    busy = decode(
+        0, hit_tokens=1_000, pending_tokens=500, running=4, free_tokens=1_000, evictable_tokens=9_999
+    )
+    peer = prefill(
+        0, hit_tokens=2_000, pending_tokens=3_000, free_tokens=500, evictable_tokens=9_999, queued=2
+    )
+    decision = choose(request(plans=REMOTE), [busy], [peer])
+    assert terms_of(decision) == {
+        "wait_prefill": 0.3,
+        "compute": 0.3,  # moving 3000 tokens takes longer than computing 2000
+        "last_chunk": 0.1,
+        "overhead": 0.005,
+        "occupy": 2 * 0.2,  # two wait even where the wait is shortest
+        "evict_prefill": 0.5 * 1_500 / 10_000,
+        "wait_decode": 0.05 * 0.1,
+        "wait_room": 0.0,
+        "evict_decode": 0.5 * 2_000 / 10_000,
+        "itl": 0.05 * 4 * 0.02,
+        "outgrow": 0.0,
+    }
+
+
+def test_terms_of_a_local_placement():
+    busy = decode(0, hit_tokens=3_000, pending_tokens=500, running=4, queued=1)
+    idle = decode(1)
+    decision = choose(request(plans=LOCAL), [busy, idle])
+    assert terms_of(decision) == {
+        "wait_decode": 0.1,
+        "compute": 0.2,
+        "occupy": 0.0,  # another rank is idle
+        "wait_room": 0.0,
+        "evict_decode": 0.0,
+        "itl": 0.05 * 4 * 0.2,
+        "outgrow": 0.0,
+    }
+    assert decision.chosen.prefill is None
+
+
+def test_a_rank_whose_pages_are_all_in_use_is_priced_by_the_wait_for_them():
+    crowded = decode(0, running=10, free_tokens=1_000, evictable_tokens=1_000)
+    terms = dict(choose(request(plans=REMOTE), [crowded], [prefill(0)]).chosen.terms)
+    assert terms["wait_room"] == pytest.approx(2_000 * 0.02 / 10)
+    assert terms["evict_decode"] == pytest.approx(0.5 * 1_000 / 10_000)
+
+
+def test_the_last_token_is_computed_even_if_all_is_cached():
+    everywhere = request(plans=LOCAL)
+    terms = dict(choose(everywhere, [decode(0, hit_tokens=4_096)]).chosen.terms)
+    assert terms["compute"] == pytest.approx(1 / 5_000)
+    terms = dict(choose(request(plans=REMOTE), [decode(0)], [prefill(0, hit_tokens=4_096)]).chosen.terms)
+    assert terms["compute"] == pytest.approx(0.4)  # the transfer
+
+
+def test_a_prefill_rank_that_is_free_wins_when_the_transfer_hides_its_computation():
+    # Each of the others looks cheaper as long as nobody asks what the transfer takes.
+    waiting = [prefill(i, hit_tokens=3_900, pending_tokens=3_000) for i in range(1, 20)]
+    decision = choose(request(plans=REMOTE), [decode(0)], [prefill(0), *waiting])
+    assert decision.chosen.prefill == prefill(0)
+
+
+def test_pairs_are_priced_with_their_own_link():
+    def links(sender: RankKey, receiver: RankKey) -> float:
+        return 1e10 if (sender.rank, receiver.rank) == (2, 3) else 1e9
+
+    ranks = [decode(i) for i in range(5)], [prefill(i) for i in range(5)]
+    chosen = choose(request(plans=REMOTE), *ranks, bandwidth=links).chosen
+    assert (chosen.prefill.id.rank, chosen.decode.id.rank) == (2, 3)
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_short_tail_is_computed_where_its_prefix_is():
+    home = decode(0, hit_tokens=3_968)
+    assert choose(request(), [home, decode(1)], [prefill(0)]).chosen.plan is Plan.LOCAL
+
+
+def test_a_long_tail_would_stall_the_running_sequences():
+    assert choose(request(), [decode(0, running=16)], [prefill(0)]).chosen.plan is Plan.REMOTE
+
+
+# -- home -----------------------------------------------------------------------------------------
+
+
+def test_the_pin_decides_between_near_equals():
+    ranks = [decode(0, pending_tokens=100), decode(1), decode(2, hit_tokens=64)]
+    decision = choose(request(pinned=RankKey("decode", 0), plans=REMOTE), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[0], "pinned")
+
+
+def test_the_longest_prefix_is_the_home_without_a_pin():
+    asked = request(plans=REMOTE)
+    for hit_tokens, expected in ((asked.prompt_tokens // 2, (0, "longest_prefix")), (64, (1, "cheapest"))):
+        ranks = [decode(0, hit_tokens=hit_tokens, pending_tokens=500), decode(1)]
+        decision = choose(asked, ranks, [prefill(0)])
+        assert (decision.chosen.decode.id.rank, decision.reason) == expected
+
+
+def test_a_pin_to_a_crowded_rank_does_not_hold():
+    ranks = [decode(0, hit_tokens=3_968, pending_tokens=50_000), decode(1)]
+    decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[1], "cheapest")
+
+
+def test_a_pin_counts_by_what_it_would_leave_behind():
+    """80 ms more than elsewhere: too much for a rank that has evicted what it had."""
+    for hit_tokens, reason in ((0, "cheapest"), (2_000, "pinned")):
+        pinned = decode(0, hit_tokens=hit_tokens, pending_tokens=400 + hit_tokens)
+        decision = choose(request(pinned=pinned.id.key), [pinned, decode(1)])
+        assert decision.reason == reason, hit_tokens
+
+
+def test_a_home_that_holds_half_of_the_prompt_is_worth_a_part_of_the_wait_too():
+    home, other = decode(0, hit_tokens=2_000, pending_tokens=24_000), decode(1, pending_tokens=20_000)
+    assert choose(request(), [home, other]).reason == "longest_prefix"
+    assert choose(request(pinned=home.id.key), [home, other]).reason == "pinned"
+    assert choose(request(4_001, pinned=home.id.key), [home, other]).reason == "cheapest"
+
+
+def test_a_pin_without_its_prefix_loses_to_a_long_one():
+    ranks = [decode(0), decode(1, hit_tokens=3_968)]
+    decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[1], "cheapest")
+
+
+@pytest.mark.parametrize("plans", [REMOTE, LOCAL])
+def test_a_home_behind_many_cheaper_ranks_is_still_compared(plans):
+    ranks = [decode(i, pending_tokens=i) for i in range(50)]
+    decision = choose(request(pinned=RankKey("decode", 49), plans=plans), ranks, [prefill(0)])
+    assert (decision.chosen.decode, decision.reason) == (ranks[49], "pinned")
+    assert decision.ranked[0].decode == ranks[0]
+    assert decision.ranked[-1] == decision.chosen
+
+
+@pytest.mark.parametrize("why", ["failed", "suspect"])
+def test_a_pin_never_overrules_an_excluded_rank(why):
+    ranks = [decode(0, hit_tokens=3_968, excluded=why), decode(1)]
+    decision = choose(request(pinned=RankKey("decode", 0)), ranks, [prefill(0)])
+    assert decision.chosen.decode == ranks[1]
+    assert decision.excluded == (ranks[0],)
+
+
+def test_a_pin_is_void_while_others_wait_for_pages_there():
+    crowded = {"hit_tokens": 3_968, "free_tokens": 64, "evictable_tokens": 64}
+    asked = request(pinned=RankKey("decode", 0), plans=REMOTE)
+    roomy = decode(1, free_tokens=10_000)
+    for waiting, reason in ((128, "pinned"), (129, "cheapest")):
+        home = decode(0, waiting_tokens=waiting, **crowded)
+        weights = replace(WEIGHTS, slack_s=1_000.0)
+        decision = choose(asked, [home, roomy], [prefill(0)], weights=weights)
+        assert decision.reason == reason
+
+
+def test_a_pin_to_a_rank_that_has_gone_is_no_pin():
+    decision = choose(request(pinned=RankKey("decode", 9)), [decode(0)], [prefill(0)])
+    assert decision.reason == "cheapest"
+
+
+# -- ties -----------------------------------------------------------------------------------------
+
+
+def test_equal_ranks_are_split_by_the_tie():
+    ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(4)]
+    decisions = [choose(request(plans=REMOTE), *ranks, tie=i / 1_600) for i in range(1_600)]
+    assert {decision.reason for decision in decisions} == {"tie"}
+    pairs = [(decision.chosen.decode.id.rank, decision.chosen.prefill.id.rank) for decision in decisions]
+    assert {pair[1] for pair in pairs if pair[0] == 7} == {0, 1, 2, 3}
+    counts = [sum(pair[0] == rank for pair in pairs) for rank in range(40)]
+    assert min(counts) > 20
+    assert max(counts) < 80
+
+
+def test_the_tie_does_not_couple_decode_and_prefill_ranks():
+    ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(40)]
+    chosen = [choose(request(plans=REMOTE), *ranks, tie=i / 1_600).chosen for i in range(1_600)]
+    assert len({priced.prefill.id.rank for priced in chosen if priced.decode.id.rank == 7}) > 15
+
+
+def test_the_same_tie_gives_the_same_choice():
+    ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(40)]
+    assert choose(request(), *ranks, tie=0.618) == choose(request(), *ranks, tie=0.618)
+
+
+def test_a_rank_that_is_worse_gets_no_share_of_the_tie():
+    ranks = [decode(0, pending_tokens=1), *(decode(i) for i in range(1, 4))]
+    chosen = {choose(request(), ranks, [prefill(0)], tie=i / 50).chosen.decode.id.rank for i in range(50)}
+    assert chosen == {1, 2, 3}
+
+
+def test_of_near_equals_one_of_this_routers_share_is_taken():
+    foreign, own = decode(0, own=False), decode(1, pending_tokens=300)
+    decision = choose(request(), [foreign, own])
+    assert (decision.chosen.decode.id.rank, decision.reason) == (1, "share")
+    decision = choose(request(), [foreign, replace(own, pending_tokens=3_000)])
+    assert (decision.chosen.decode.id.rank, decision.reason) == (0, "cheapest")
+    # What computes the prompt is what others may have sent to.
+    senders = [prefill(0, own=False), prefill(1, pending_tokens=300)]
+    decision = choose(request(plans=REMOTE), [decode(0, own=False), decode(1, running=1)], senders)
+    chosen = decision.chosen
+    assert (chosen.prefill.id.rank, chosen.decode.id.rank, decision.reason) == (1, 0, "share")
+
+
+def test_the_home_goes_before_this_routers_share():
+    home, own = decode(0, own=False, hit_tokens=3_000, pending_tokens=2_900), decode(1)
+    assert choose(request(), [home, own]).reason == "longest_prefix"
+
+
+def test_of_equally_cheap_ranks_the_least_crowded_is_taken():
+    decodes = [decode(i, running=1 + (i != 2), step_s=0.0) for i in range(8)]
+    prefills = [prefill(i, queued=1 + (i != 5), pending_tokens=100) for i in range(8)]
+    for i in range(50):
+        chosen = choose(request(plans=REMOTE), decodes, prefills, tie=i / 50).chosen
+        assert (chosen.decode.id.rank, chosen.prefill.id.rank) == (2, 5)
+
+
+# -- nowhere --------------------------------------------------------------------------------------
+
+
+def test_no_rank():
+    with pytest.raises(Unavailable, match="there is no decode rank"):
+        choose(request(), [], [prefill(0)])
+    with pytest.raises(Unavailable, match="there is no prefill rank"):
+        choose(request(plans=REMOTE), [decode(0)])
+
+
+def test_all_excluded_says_why():
+    ranks = [decode(0, excluded="draining"), decode(1, excluded="failed"), decode(2, excluded="failed")]
+    with pytest.raises(Unavailable, match="no decode rank can take the request: 1 draining, 2 failed"):
+        choose(request(), ranks, [prefill(0)])
+    with pytest.raises(Unavailable, match="no prefill rank can take the request: 1 suspect"):
+        choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded="suspect")])
+
+
+def test_ranks_of_another_handshake_version_are_no_peers():
+    old, new = decode(0, hit_tokens=4_000), decode(1, handshake_version=2)
+    decision = choose(request(plans=REMOTE), [old, new], [prefill(0, handshake_version=2)])
+    assert (decision.chosen.decode, decision.chosen.prefill.id.rank) == (new, 0)
+    (left_out,) = decision.excluded
+    assert (left_out.id, left_out.excluded) == (old.id, "no prefill rank speaks its handshake version 1")
+    assert choose(request(), [old], [prefill(0, handshake_version=2)]).chosen.plan is Plan.LOCAL
+    with pytest.raises(Unavailable, match="2 no prefill rank speaks its handshake version 1"):
+        choose(request(plans=REMOTE), [old, decode(1)], [prefill(0, handshake_version=2)])
+
+
+def test_a_wait_counts_only_between_ranks_of_one_handshake_version():
+    """An idle prefill rank of one version and an idle decode rank of the other serve nobody together."""
+    decodes = [decode(0), decode(1, queue_wait_s=9.0, handshake_version=2)]
+    prefills = [prefill(0, compute_wait_s=5.0), prefill(1, handshake_version=2)]
+    with pytest.raises(NoCapacity, match=r"would wait 5\.0 s"):
+        choose(request(plans=REMOTE, max_wait_s=1.0), decodes, prefills)
+    decision = choose(request(plans=REMOTE, max_wait_s=6.0), decodes, prefills)
+    assert (decision.chosen.decode, decision.chosen.prefill) == (decodes[0], prefills[0])
+    assert [(c.id.rank, c.excluded) for c in decision.excluded] == [(1, "its queue is too long")] * 2
+
+
+def test_a_decode_rank_that_does_not_receive_is_no_peer_of_its_handshake_version():
+    decodes = [decode(0), decode(1, receives=False, handshake_version=2)]
+    prefills = [prefill(0), prefill(1, handshake_version=2)]
+    decision = choose(request(max_wait_s=1.0), decodes, prefills)
+    (left_out,) = decision.excluded
+    assert (left_out.id, left_out.excluded) == (
+        prefills[1].id,
+        "no decode rank speaks its handshake version 2",
+    )
+    plans = {way.decode.id.rank: way.plan for way in decision.ranked if way.prefill is None}
+    assert plans[1] is Plan.LOCAL
+
+
+def test_without_a_prefill_rank_the_decode_rank_computes():
+    decision = choose(request(), [decode(0)], [prefill(0, excluded="failed")])
+    assert decision.chosen.plan is Plan.LOCAL
+
+
+@pytest.mark.parametrize("changes", [{"prompt_tokens": 0}, {"chunk_tokens": 0}, {"plans": frozenset()}])
+def test_a_request_that_cannot_be_priced_is_refused(changes):
+    with pytest.raises(ValueError, match="needed to place"):
+        replace(request(), **changes)

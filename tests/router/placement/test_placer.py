@@ -1,0 +1,568 @@
+"""From what a router knows to a decision, and back."""
+
+import math
+from collections import Counter, deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.index.read.prefix_index import PrefixIndex
+from services.router.placement.decision import Nowhere
+from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.pool_ends import TOO_SMALL
+from services.router.placement.price import Weights
+from services.router.ranks.balance import Balance
+from services.router.ranks.others import NOBODY, Requests
+from services.router.ranks.shares import Share
+from services.values.errors import NoCapacity, Unavailable
+from services.values.kv import BlockHash, KvLayout, PageBooks
+from services.values.load import RankLoad
+from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
+from services.values.registration import NO_CACHE, Registration
+from services.values.request import Admitted
+
+BLOCK = 64
+HASHES = [BlockHash(number) for number in range(1, 41)]
+LAYOUT = KvLayout(page_size=BLOCK, page_bytes=1 << 20, model_fingerprint=1)
+ROOMY = PageBooks(total=10_000, free=5_000, cached=5_000, locked=0, private=0, quarantined=0)
+BOTH = frozenset(Plan)
+NO_SLACK = Weights(slack_ratio=0.0, slack_s=0.0)
+
+
+def registration(role: Role, index: int, version: int = 1) -> Registration:
+    rank = RankId(role.value, index, Generation(1))
+    address = RankAddress(rank, "host:1")
+    return Registration(role, address, LAYOUT, "m", 100_000, 10_000, "fake", handshake_version=version)
+
+
+class Router:
+    """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
+
+    def __init__(
+        self, decodes: int, prefills: int, weights: Weights = NO_SLACK, versions: tuple[int, ...] = (1,)
+    ) -> None:
+        """The ranks of each role have these versions in turn."""
+        self.now = 100.0
+        self.index = PrefixIndex()
+        self.balance = Balance(lambda: self.now)
+        self.records: Counter[RankKey] = Counter()
+        self.placer = Placer(
+            PlacerSettings(BLOCK, 512, weights), self.index, self.balance, self.records.__getitem__
+        )
+        self.decodes, self.prefills = (
+            [registration(role, i, versions[i % len(versions)]) for i in range(number)]
+            for role, number in ((Role.DECODE, decodes), (Role.PREFILL, prefills))
+        )
+        self.placer.set_ranks(self.decodes, self.prefills)
+        for rank in (*self.decodes, *self.prefills):
+            self.holds(rank, 0)
+            self.waits(rank, 0)
+        self.now += 1
+
+    def holds(self, rank: Registration, num_blocks: int) -> None:
+        self.index.apply_snapshot(rank.id, HASHES[:num_blocks])
+
+    def waits(self, rank: Registration, tokens: int, counted: Requests = NOBODY, **load: object) -> None:
+        load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
+        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load), counted)
+
+    def place(self, num_blocks: int = 40, **changes):
+        return self.placer.place(self.asked(num_blocks, **changes), 0.5)
+
+    def asked(self, num_blocks: int = 40, **changes) -> Asked:
+        asked = Asked(HASHES[:num_blocks], num_blocks * BLOCK + 7, BOTH, None, lambda rank: "")
+        return replace(asked, **changes)
+
+
+REMOTE = frozenset({Plan.REMOTE})
+
+
+def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:
+    return Admitted(2_567, decode_prefix_len, prefill_prefix_len, 100, 0, 0, 0.0, 0.0, 0.01, 0.0, plan)
+
+
+held = st.sampled_from([0, 0, 0, 1, 1, 2, 20, 40])
+waiting = st.sampled_from([0, 0, 500]) | st.integers(0, 20_000)
+ranks = st.lists(st.tuples(held, waiting), min_size=17, max_size=60)
+
+
+@settings(max_examples=60)
+@given(
+    ranks,
+    ranks,
+    st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]),
+    st.sampled_from([math.inf, math.inf, 0.2, 1.0]),
+    st.sampled_from([(1,), (1,), (1, 2), (1, 1, 1, 2)]),
+    st.data(),
+)
+def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
+    decodes, prefills, plans, max_wait_s, versions, data
+):
+    router = Router(len(decodes), len(prefills), versions=versions)
+    num_other = data.draw(st.sampled_from([0, 0, 5]))
+    router.placer.set_ranks(of_other_layout(router.decodes, num_other), router.prefills)
+    states = zip((*router.decodes, *router.prefills), (*decodes, *prefills), strict=True)
+    for rank, (num_held, tokens) in states:
+        router.holds(rank, num_held)
+        router.waits(rank, tokens)
+    guess = data.draw(st.none() | st.tuples(st.sampled_from(router.decodes + router.prefills), held))
+    if guess is not None:
+        router.balance.predict(guess[0].id.key, HASHES[: guess[1]])
+    asked = router.asked(plans=plans, max_wait_s=max_wait_s)
+    every = router.placer.explain(asked, 0.5)
+    if isinstance(every, Nowhere):
+        assert "the cluster is full" in every.reason
+        with pytest.raises(NoCapacity):
+            router.placer.place(asked, 0.5)
+        return
+    few = router.placer.place(asked, 0.5)
+    assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
+
+
+@pytest.mark.parametrize("blocks", [[3], [0, 3], [1, 3, 5]])
+def test_a_rank_whose_records_are_half_applied_keeps_nobody_waiting(blocks):
+    """It holds what comes after the other's, and a match of it is shorter."""
+    router = Router(20, 0)
+    router.holds(router.decodes[0], 3)
+    router.index.apply_snapshot(router.decodes[1].id, [HASHES[block] for block in blocks])
+    assert router.place(8).chosen.decode.id.rank == 0
+
+
+def test_a_few_of_a_thousand_ranks_are_priced():
+    router = Router(800, 200)
+    for rank in router.decodes:
+        router.holds(rank, 1)
+    router.holds(router.decodes[700], 30)
+    router.waits(router.decodes[700], 100)
+    decision = router.place()
+    assert decision.chosen.decode.id.rank == 700
+    assert len(decision._compared) < 100
+    assert len(router.placer.explain(router.asked(), 0.5)._compared) >= 800
+
+
+def test_of_many_ranks_those_that_are_left_of_a_version_are_looked_at():
+    """The one prefill rank that was upgraded is the busiest, and the decode ranks of its version too."""
+    router = Router(40, 40, versions=(1,) * 39 + (2,))
+    upgraded = router.decodes[39], router.prefills[39]
+    for rank in upgraded:
+        router.waits(rank, 50_000)
+
+    def others_failed(rank: Registration) -> str:
+        return "" if rank.role is Role.DECODE or rank in upgraded else "failed"
+
+    def all_failed(rank: Registration) -> str:
+        return "failed" if rank in upgraded[:1] else others_failed(rank)
+
+    remote = frozenset({Plan.REMOTE})
+    chosen = router.place(plans=remote, exclusion=others_failed).chosen
+    assert chosen.decode.id.rank == chosen.prefill.id.rank == 39
+    nowhere = router.placer.explain(router.asked(plans=remote, exclusion=all_failed), 0.5)
+    assert "39 no prefill rank speaks its handshake version 1" in nowhere.reason
+    reasons = {rank.excluded for rank in nowhere.candidates}
+    assert "no decode rank speaks its handshake version 2" in reasons
+
+
+def test_requests_that_come_at_once_spread_over_many_idle_ranks():
+    router = Router(40, 20)
+    for number in range(40):
+        asked = router.asked(1, hashes=(), plans=frozenset({Plan.REMOTE}))
+        decision = router.placer.place(asked, number / 40)
+        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+    assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {1}
+    assert {router.balance.now(rank.id.key).running for rank in router.prefills} == {2}
+    for number in range(40):
+        router.placer.outcomes.ended(str(number))
+    assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {0}
+
+
+def test_of_requests_that_come_together_the_cheapest_is_placed_first():
+    router = Router(2, 0)
+    router.holds(router.decodes[0], 40)
+    local = frozenset({Plan.LOCAL})
+    cold, short, cached = (
+        router.asked(hashes=(), plans=local),
+        router.asked(hashes=(), plans=local, prompt_tokens=500),
+        router.asked(plans=local),
+    )
+    nowhere = router.asked(plans=local, exclusion=lambda rank: "full")
+    assert router.placer.cheapest_first([nowhere, cold, short, cached], 0.5) == [3, 2, 1, 0]
+    assert router.placer.cheapest_first([cold], 0.5) == [0]
+    # So it is before the others in its rank's queue, and they go elsewhere.
+    home = router.placer.place(cached, 0.5)
+    router.placer.sent("cached", cached.hashes, cached.prompt_tokens, home)
+    assert home.chosen.decode.id.rank == 0
+
+
+@pytest.mark.parametrize(("decodes", "prefills"), [(8, 4), (60, 40)])
+def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(decodes, prefills):
+    for plan, side in ((Plan.LOCAL, "decode"), (Plan.REMOTE, "prefill")):
+        chosen: list[RankKey] = []
+        for index in range(2):
+            router = Router(decodes, prefills, Weights())
+            router.placer.set_share(Share(index, 2))
+            for number in range(2):
+                asked = router.asked(1, hashes=(), plans=frozenset({plan}))
+                decision = router.placer.place(asked, 0.5)
+                router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+                chosen.append(getattr(decision.chosen, side).id.key)
+        assert len(set(chosen)) == 4, plan
+
+
+@pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {0, 1, 2, 3})])
+@pytest.mark.parametrize("plan", [Plan.LOCAL, Plan.REMOTE])
+def test_a_burst_stays_on_the_own_ranks_while_others_have_as_much_to_send(plan, others, expected):
+    """Four long prompts, of which two are the own ranks' share; the others' look idle."""
+    router = Router(4, 4, Weights())
+    for rank in router.decodes:
+        router.waits(rank, 0, Requests((8 + others) // 4, own=2))
+    router.placer.set_share(Share(0, 2))
+    chosen = set()
+    for number in range(4):
+        asked = router.asked(hashes=(), plans=frozenset({plan}))
+        decision = router.placer.place(asked, 0.5)
+        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+        side = decision.chosen.decode if plan is Plan.LOCAL else decision.chosen.prefill
+        chosen.add(side.id.rank)
+    assert chosen == expected
+
+
+@pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {1})])
+def test_who_has_got_all_requests_for_minutes_does_not_leave_ranks_to_others(others, expected):
+    router = Router(4, 0, Weights())
+    router.placer.set_share(Share(0, 2))
+    asked = router.asked(hashes=(), plans=frozenset({Plan.LOCAL}))
+    chosen = []
+    for _ in range(130):
+        for index, rank in enumerate(router.decodes):  # one waits less, by less than shares are worth
+            router.waits(rank, 0 if index == 1 else 200, Requests((8 + others) // 4, own=2))
+        chosen.append(router.placer.place(asked, 0.5).chosen.decode.id.rank)
+        router.now += 1.0
+    assert chosen[0] in {0, 2}
+    assert chosen[-1] in expected
+
+
+@pytest.mark.parametrize(("others", "alone"), [(0, True), (1, False)])
+def test_short_requests_tell_as_well_who_sends_them(others, alone):
+    """50 a second of 0.2 s each, and as many from others; each rank reports every 20 ms."""
+    router = Router(2, 0, Weights())
+    router.placer.set_share(Share(0, 2))
+    asked = router.asked(1, hashes=(), plans=frozenset({Plan.LOCAL}))
+    ends: deque[tuple[float, str, RankKey]] = deque()
+    for number in range(5_500):
+        while ends and ends[0][0] <= router.now:
+            router.placer.outcomes.ended(ends.popleft()[1])
+        for rank in router.decodes:
+            own = sum(key == rank.id.key for _, _, key in ends)
+            router.waits(rank, 0, Requests(own * (1 + others), own))
+        decision = router.placer.place(asked, 0.5)
+        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+        router.placer.outcomes.admitted(str(number), (), decision.chosen, admitted(0))
+        ends.append((router.now + 0.2, str(number), decision.chosen.decode.id.key))
+        router.now += 0.02
+    assert router.placer._presence.alone == alone
+
+
+def test_excluded_ranks_among_many_are_passed_over():
+    router = Router(40, 40)
+    for rank in router.decodes:
+        router.holds(rank, 40)
+    only = router.decodes[33].id
+
+    def exclusion(rank: Registration) -> str:
+        return "" if rank.role is Role.PREFILL or rank.id == only else "draining"
+
+    assert router.place(exclusion=exclusion).chosen.decode.id == only
+    with pytest.raises(Unavailable, match="40 failed"):
+        router.place(exclusion=lambda rank: "failed" if rank.role is Role.DECODE else "")
+
+
+def test_the_pinned_rank_is_looked_at_however_busy():
+    router = Router(40, 1, Weights())
+    pinned = router.decodes[20]
+    router.waits(pinned, 100)
+    assert router.place(pinned=pinned.id.key).reason == "pinned"
+
+
+def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
+    router = Router(2, 0)
+    liar = router.decodes[0]
+    for number in range(30):
+        router.holds(liar, 40)
+        decision = router.placer.place(router.asked(exclusion=lambda r: "" if r is liar else "not now"), 0.5)
+        router.placer.sent(str(number), HASHES, 2_567, decision)
+        router.placer.outcomes.admitted(str(number), HASHES, decision.chosen, admitted(0))
+        router.placer.outcomes.ended(str(number))
+        router.now += 7  # what was predicted has ended
+    router.holds(liar, 40)
+    asked = router.asked(exclusion=lambda rank: "" if rank is liar else "not now")
+    chosen = router.placer.place(asked, 0.5).chosen.decode
+    assert chosen.matched_tokens == 40 * BLOCK
+    assert chosen.hit_tokens < 0.4 * chosen.matched_tokens
+    router.now += 600
+    assert router.place().chosen.decode.hit_tokens == 40 * BLOCK  # given another chance
+
+
+def run_one(router: Router, decode_prefix_len: int):
+    decision = router.place(num_blocks=20)
+    router.placer.sent("a", HASHES[:20], 20 * BLOCK + 7, decision)
+    yield
+    router.placer.outcomes.admitted("a", HASHES[:20], decision.chosen, admitted(decode_prefix_len))
+    yield
+
+
+def test_an_index_that_has_heard_nothing_since_is_corrected_at_once():
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 40)
+    request = run_one(router, 5 * BLOCK)
+    next(request)
+    next(request)
+    assert router.index.match(rank.id.key, HASHES[:20]) == 5
+    assert not router.index.holds(rank.id.key, HASHES[19])
+    assert router.balance.predicted_match(rank.id.key, HASHES) == 20  # for it was computed since
+
+
+def test_an_index_that_was_told_meanwhile_is_left_alone():
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 40)
+    request = run_one(router, 5 * BLOCK)
+    next(request)
+    router.holds(rank, 20)  # evicted, and computed again for this request
+    router.records[rank.id.key] += 1
+    next(request)
+    assert router.index.match(rank.id.key, HASHES) == 20
+
+
+def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows():
+    router = Router(1, 2)
+    remote = frozenset({Plan.REMOTE})
+    first = router.place(plans=remote)
+    router.placer.sent("a", HASHES, 2_567, first)
+    prefill = first.chosen.prefill
+    assert router.balance.predicted_match(prefill.id.key, HASHES) == 40
+    assert router.index.match(prefill.id.key, HASHES) == 0  # never mixed
+    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
+    router.placer.outcomes.admitted("a", HASHES, first.chosen, admitted(0, 0, Plan.REMOTE))
+    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
+    router.now += 60
+    assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
+
+
+@pytest.mark.parametrize("plans", [REMOTE, frozenset({Plan.LOCAL})])
+def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
+    """Its siblings keep one, as in the middle of a roll-out."""
+    router, (plan,) = Router(2, 2), plans
+    cacheless = [replace(side[0], capabilities=(NO_CACHE,)) for side in (router.decodes, router.prefills)]
+    router.placer.set_ranks([cacheless[0], router.decodes[1]], [cacheless[1], router.prefills[1]])
+    for index in range(2):
+        decision = router.place(
+            plans=plans, exclusion=lambda rank, index=index: "" if rank.id.rank == index else "x"
+        )
+        router.placer.sent("a", HASHES, 2_567, decision)
+        router.placer.outcomes.admitted("a", HASHES, decision.chosen, admitted(0, 0, plan))
+        router.placer.outcomes.finished(HASHES, decision.chosen, range(42 * BLOCK), 0)
+        router.placer.outcomes.ended("a")
+        used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
+        predicted = {router.balance.predicted_match(rank.id.key, HASHES) for rank in used}
+        assert predicted == {40 if index else 0}
+    assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK
+
+
+def test_a_hot_prefix_spreads_when_its_rank_is_busy():
+    router = Router(4, 0, Weights())
+    router.holds(router.decodes[0], 40)
+    chosen = []
+    for number in range(80):  # at once, each with 40 blocks in common and 200 tokens of its own
+        asked = router.asked(prompt_tokens=40 * BLOCK + 200)
+        decision = router.placer.place(asked, number / 80)
+        router.placer.sent(str(number), HASHES, asked.prompt_tokens, decision)
+        chosen.append(decision.chosen.decode.id.rank)
+    assert chosen[0] == 0
+    assert set(chosen) == {0, 1, 2, 3}
+
+
+def test_while_everybody_waits_hits_count_for_more():
+    """At capacity work saved shortens all queues: then a longer wait for a hit is worth it."""
+    router = Router(2, 0)
+    holder, other = router.decodes
+    router.holds(holder, 20)
+    router.waits(holder, 30_000, waiting=0)
+    router.waits(other, 10_000, waiting=0)
+    assert router.place().chosen.decode.id == other.id
+    router.waits(holder, 30_000, waiting=20)
+    router.waits(other, 10_000, waiting=20)
+    assert router.place().chosen.decode.id == holder.id
+
+
+def of_other_layout(ranks: list[Registration], num: int) -> list[Registration]:
+    """The first ones with pages of another size."""
+    layout = replace(LAYOUT, page_bytes=1 << 19)
+    return [replace(rank, layout=layout) for rank in ranks[:num]] + ranks[num:]
+
+
+@pytest.mark.parametrize("decodes", [3, 60])
+def test_a_decode_rank_of_another_layout_computes_alone(decodes):
+    """A roll-out has reached the first ones; they are empty, and no prefill rank can write to them."""
+    router, new = Router(decodes, 4), decodes // 3
+    router.placer.set_ranks(of_other_layout(router.decodes, new), router.prefills)
+    for rank in router.decodes[new:]:
+        router.waits(rank, 1_000)
+    assert router.place(plans=REMOTE).chosen.decode.id.rank >= new
+    remote = router.placer.explain(router.asked(plans=REMOTE), 0.5)
+    assert {rank.id.rank for rank in remote.excluded} == set(range(new))
+    either = router.place()
+    assert (either.chosen.plan, either.excluded) == (Plan.LOCAL, ())
+    assert either.chosen.decode.id.rank < new
+    with_others = [way.decode.id.rank for way in either.ranked if way.plan is Plan.REMOTE]
+    assert with_others and min(with_others) >= new
+
+
+@pytest.mark.parametrize(
+    ("new_decodes", "new_prefills", "apart"),
+    [
+        (1, 0, {"decode/0"}),
+        (2, 0, {"decode/0", "decode/1"}),
+        (2, 1, {"decode/2", "prefill/1", "prefill/2"}),  # as many pairs of each, and more decode ranks
+        (3, 1, {"prefill/1", "prefill/2"}),
+    ],
+)
+def test_the_layout_that_counts_is_that_of_the_most_pairs(new_decodes, new_prefills, apart):
+    router = Router(3, 3)
+    router.placer.set_ranks(
+        of_other_layout(router.decodes, new_decodes), of_other_layout(router.prefills, new_prefills)
+    )
+    excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
+    assert {str(rank.id.key) for rank in excluded} == apart
+    assert {rank.excluded for rank in excluded} == {"its KV layout differs from that of most ranks"}
+
+
+def test_layouts_that_differ_in_their_tp_degrees_count_as_one():
+    router = Router(5, 2)
+    old = [replace(rank, layout=replace(LAYOUT, tp_size=2**n)) for n, rank in enumerate(router.decodes[2:])]
+    router.placer.set_ranks(of_other_layout(router.decodes, 2)[:2] + old, of_other_layout(router.prefills, 1))
+    excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
+    assert {str(rank.id.key) for rank in excluded} == {"decode/0", "decode/1", "prefill/0"}
+
+
+def test_pairs_of_two_handshake_versions_do_not_count_for_a_layout():
+    router = Router(3, 3, versions=(2, 1, 1))
+    old_prefills = [replace(rank, handshake_version=3) for rank in router.prefills[1:]]
+    router.placer.set_ranks(
+        of_other_layout(router.decodes, 1), of_other_layout(router.prefills, 1)[:1] + old_prefills
+    )
+    decision = router.place(plans=REMOTE)
+    assert decision.chosen.decode.id.rank == decision.chosen.prefill.id.rank == 0
+    assert {rank.excluded for rank in decision.excluded} == {"its KV layout differs from that of most ranks"}
+
+
+A, B = LAYOUT, replace(LAYOUT, page_bytes=1 << 19)
+
+
+def blue_and_green(router: Router, new: str, drained: str) -> tuple[list[Registration], list[Registration]]:
+    """Both roles' ranks, those with layout B and those that drain by the first letter and number."""
+    return tuple(
+        [
+            replace(rank, layout=B if name in new else A, draining=name in drained)
+            for rank in side
+            if (name := f"{rank.role.value[0]}{rank.id.rank}")
+        ]
+        for side in (router.decodes, router.prefills)
+    )
+
+
+@pytest.mark.parametrize("of_the_load", [False, True])
+@pytest.mark.parametrize(
+    ("new", "drained", "layout"),
+    [
+        ("d2 p2", "", A),  # four pairs against one
+        ("d2 p2", "d0 d1 p0 p1", B),  # the old ones drain: the new one takes over
+        ("d2 p2", "d0 p0", A),  # a pair of each, and the first rank's counts
+        ("d0 p0", "d1 p1", B),
+        ("d2 p2", "p0 p1", B),  # nobody sends to the old ones any more
+        ("d2 p2", "d0 d1", B),
+        ("d2 p2", "d2 p2", A),
+        ("d1 d2", "p0 p1 p2", B),  # no pairs: most decode ranks
+        ("d1 d2", "d2 p0 p1 p2", A),
+        ("d1 d2", "d0 d1 d2 p0", A),  # none is left: then all count, as if none drained
+        ("d1 d2 p1 p2", "d0 d1 d2", B),
+    ],
+)
+def test_the_layout_that_counts_is_that_of_the_ranks_that_stay(new, drained, layout, of_the_load):
+    router = Router(3, 3)
+    decodes, prefills = blue_and_green(router, new, drained)
+    if of_the_load:  # they could not reach etcd, and only their loads tell it
+        told = [replace(rank, draining=False) for rank in (*decodes, *prefills)]
+        router.placer.set_ranks(told[:3], told[3:])
+        for rank in (*decodes, *prefills):
+            router.waits(rank, 0, draining=rank.draining)
+    else:
+        router.placer.set_ranks(decodes, prefills)
+    excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5)
+    candidates = excluded.candidates if isinstance(excluded, Nowhere) else excluded.excluded
+    apart = {rank.id for rank in candidates if "layout differs" in rank.excluded}
+    assert apart == {rank.id for rank in (*decodes, *prefills) if rank.layout != layout}
+
+
+@pytest.mark.parametrize("half", [2, 30])
+def test_prefill_computes_for_the_new_ranks_once_the_old_ones_drain(half):
+    """Blue and green: as many of each, and whoever drains is still registered for as long as it runs."""
+    router = Router(2 * half, 2 * half)
+    decodes, prefills = of_other_layout(router.decodes, half), of_other_layout(router.prefills, half)
+    router.placer.set_ranks([*decodes[half:], *decodes[:half]], [*prefills[half:], *prefills[:half]])
+
+    def exclusion(rank: Registration) -> str:
+        return router.balance.excluded(rank.id.key)
+
+    def place() -> set[int]:
+        chosen = router.place(plans=REMOTE, exclusion=exclusion).chosen
+        return {chosen.decode.id.rank // half, chosen.prefill.id.rank // half}
+
+    assert place() == {1}
+    for rank in (*router.decodes[half:], *router.prefills[half:]):
+        router.waits(rank, 0, draining=True)
+    assert place() == {0}
+    for rank in (*router.decodes[half:], *router.prefills[half:]):
+        router.waits(rank, 0)  # put back
+    assert place() == {1}
+
+
+def with_pools(router: Router, small: range, large_tokens: int = 100_000) -> None:
+    """Those decode ranks hold 5,000 tokens."""
+    router.decodes = [
+        replace(rank, max_context_tokens=5_000 if rank.id.rank in small else large_tokens)
+        for rank in router.decodes
+    ]
+    router.placer.set_ranks(router.decodes, router.prefills)
+
+
+@pytest.mark.parametrize("decodes", [2, 40])
+@pytest.mark.parametrize("plans", [BOTH, REMOTE])
+def test_of_many_ranks_those_that_hold_all_of_it_are_looked_at(decodes, plans):
+    """Though it is the busiest of all, and alone."""
+    router = Router(decodes, 2)
+    with_pools(router, range(decodes - 1))
+    router.waits(router.decodes[-1], 50_000)
+    fits, outgrows, fits_nowhere = 5_000, 5_001, 100_001
+    assert router.place(plans=plans, most_tokens=fits).chosen.decode.id.rank < decodes - 1
+    decision = router.place(plans=plans, most_tokens=outgrows)
+    assert decision.chosen.decode.id.rank == decodes - 1
+    assert router.place(plans=plans, most_tokens=fits_nowhere).chosen.decode.id.rank < decodes - 1
+    excluded = {c.excluded for c in router.placer.explain(router.asked(most_tokens=outgrows), 0.5).excluded}
+    assert excluded == {TOO_SMALL}
+
+    def no_large_one(rank: Registration) -> str:
+        return "failed" if rank.max_context_tokens > 5_000 and rank.role is Role.DECODE else ""
+
+    chosen = router.place(plans=plans, most_tokens=outgrows, exclusion=no_large_one).chosen
+    assert dict(chosen.terms)["outgrow"] > 0
+
+
+def test_of_many_ranks_the_roomiest_are_looked_at_where_nobody_says_how_long_it_becomes():
+    router = Router(40, 0)
+    with_pools(router, range(1, 40))
+    router.waits(router.decodes[0], 100)
+    assert router.place(prompt_tokens=4_999).chosen.decode.id.rank == 0
+    assert router.place(prompt_tokens=2_600).chosen.decode.id.rank != 0

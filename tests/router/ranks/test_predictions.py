@@ -1,0 +1,49 @@
+"""What ranks will soon hold, against a list of all guesses."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.ranks.predictions import Predictions
+from services.values.kv import BlockHash
+from services.values.rank import RankKey
+
+RANKS = [RankKey("decode", index) for index in range(3)]
+# Sequences of three conversations that share their first blocks.
+SEQUENCES = [
+    [BlockHash(n) for n in numbers]
+    for numbers in ([1, 2, 3, 4, 5], [1, 2, 30, 40], [1, 200, 300, 400, 500, 600])
+]
+
+sequences = st.builds(lambda s, n: s[:n], st.sampled_from(SEQUENCES), st.integers(0, 6))
+guesses = st.tuples(st.sampled_from(RANKS), sequences, st.floats(0.1, 10), st.floats(0, 3))
+
+
+@given(st.lists(guesses, max_size=15), sequences, st.none() | st.sampled_from(RANKS))
+def test_matches_are_those_of_the_guesses_that_have_not_ended(guesses, asked, forgotten):
+    predictions, now = Predictions(), 0.0
+    live: list[tuple[RankKey, list[BlockHash], float]] = []
+    for rank, blocks, ttl_s, passed_s in guesses:
+        now += passed_s
+        predictions.add(rank, blocks, now, ttl_s)
+        live.append((rank, blocks, now + ttl_s))
+    if forgotten is not None:
+        predictions.forget(forgotten)
+        live = [guess for guess in live if guess[0] != forgotten]
+
+    def expected(rank: RankKey) -> int:
+        held = {b for of_rank, blocks, until in live if of_rank == rank and until > now for b in blocks}
+        return next((depth for depth, block in enumerate(asked) if block not in held), len(asked))
+
+    depths = {rank: expected(rank) for rank in RANKS}
+    assert {rank: predictions.match(rank, asked, now) for rank in RANKS} == depths
+    deepest = max(depths.values())
+    assert set(predictions.deepest(asked, now)) == {r for r in RANKS if deepest and depths[r] == deepest}
+
+
+def test_nothing_is_left_of_what_has_ended():
+    predictions = Predictions()
+    for index in range(100):
+        predictions.add(RANKS[index % 3], SEQUENCES[index % 3], float(index), 1.0)
+    predictions.add(RANKS[0], [], 1_000.0, 1.0)
+    assert not predictions._until_s
+    assert predictions._num_blocks == 0

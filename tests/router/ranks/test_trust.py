@@ -1,0 +1,73 @@
+"""What a rank's word is worth."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.ranks.trust import Trust
+from services.values.rank import RankKey
+
+RANK, OTHER = RankKey("decode", 0), RankKey("decode", 1)
+PROMPT = 10_000
+
+
+def after(*delivered: int) -> Trust:
+    trust = Trust()
+    for tokens in delivered:
+        trust.observe(RANK, PROMPT, tokens, 0.0)
+    return trust
+
+
+def test_a_rank_is_trusted_until_it_breaks_its_word():
+    trust = after(0)
+    assert trust.of(RANK, 0.0) == pytest.approx(0.45, abs=0.01)
+    assert trust.of(OTHER, 0.0) == 1.0
+    assert trust.worth(RANK, 1_000, 0.0) == int(trust.of(RANK, 0.0) * 1_000)
+    assert trust.worth(OTHER, 1_000, 0.0) == 1_000
+
+
+def test_one_that_never_delivers_is_worth_next_to_nothing():
+    assert after(*[0] * 50).of(RANK, 0.0) < 0.05
+
+
+def test_half_of_what_was_promised_is_half_the_trust():
+    assert after(*[PROMPT // 2] * 100).of(RANK, 0.0) == pytest.approx(0.5, abs=0.05)
+
+
+def test_keeping_its_word_restores_it():
+    assert after(*[0] * 10, *[PROMPT] * 100).worth(RANK, 1_000, 0.0) == 1_000
+
+
+def test_small_differences_count_for_nothing():
+    assert after(*[PROMPT - 300] * 100).worth(RANK, 1_000, 0.0) == 1_000
+
+
+def test_distrust_fades():
+    trust = after(*[0] * 50)
+    assert trust.of(RANK, 60.0) == pytest.approx(0.5, abs=0.05)
+    assert trust.of(RANK, 600.0) > 0.99
+
+
+def test_no_prediction_is_no_evidence():
+    trust = Trust()
+    trust.observe(RANK, 0, 0, 0.0)
+    assert trust.of(RANK, 0.0) == 1.0
+
+
+def test_a_new_life_begins_anew():
+    trust = after(0)
+    trust.forget(RANK)
+    assert trust.of(RANK, 0.0) == 1.0
+
+
+seen = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e4))
+
+
+@given(st.lists(seen, max_size=20), st.integers(0, 10**6), st.floats(0, 1e5))
+def test_it_stays_between_nothing_and_everything(seen, tokens, later_s):
+    trust, now = Trust(), 0.0
+    for predicted, delivered, passed_s in seen:
+        now += passed_s
+        trust.observe(RANK, predicted, delivered, now)
+    assert 0 <= trust.of(RANK, now + later_s) <= 1
+    assert 0 <= trust.worth(RANK, tokens, now + later_s) <= tokens

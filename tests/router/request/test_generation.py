@@ -1,0 +1,262 @@
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from opentelemetry.trace import INVALID_SPAN
+
+from services.router.cluster import HashedPrompt
+from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.request.generation import Generator
+from services.router.request.progress import Checked
+from services.values.errors import ContextExceeded, InvalidRequest, IsthmusError, NoCapacity, Unavailable
+from services.values.rank import Generation, Plan, RankId
+from services.values.request import Admitted, FinishReason, Output, SamplingParams
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+CHECKED = Checked("r", SamplingParams(), "", "", 0)
+
+
+class Outcomes(list):
+    """In the place of RouterMetrics."""
+
+    def ended(self, progress, outcome, took_s):
+        self.append(outcome)
+
+
+@pytest.mark.parametrize(
+    ("error", "deadline", "outcome"),
+    [
+        (None, None, "finished"),
+        (NoCapacity("full"), None, "NoCapacity"),
+        (ContextExceeded("long"), None, "InvalidRequest"),
+        (KeyError("a bug"), None, "Internal"),
+        (KeyError("a bug"), 50.0, "Internal"),
+        (asyncio.CancelledError(), None, "cancelled"),
+        (asyncio.CancelledError(), 101.0, "cancelled"),
+        (asyncio.CancelledError(), 99.0, "DeadlineExceeded"),
+        (GeneratorExit(), 100.05, "DeadlineExceeded"),  # gRPC's clock is not ours
+        (GeneratorExit(), 101.0, "cancelled"),
+    ],
+)
+def test_how_a_request_ended(error, deadline, outcome):
+    outcomes = Outcomes()
+    cluster = SimpleNamespace(ended=lambda request_id: None)
+    generator = Generator(
+        "m",
+        None,
+        cluster,
+        outcomes,
+        max_attempts=1,
+        max_wait_s=1.0,
+        request_timeout_s=9.0,
+        clock=lambda: 100.0,
+    )
+    try:
+        with generator._track(CHECKED, INVALID_SPAN, deadline):
+            assert generator.num_running == 1
+            if error is not None:
+                raise error
+    except BaseException as raised:
+        assert raised is error
+    assert outcomes == [outcome]
+    assert generator.num_running == 0
+
+
+class LosingCluster:
+    """Each of its ranks is lost after `num_tokens` of a request; the sixth placement is refused."""
+
+    def __init__(self, num_tokens, moves_penalties=True):
+        self._num_tokens = num_tokens
+        self._moves_penalties = moves_penalties
+        self.excluded = []
+
+    def check_room(self, max_wait_s):
+        pass
+
+    def max_context_tokens(self):
+        return 100
+
+    async def hash(self, ids, tenant, more_tokens):
+        return HashedPrompt(ids, 0, ())
+
+    async def turn(self, prompt, conversation_id, excluded):
+        pass
+
+    def siblings(self, ranks):
+        return ranks  # each is a worker of its own
+
+    def place(self, prompt, conversation_id, excluded, max_wait_s):
+        self.excluded.append({rank.worker for rank in excluded})
+        if len(self.excluded) == 6:
+            raise InvalidRequest("enough")
+        placed = MagicMock(prefill=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
+        placed.decision.reason, placed.decision.chosen.prefill = "cheapest", None
+        placed.decision.chosen.decode.hit_tokens = 0
+        placed.decision.chosen.decode.id = RankId(f"d{len(self.excluded)}", 0, Generation(1))
+        placed.client.start = self._start
+        return placed
+
+    def _start(self, command, prompt):
+        stream = OutputStream(MagicMock(), "r")
+        admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
+        for token_id in range(self._num_tokens):
+            stream.put(Output((token_id,), admitted=None if token_id else admitted))
+        stream.put(DecodeRankLost("gone"))
+        return stream
+
+    def sent(self, request_id, conversation_id, placed):
+        pass
+
+    def admitted(self, request_id, placed, admitted):
+        pass
+
+    def failed(self, life):
+        pass
+
+    def ended(self, request_id):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "error", "excluded"),
+    [
+        (0, DecodeRankLost, [set(), {"d1"}]),
+        (1, DecodeRankLost, [set(), {"d1"}]),  # it may be the request that breaks them
+        (2, InvalidRequest, [set(), {"d1"}, {"d2"}, {"d3"}, {"d4"}, {"d5"}]),
+    ],
+)
+async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, num_tokens, error, excluded):
+    cluster = LosingCluster(num_tokens)
+    generator = Generator(
+        "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
+    )
+    request = generation_pb2.GenerateRequest(text="a")
+    got = []
+    with pytest.raises(error):
+        async for response in generator.generate(request):
+            got.extend(response.token_ids)
+    assert cluster.excluded == excluded
+    assert got == [*range(num_tokens)] * min(5, len(excluded))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "moves_penalties", "sampling", "places"),
+    [
+        (2, False, {"frequency_penalty": 0.5}, 1),
+        (1, False, {"presence_penalty": -0.5}, 1),
+        (2, False, {"repetition_penalty": 1.1}, 1),
+        (0, False, {"frequency_penalty": 0.5}, 2),  # nothing was generated yet
+        (2, False, {"temperature": 0.5}, 6),
+        (2, True, {"frequency_penalty": 0.5}, 6),
+    ],
+)
+async def test_an_answer_whose_penalties_would_change_ends_where_it_was_cut_off(
+    character_tokenizer, num_tokens, moves_penalties, sampling, places
+):
+    cluster = LosingCluster(num_tokens, moves_penalties)
+    generator = Generator(
+        "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
+    )
+    request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
+    got = []
+    with pytest.raises(IsthmusError) as raised:
+        async for response in generator.generate(request):
+            got.extend(response.token_ids)
+    assert len(cluster.excluded) == places
+    assert got == [*range(num_tokens)] * min(5, places)
+    assert isinstance(raised.value, Unavailable) == (places == 1)
+    if places == 1:
+        assert "penalties" in str(raised.value) and "(gone)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("max_priority", "priority", "is_let_in"),
+    [(0, 0, True), (0, -5, True), (0, 1, False), (2, 2, True), (2, 3, False), (2, 2**31 - 1, False)],
+)
+async def test_a_client_goes_before_others_only_as_far_as_the_operator_allows(
+    character_tokenizer, max_priority, priority, is_let_in
+):
+    cluster, metrics = LosingCluster(0), MagicMock()
+    generator = Generator(
+        "m",
+        character_tokenizer,
+        cluster,
+        metrics,
+        max_attempts=1,
+        max_wait_s=1.0,
+        request_timeout_s=60.0,
+        max_priority=max_priority,
+    )
+    request = generation_pb2.GenerateRequest(text="a", priority=priority)
+    with pytest.raises(DecodeRankLost if is_let_in else InvalidRequest) as raised:
+        await anext(generator.generate(request))
+    assert len(cluster.excluded) == is_let_in
+    if not is_let_in:
+        assert str(raised.value).startswith(f"priority must be at most {max_priority}")
+        metrics.rejected.assert_called_once_with(raised.value)
+
+
+class OutgrownCluster(LosingCluster):
+    """Each of its ranks ends a request with LENGTH after `num_tokens`; no other holds more than the third."""
+
+    def length_means(self, num_tokens, output_tokens, max_tokens):
+        assert num_tokens - output_tokens == 1 and output_tokens == self._num_tokens * len(self.excluded)
+        return FinishReason.CAPACITY if len(self.excluded) == 3 else None
+
+    def _start(self, command, prompt):
+        stream = OutputStream(MagicMock(), "r")
+        admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
+        for token_id in range(self._num_tokens):
+            finished = FinishReason.LENGTH if token_id == self._num_tokens - 1 else None
+            stream.put(Output((token_id,), admitted=None if token_id else admitted, finished=finished))
+        return stream
+
+    def finished(self, placed, all_ids):
+        pass
+
+
+async def outgrowing(tokenizer, cluster, on_response=lambda generator, got: None, **sampling):
+    """(tokens, how it finished)"""
+    generator = Generator(
+        "m", tokenizer, cluster, MagicMock(), max_attempts=1, max_wait_s=1.0, request_timeout_s=60.0
+    )
+    request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
+    got = []
+    async for response in generator.generate(request):
+        got.extend(response.token_ids)
+        on_response(generator, response)
+    return got, common_pb2.FinishReason.Name(response.finish.reason).removeprefix("FINISH_REASON_")
+
+
+async def test_at_the_end_of_a_pool_no_rank_is_to_blame(character_tokenizer):
+    """One token each is no progress, and no failure either."""
+    for num_tokens in (1, 2):
+        cluster = OutgrownCluster(num_tokens)
+        assert await outgrowing(character_tokenizer, cluster) == ([*range(num_tokens)] * 3, "CAPACITY")
+        assert cluster.excluded == [set()] * 3
+
+
+async def test_what_cannot_move_ends_with_the_pool(character_tokenizer):
+    cluster = OutgrownCluster(2, moves_penalties=False)
+    answer = await outgrowing(character_tokenizer, cluster, frequency_penalty=0.5)
+    assert answer == ([0, 1], "CAPACITY")
+    cluster = OutgrownCluster(2, moves_penalties=False)
+    assert await outgrowing(character_tokenizer, cluster) == ([0, 1] * 3, "CAPACITY")
+
+
+async def test_a_stop_string_that_ends_with_the_pool_ends_the_request(character_tokenizer):
+    cluster = OutgrownCluster(2)
+    stop = character_tokenizer.token_text(1)
+    assert await outgrowing(character_tokenizer, cluster, stop=[stop]) == ([0, 1], "STOP")
+    assert len(cluster.excluded) == 1
+
+
+async def test_an_abort_at_the_end_of_a_pool_is_heeded(character_tokenizer):
+    cluster = OutgrownCluster(1)
+
+    def abort(generator, response):
+        assert generator.abort(response.request_id) or response.HasField("finish")
+
+    assert await outgrowing(character_tokenizer, cluster, abort) == ([0], "ABORTED")
+    assert len(cluster.excluded) == 1

@@ -1,0 +1,34 @@
+import pytest
+
+from router.conftest import byte_backend
+from services.router.text.byte_tokens import bytes_of_piece
+from services.router.text.tokenizer import Tokenizer
+
+
+def test_every_byte_of_a_byte_level_vocabulary() -> None:
+    vocabulary = byte_backend().get_vocab()
+    assert {bytes_of_piece(piece) for piece in vocabulary} == {bytes([byte]) for byte in range(256)}
+    assert all(bytes_of_piece(piece) == bytes([byte]) for piece, byte in vocabulary.items())
+
+
+@pytest.mark.parametrize(
+    ("piece", "expected"),
+    [
+        ("<0xE2>", b"\xe2"),
+        ("<0xe2>", b"<0xe2>"),  # small letters: a text
+        ("ĠâĤ", b" \xe2\x82"),
+        ("ï¿½", "\ufffd".encode()),  # the character itself
+        ("▁a", None),
+        ("語", None),
+    ],
+)
+def test_pieces_of_both_families(piece: str, expected: bytes | None) -> None:
+    assert bytes_of_piece(piece) == expected
+
+
+def test_the_parts_of_a_character(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:
+    for tokenizer in (byte_tokenizer, sentencepiece_tokenizer):
+        parts = tokenizer.encode("👋")[-4:]
+        assert {tokenizer.token_text(part) for part in parts} == {"\ufffd"}
+        assert b"".join(tokenizer.token_bytes(part) or b"" for part in parts) == "👋".encode()
+        assert tokenizer.token_bytes(1_000_000) is None

@@ -1,0 +1,160 @@
+import threading
+
+import pytest
+
+from services.router.text.prompt import PromptEncoder
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import ContextExceeded, InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
+
+
+def chat(*messages: ChatMessage) -> GenerateRequest:
+    return GenerateRequest(chat=Chat(messages=messages))
+
+
+@pytest.fixture
+def encoder(character_tokenizer: Tokenizer) -> PromptEncoder:
+    return PromptEncoder(
+        character_tokenizer, max_context_tokens=100, vocab_size=character_tokenizer.vocab_size
+    )
+
+
+async def test_each_kind_of_prompt_gives_its_ids(
+    encoder: PromptEncoder, character_tokenizer: Tokenizer
+) -> None:
+    text = "<|user|>Hi<|end|>\n<|assistant|>"
+    expected = tuple(character_tokenizer.encode(text))
+    for request in (
+        GenerateRequest(text=text),
+        chat(ChatMessage(role="user", content="Hi")),
+        GenerateRequest(token_ids=TokenIds(ids=expected)),
+    ):
+        assert tuple((await encoder.encode(request)).ids) == expected
+
+
+async def test_parts_of_a_message_stand_on_lines_of_their_own(
+    encoder: PromptEncoder, character_tokenizer: Tokenizer
+) -> None:
+    expected = character_tokenizer.encode("<|user|>Hi\nyou<|end|>\n<|assistant|>")
+    assert list((await encoder.encode(chat(ChatMessage(role="user", parts=["Hi", "you"])))).ids) == expected
+    alone = chat(ChatMessage(role="user", parts=["Hi"]))
+    assert list((await encoder.encode(alone)).ids) == character_tokenizer.encode(
+        "<|user|>Hi<|end|>\n<|assistant|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        (GenerateRequest(), r"^prompt must be set"),
+        (GenerateRequest(text=""), r"^text must not be empty"),
+        (GenerateRequest(chat=Chat()), r"^chat\.messages must hold"),
+        (GenerateRequest(token_ids=TokenIds()), r"^token_ids\.ids must hold"),
+        (
+            chat(ChatMessage(role="user", content="a", parts=["b"])),
+            r"^chat\.messages\[0\]\.parts and its content",
+        ),
+        (GenerateRequest(text="a" * 150), r"^prompt .* 150 tokens.* 100 tokens"),
+        (GenerateRequest(token_ids=TokenIds(ids=[1] * 100)), r"^prompt .* 100 tokens"),
+        (chat(*[ChatMessage(role="user")] * 101), r"^prompt .* 101 messages"),
+        (chat(ChatMessage(role="user", content="a" * 120)), r"^prompt .* tokens"),
+        (
+            GenerateRequest(token_ids=TokenIds(ids=[1, 2, 3, 128])),
+            r"^token_ids\.ids\[3\] must be below .*128, got 128",
+        ),
+        (
+            chat(ChatMessage(role="user"), ChatMessage(role="assistant", token_ids=[1, 4_000_000_000])),
+            r"^chat\.messages\[1\]\.token_ids\[1\] must be below",
+        ),
+    ],
+)
+async def test_a_bad_prompt_is_refused_by_name(
+    encoder: PromptEncoder, request_: GenerateRequest, problem: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        await encoder.encode(request_)
+
+
+async def test_who_is_too_long_is_told_what_the_context_holds(encoder: PromptEncoder) -> None:
+    short = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+    ids = GenerateRequest(token_ids=TokenIds(ids=[1] * 100))
+    for encodes, request in ((encoder, ids), (short, GenerateRequest(text="a" * 11))):
+        with pytest.raises(ContextExceeded, match="This model's maximum context length is 100 tokens"):
+            await encodes.encode(request)
+
+
+async def test_a_prompt_leaves_room_for_one_token(encoder: PromptEncoder) -> None:
+    request = GenerateRequest(token_ids=TokenIds(ids=[127] * 99))
+    assert len((await encoder.encode(request)).ids) == 99
+
+
+async def test_a_chats_variables_are_heeded(encoder: PromptEncoder, character_tokenizer: Tokenizer) -> None:
+    request = chat(ChatMessage(role="user", content="Hi"))
+    request.chat.chat_template_kwargs = '{"enable_thinking": false}'
+    expected = character_tokenizer.encode("<|user|>Hi<|end|>\n<|assistant|><no thinking>")
+    assert list((await encoder.encode(request)).ids) == expected
+
+
+@pytest.mark.parametrize(("wanted", "added"), [(None, True), (True, True), (False, False)])
+async def test_special_tokens_are_added_to_a_text_unless_that_is_not_wanted(
+    wanted: bool | None, added: bool
+) -> None:
+    class WithBos:
+        eos_token_ids = ()
+
+        def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+            return [1] * special_tokens + [2]
+
+        render_template = encode
+
+    encoder = PromptEncoder(WithBos(), max_context_tokens=100, vocab_size=10)
+    encoded = await encoder.encode(GenerateRequest(text="a", add_special_tokens=wanted))
+    assert list(encoded.ids) == [1] * added + [2]
+
+
+class Untouched:
+    """A tokenizer that must not be asked."""
+
+    eos_token_ids = ()
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        raise AssertionError("tokenized")
+
+    render_template = encode
+
+
+@pytest.mark.parametrize("text", ["a" * 11, "語" * 4])
+def test_too_much_text_is_refused_before_it_is_tokenized(text: str) -> None:
+    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+    for request, name in (
+        (GenerateRequest(text=text), "text"),
+        (chat(ChatMessage(role="user", content=text[:2]), ChatMessage(content=text)), "chat.messages"),
+        (chat(ChatMessage(role="user", parts=[text[:2], text])), "chat.messages"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{name} must be at most 10 bytes"):
+            encoder.encode_now(request)
+
+
+def test_the_default_limit_of_text_grows_with_the_context() -> None:
+    for max_context_tokens, limit in ((100, 1 << 20), (1 << 20, 16 << 20)):
+        encoder = PromptEncoder(Untouched(), max_context_tokens, vocab_size=10)
+        with pytest.raises(InvalidRequest, match=f"at most {limit} bytes"):
+            encoder.encode_now(GenerateRequest(text="a" * (limit + 1)))
+
+
+async def test_a_long_text_is_tokenized_off_the_loop(character_tokenizer: Tokenizer) -> None:
+    class Observed:
+        eos_token_ids = ()
+        render_template = character_tokenizer.render_template
+
+        def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+            threads.append(threading.current_thread())
+            return character_tokenizer.encode(text, special_tokens)
+
+    threads: list[threading.Thread] = []
+    encoder = PromptEncoder(Observed(), max_context_tokens=100_000, vocab_size=128)
+    for text in ("short", "long" * 2000):
+        encoded = await encoder.encode(GenerateRequest(text=text))
+        assert list(encoded.ids) == character_tokenizer.encode(text)
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()

@@ -1,0 +1,71 @@
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from services.router.text.stop_strings import StopStrings
+
+
+def oracle(stop: tuple[str, ...], text: str) -> tuple[str, str | None]:
+    """Reads the whole text: the first end where a stop string is complete, the longest one there."""
+    for end in range(len(text) + 1):
+        complete = [string for string in stop if text[:end].endswith(string)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def held_back(stop: tuple[str, ...], text: str) -> int:
+    """The longest suffix of the text that a stop string can begin with."""
+    lengths = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
+    return max(lengths, default=0)
+
+
+stops = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=4).map(tuple)
+pieces = st.lists(st.text(alphabet="abc", max_size=5), max_size=12)
+
+
+@given(stops, pieces)
+@example(("abcd", "bc"), ["ab", "cd"])
+@example(("bc", "abc"), ["a", "b", "c"])
+@example(("aabaac",), ["aabaa", "baac"])
+def test_any_pieces_give_what_the_whole_text_gives(stop: tuple[str, ...], pushed: list[str]) -> None:
+    strings = StopStrings(stop)
+    released, matched = "", None
+    for piece in pushed:
+        text, matched = strings.push(piece)
+        released += text
+    released += strings.finish()
+    assert (released, matched) == oracle(stop, "".join(pushed))
+
+
+@given(stops, pieces)
+def test_no_more_is_held_back_than_may_become_a_stop_string(stop: tuple[str, ...], pushed: list[str]) -> None:
+    strings = StopStrings(stop)
+    whole, released = "", ""
+    for piece in pushed:
+        whole += piece
+        text, matched = strings.push(piece)
+        released += text
+        if matched is not None:
+            return
+        assert released == whole[: len(whole) - held_back(stop, whole)]
+
+
+def test_nothing_is_released_after_a_match() -> None:
+    strings = StopStrings(("\n\n",))
+    assert strings.push("one\n") == ("one", None)
+    assert strings.push("\ntwo") == ("", "\n\n")
+    assert strings.push("three") == ("", "\n\n")
+    assert strings.finish() == ""
+
+
+def test_without_stop_strings_text_passes() -> None:
+    strings = StopStrings(())
+    assert strings.push("any") == ("any", None)
+    assert strings.finish() == ""
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(("a", ""))

@@ -1,0 +1,140 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import ConfigError, InvalidRequest
+
+
+def test_text_comes_back_from_ids(character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer) -> None:
+    text = "Hello, 語 👋\n"
+    for tokenizer in (character_tokenizer, byte_tokenizer):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert byte_tokenizer.encode("é👋") == list("é👋".encode())
+
+
+def test_ids_are_those_that_transformers_itself_gives(
+    character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    for tokenizer in (character_tokenizer, byte_tokenizer, sentencepiece_tokenizer):
+        for text in ("", "a b", "<|user|>Hi 👋<|end|>\n <|assistant|>", "x" * 3000):
+            for special in (True, False):
+                ids = tokenizer._backend(text, add_special_tokens=special).input_ids
+                assert tokenizer.encode(text, special) == ids
+
+
+_WITHOUT_TORCH = """
+import sys
+from services.router import __main__
+assert not {"torch", "transformers"} & set(sys.modules)
+__main__._do_without_torch()
+from services.router.text.tokenizer import Tokenizer
+print(Tokenizer(sys.argv[1]).encode("Hi"))
+assert sys.modules["torch"] is None
+"""
+
+
+def test_a_routers_process_has_no_torch(character_model: Path, character_tokenizer: Tokenizer) -> None:
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(character_model)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert json.loads(run.stdout) == character_tokenizer.encode("Hi")
+
+
+def test_special_tokens_and_unknown_ids_are_silent(byte_tokenizer: Tokenizer) -> None:
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.is_silent(end)
+    assert byte_tokenizer.is_silent(1_000_000)
+    assert not byte_tokenizer.is_silent(65)
+    first, second = "é".encode()
+    assert byte_tokenizer.decode([first, end, 1_000_000, second]) == "é"
+
+
+def test_token_text_shows_special_tokens_and_inner_spaces(
+    byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.token_text(end) == "<|end|>"
+    assert byte_tokenizer.token_text(0xE2) == "\ufffd"
+    [word] = sentencepiece_tokenizer.encode("a")
+    assert sentencepiece_tokenizer.decode([word]) == "a"
+    assert sentencepiece_tokenizer.token_text(word) == " a"
+
+
+def test_eos_ids_are_those_of_generation_and_the_tokenizer(character_model: Path, tmp_path: Path) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    [end] = Tokenizer(str(tmp_path)).encode("<|end|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 6]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 8, "vocab_size": 500}))
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.eos_token_ids == (7, 6, end)
+    assert tokenizer.generation_config == {"eos_token_id": [7, 6]}
+    assert tokenizer.vocab_size == 500
+
+
+def test_vocab_size_is_the_tokenizers_own_where_no_config_states_it(byte_tokenizer: Tokenizer) -> None:
+    assert byte_tokenizer.vocab_size == 256 + 5
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.eos_token_ids == (end,)
+
+
+def test_a_stored_truncation_does_not_cut_prompts(character_model: Path, tmp_path: Path) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    tokenizer = Tokenizer(str(tmp_path))
+    # Taken out at once: transformers would do it at the first call, and race with other threads.
+    assert tokenizer._backend.backend_tokenizer.truncation is None
+    assert len(tokenizer.encode("abcdefgh")) == 8
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no model directory"):
+        Tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        Tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", b"\xff"])
+def test_a_broken_config_is_refused(character_model: Path, tmp_path: Path, content: str | bytes) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    broken = tmp_path / "generation_config.json"
+    broken.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        Tokenizer(str(tmp_path))
+
+
+def test_the_chat_template_renders_up_to_the_next_turn(character_tokenizer: Tokenizer) -> None:
+    rendered = character_tokenizer.render_template([{"role": "user", "content": "Hi"}])
+    assert rendered == "<|user|>Hi<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("known", "role"), [("{# developers #}", "system"), ("{% set roles = ['developer'] %}", "developer")]
+)
+def test_a_developer_is_the_system_to_templates_that_know_none(
+    character_model: Path, tmp_path: Path, known: str, role: str
+) -> None:
+    for file in character_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(known + template.read_text())
+    messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    rendered = Tokenizer(str(tmp_path)).render_template(messages)
+    assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
+
+
+def test_a_refusing_or_missing_template_is_an_invalid_request(
+    character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(InvalidRequest, match="no such talk"):
+        character_tokenizer.render_template([{"role": "user", "content": "forbidden"}])
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        sentencepiece_tokenizer.render_template([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,142 @@
+"""Decode's links and prefill ranks in one process: real gRPC, real threads, writes that wait for a gate."""
+
+import asyncio
+import itertools
+import threading
+
+from services.kv.transfer_plan import runs_of
+from services.net import servers
+from services.transfer.base import Unsettled
+from services.transfer.decode.links import PrefillLinks
+from services.transfer.local import LocalTransport
+from services.transfer.prefill.handshake_server import HandshakeService
+from services.transfer.prefill.sender import KvSender
+from services.values.kv import KvLayout, KvTicket, PageId
+from services.values.rank import Generation, RankAddress, RankId, Room
+from services.wire.isthmus.v1 import handshake_pb2_grpc
+
+PAGE, PAGE_BYTES, NUM_PAGES = 4, 256, 32
+LAYOUT = KvLayout(PAGE, PAGE_BYTES, model_fingerprint=1)
+DECODE = RankId("decode", 0, Generation(8))
+
+
+class GatedTransport(LocalTransport):
+    """Local, but a write counts as landed only while the gate is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def write(self, peer, moves):
+        if self.fails:
+            raise Unsettled("the network is down")
+        return GatedWrite(super().write(peer, moves), self.gate)
+
+
+class GatedWrite:
+    def __init__(self, write, gate):
+        self.size_bytes, self.release, self._gate = write.size_bytes, write.release, gate
+
+    def poll(self):
+        return self._gate.is_set()
+
+
+class FakeLink:
+    """A stream on which nobody answers, to a writer whose clock is ours."""
+
+    def __init__(self):
+        self.asked = []
+
+    def send_abort(self, room):
+        self.asked.append(room)
+
+    def lease_end_s(self, write_until_s):
+        return write_until_s
+
+
+class Prefill:
+    """A prefill rank's sender, and the server that may come and go before it."""
+
+    def __init__(self, pool, generation=7, layout=LAYOUT):
+        self.pool, self.transport = pool, GatedTransport()
+        self.id = RankId("prefill", 0, Generation(generation))
+        self.sender = KvSender(
+            lambda: self.transport,
+            pool.memory,
+            layout,
+            self.id,
+            read_pages=lambda pages: (memoryview(pool.pages[page]) for page in pages),
+        )
+        self.sender.start()
+        self.server = None
+
+    async def listen(self, port=0):
+        service = HandshakeService(self.sender)
+        self.server = await servers.open_server(
+            f"127.0.0.1:{port}",
+            lambda server: handshake_pb2_grpc.add_HandshakeServicer_to_server(service, server),
+            [],
+        )
+        return RankAddress(self.id, f"127.0.0.1:{self.server.port}")
+
+    def request(self, room, prompt_len, sources, **fields):
+        """The Prefill call, with everything computed; returns a future of its end."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        self.sender.open_room(
+            room, prompt_len, DECODE, lambda end: loop.call_soon_threadsafe(ended.set_result, end), **fields
+        )
+        self.sender.pages_ready(room, 0, prompt_len, [PageId(page) for page in sources])
+        return ended
+
+    async def stop_listening(self):
+        if self.server is not None:
+            await self.server.stop()
+            self.server = None
+
+    async def close(self):
+        await self.stop_listening()
+        self.transport.gate.set()
+        await asyncio.to_thread(self.sender.stop)
+
+
+class Pair:
+    """One decode rank and the prefill ranks that it talks to."""
+
+    def __init__(self, make_pool):
+        self.make_pool = make_pool
+        self.pool = make_pool(NUM_PAGES, PAGE_BYTES, seed=1)
+        self.transport = LocalTransport()
+        self.transport.register(self.pool.memory, PAGE_BYTES)
+        self.links = self.make_links()
+        self.prefills = []
+        self.rooms = map(Room, itertools.count(1))
+
+    def make_links(self, **changes):
+        facts = {"layout": LAYOUT, "transport": "local"} | changes
+        return PrefillLinks(
+            DECODE, facts["layout"], self.pool.memory, facts["transport"], self.transport.metadata()
+        )
+
+    def prefill(self, **fields):
+        self.prefills.append(Prefill(self.make_pool(NUM_PAGES, PAGE_BYTES, seed=2), **fields))
+        return self.prefills[-1]
+
+    def send_ticket(self, link, targets, prompt_len=10, prefix_len=0, lease_s=10.0, room=None, **fields):
+        ticket = KvTicket(
+            room if room is not None else next(self.rooms),
+            link.address.id.generation,
+            prompt_len,
+            prefix_len,
+            runs_of([PageId(page) for page in targets]),
+            link.write_until_s(lease_s),
+            **fields,
+        )
+        return link.send_ticket(ticket)
+
+    async def close(self):
+        await self.links.close()
+        for prefill in self.prefills:
+            await prefill.close()
