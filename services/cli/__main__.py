@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from services.observe import json_lines, telemetry
+from services.observe import build_info, json_lines, telemetry
 from services.values.errors import ConfigError, IsthmusError
 
 COMMANDS = {
@@ -27,6 +27,9 @@ _PIPE_CLOSED = 141
 
 def main() -> None:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if name == "--version":
+        print(f"isthmus {build_info.versions()['version']}")
+        sys.exit(0)
     if name not in COMMANDS:
         wanted_help = name in ("", "-h", "--help", "help")
         print(_usage(), file=sys.stdout if wanted_help else sys.stderr)
@@ -67,7 +70,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _usage() -> str:
-    lines = ["usage: isthmus COMMAND [--help]", ""]
+    lines = ["usage: isthmus COMMAND [--help]", "       isthmus --version", ""]
     lines += [f"  {name:<12}{meaning}" for name, meaning in COMMANDS.items()]
     return "\n".join(lines)
 

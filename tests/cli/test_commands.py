@@ -2,6 +2,7 @@
 
 import io
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -75,6 +76,10 @@ def test_the_commands_are_listed(isthmus_command, arguments, code):
     ended, shown, said = isthmus_command(*arguments)
     assert ended == code
     assert "make-model" in (said if code else shown)
+
+
+def test_the_version_is_the_one_that_is_installed(isthmus_command):
+    assert isthmus_command("--version") == (0, f"isthmus {metadata.version('isthmus')}\n", "")
 
 
 def plan_of(*flags):
