@@ -19,7 +19,7 @@ from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
 from services.process.turn_watch import TurnWatch, until_it_hangs
 from services.values.errors import Unavailable
-from services.values.kv import BlockHash, CacheEvents, KvLayout, PageBooks, PoolMemory
+from services.values.kv import CacheEvents, KvLayout, PageBooks, PoolMemory
 from services.values.load import RankLoad
 from services.values.request import GenerationRequest
 
@@ -92,7 +92,7 @@ class PagedEngine:
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._arrivals = 0
         self._load = RankLoad()
-        self._cache_events = _PendingEvents()
+        self._cache_events: asyncio.Queue[CacheEvents | None] = asyncio.Queue()  # None: there are no more
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -151,7 +151,7 @@ class PagedEngine:
             await self._thread.stop(free=untouched)
         for watching in self._watching:
             watching.cancel()
-        self._cache_events.close()
+        self._cache_events.put_nowait(None)
 
     async def crashed(self) -> bool:
         """Returns when the engine's thread, or the sender's, has died of a bug or hangs; the process should
@@ -166,10 +166,7 @@ class PagedEngine:
         return ()
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
-        while True:
-            events = await self._cache_events.take()
-            if events is None:
-                return
+        while (events := await self._cache_events.get()) is not None:
             yield events
 
     async def books(self) -> PageBooks:
@@ -259,56 +256,11 @@ class PagedEngine:
 
     def _deliver(self, report: StepReport) -> None:
         self._load = report.load
-        self._cache_events.add(report.cache_events)
+        if report.cache_events != CacheEvents():
+            self._cache_events.put_nowait(report.cache_events)
         for seq, event in report.events:
             self._route(seq, event)
 
     def _route(self, seq: Sequence, event: Event | Failed) -> None:
         if (mailbox := self._mailboxes.get(seq)) is not None:
             mailbox.put(event)
-
-
-class _PendingEvents:
-    """Cache events nobody has taken yet, coalesced, so that they are bounded by the pool."""
-
-    def __init__(self) -> None:
-        self._stored: dict[BlockHash, None] = {}
-        self._removed: dict[BlockHash, None] = {}
-        self._cleared = False
-        self._closed = False
-        self._changed = asyncio.Event()
-
-    def add(self, events: CacheEvents) -> None:
-        if events.cleared:
-            self._stored.clear()
-            self._removed.clear()
-            self._cleared = True
-        _cancel_out(events.removed, self._stored, self._removed)
-        _cancel_out(events.stored, self._removed, self._stored)
-        if self._stored or self._removed or self._cleared:
-            self._changed.set()
-
-    async def take(self) -> CacheEvents | None:
-        """Everything pending, once there is something; None after `close`."""
-        await self._changed.wait()
-        if self._closed:
-            return None
-        self._changed.clear()
-        events = CacheEvents(tuple(self._stored), tuple(self._removed), self._cleared)
-        self._stored, self._removed, self._cleared = {}, {}, False
-        return events
-
-    def close(self) -> None:
-        self._closed = True
-        self._changed.set()
-
-
-def _cancel_out(
-    blocks: tuple[BlockHash, ...], opposite: dict[BlockHash, None], pending: dict[BlockHash, None]
-) -> None:
-    """Note `blocks` in `pending`, except those that undo what `opposite` holds."""
-    for block in blocks:
-        if block in opposite:
-            del opposite[block]
-        else:
-            pending[block] = None
