@@ -25,10 +25,10 @@ _LINK = Struct("<QQ")
 _LENGTH = Struct("<Q")
 
 
-def scope_seed(model: str, cache_salt: str = "", lora: str = "") -> int:
-    """The 64-bit seed of one (model, salt, LoRA); sequences of two scopes share no hash."""
-    # With lengths in front, ("ab", "c") and ("a", "bc") differ.
-    fields = (text.encode() for text in (model, cache_salt, lora))
+def scope_seed(model: str, cache_salt: str = "") -> int:
+    """The 64-bit seed of one (model, salt); sequences of two scopes share no hash."""
+    # With lengths in front, ("ab", "c") and ("a", "bc") differ. SCHEME has a third field, of no use so far.
+    fields = (text.encode() for text in (model, cache_salt, ""))
     return xxh3_64_intdigest(b"".join(_LENGTH.pack(len(field)) + field for field in fields))
 
 

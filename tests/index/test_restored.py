@@ -186,5 +186,5 @@ async def test_while_leases_live_on_what_the_backup_lacks_is_told_again(tmp_path
                 timeout_s=30.0,
             )
             assert not mirror.index.holds(idle.id.key, 1)
-            assert all(mirror.is_current(rank.id.key) for rank in (busy, idle))
+            assert all(mirror.progress(rank.id.key).current for rank in (busy, idle))
             assert busy.membership.lease_losses == idle.membership.lease_losses == 0

@@ -4,14 +4,14 @@ from hypothesis import strategies as st
 from services.kv.block_hash import SCHEME, extend_hash, scope_seed, sequence_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
-SHORT_TEXTS = st.tuples(*[st.text("ab/", max_size=3)] * 3)
+SHORT_TEXTS = st.tuples(*[st.text("ab/", max_size=3)] * 2)
 
 
 def test_golden_vectors_of_the_scheme():
     """Other processes hold these names: if they change, SCHEME must change."""
     assert SCHEME == "xxh3-64/1"
     assert scope_seed("m") == 0xF3AC56784A2440D9
-    assert scope_seed("meta-llama/Llama-3.1-8B", "tenant-a", "lora-1") == 0x937D5F2804B71D33
+    assert scope_seed("meta-llama/Llama-3.1-8B", "tenant-a") == 0x10576DABA99154EC
     assert sequence_hashes(range(12), 4, seed=0) == [
         0xA1D0BD893C9531AC,
         0xDB33494FF9C294FF,

@@ -167,10 +167,6 @@ class Mirror:
         """See Probe."""
         return self._probe.place_among_routers()
 
-    def is_current(self, rank: RankKey) -> bool:
-        """A snapshot of the rank has been read, and no delta is missing."""
-        return self.progress(rank).current
-
     def progress(self, rank: RankKey) -> RankProgress:
         return self.blocks.progress(rank)
 

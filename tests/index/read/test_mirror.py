@@ -231,7 +231,7 @@ async def test_a_lost_delta_is_made_up_for(
         for block in range(2):
             rank.store(block)
             await until(lambda n=block: rank.membership.publisher.deltas_written > n)
-        await until(lambda: rank.is_mirrored_by(mirror) and mirror.is_current(rank.id.key))
+        await until(lambda: rank.is_mirrored_by(mirror) and mirror.progress(rank.id.key).current)
         assert (mirror.torn_values, mirror.blocks.gaps, mirror.blocks.resyncs) == (1, 1, 1)
 
 

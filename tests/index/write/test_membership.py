@@ -49,7 +49,7 @@ async def test_a_lapsed_lease_makes_suspect_and_only_a_health_check_kills(
         mirror.mark_live(key)
         assert mirror.ranks[key].state is RankState.LIVE and mirror.ranks[key].since_s >= since_s
         mirror.mark_dead(key)
-        assert (mirror.ranks, mirror.match_all([1]), mirror.is_current(key)) == ({}, {}, False)
+        assert (mirror.ranks, mirror.match_all([1]), mirror.progress(key).current) == ({}, {}, False)
         mirror.mark_dead(key)
         mirror.mark_live(key)
         assert mirror.ranks == {}
@@ -82,7 +82,7 @@ async def test_a_lost_lease_is_replaced_and_everything_is_written_again(
         await etcd.revoke_lease(lease.id)
         rank.store(3)
         await until(lambda: states == [RankState.SUSPECT, RankState.LIVE])
-        await until(lambda: rank.is_mirrored_by(mirror) and mirror.is_current(key))
+        await until(lambda: rank.is_mirrored_by(mirror) and mirror.progress(key).current)
         found = await etcd.get(keys.head(key))
         assert found is not None and found.lease_id != lease.id
 
@@ -100,7 +100,7 @@ async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: Clu
         await until(lambda: rank.is_mirrored_by(mirror))
         task.cancel()
         await until(lambda: key not in mirror.ranks)
-        assert mirror.match_all([1, 2]) == {} and not mirror.is_current(key)
+        assert mirror.match_all([1, 2]) == {} and not mirror.progress(key).current
 
 
 async def test_a_rank_that_drains_as_its_lease_is_lost_takes_one_new_lease(
