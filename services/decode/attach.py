@@ -1,7 +1,7 @@
 """One router's Attach stream: commands in, one StepOutputs per engine step out.
 
     Start ----> a task that iterates the engine ----> outbox ---+
-    Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs (step n)
+    Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs
     Abort ----> cancels its task
 
 All tasks that one engine step woke put their output into the outbox within one turn of the loop, and
@@ -79,7 +79,6 @@ class AttachSession:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[decode_pb2.RequestOutput] = []
         self._wake = asyncio.Event()
-        self._step = 0
 
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
         """Obey until the router ends the stream."""
@@ -111,11 +110,9 @@ class AttachSession:
     def _message(self) -> decode_pb2.StepOutputs:
         self._wake.clear()
         outputs, self._outbox = self._outbox, []
-        self._step += 1
         load = convert.load_to_proto(self._engine.load())
         load.draining = self._running.intake.draining
         return decode_pb2.StepOutputs(
-            step=self._step,
             outputs=outputs,
             load=load,
             requests=self._running.intake.num_running,

@@ -37,10 +37,10 @@ class Rank(decode_pb2_grpc.DecodeServicer):
 
     async def Attach(self, request_iterator, context):
         self.streams += 1
-        await context.write(decode_pb2.StepOutputs(step=1))
+        await context.write(decode_pb2.StepOutputs())
         async for command in request_iterator:
             output = self._answer(command.start.request_id)
-            await context.write(decode_pb2.StepOutputs(step=2, outputs=[output]))
+            await context.write(decode_pb2.StepOutputs(outputs=[output]))
 
 
 class Reporter(decode_pb2_grpc.DecodeServicer):
@@ -54,7 +54,7 @@ class Reporter(decode_pb2_grpc.DecodeServicer):
         while True:
             if not self.silent:
                 self.step += 1
-                await context.write(decode_pb2.StepOutputs(step=self.step))
+                await context.write(decode_pb2.StepOutputs())
             await asyncio.sleep(0.05)
 
 
