@@ -1,0 +1,75 @@
+"""What the documents say of the tree stays true: files, links, packages."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SERVICES = REPOSITORY / "services"
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
+GENERATED = ("wire/etcd", "wire/isthmus", "wire/isthmus/v1")
+STAND_INS = "engine/sglang/cpu_stand_ins"  # for packages of others
+
+ROOMS = [path.parent.name for path in SERVICES.glob("*/__init__.py")]
+_TOPS = ["services", "tests", "docs", "bench", "charts", "proto", "docker", r"\.ci", r"\.github", *ROOMS]
+# services/kv/ticket.py, and kv/ticket.py for short; not nixl/conn.py, which is somebody else's, nor a rank.
+_PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(_TOPS)})/(?!\d)[\w./-]*[\w/]")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def relative(path):
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+
+
+def is_there(path):
+    return (REPOSITORY / path).exists() or (SERVICES / path).exists()
+
+
+def anchors(document):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(document):
+    found = _LINK.findall(_FENCED.sub("", document.read_text()))
+    return [link for link in found if not link.startswith(("http://", "https://"))]
+
+
+@each_document
+def test_files_that_are_named_exist(document):
+    missing = sorted({path for path in _PATH.findall(document.read_text()) if not is_there(path)})
+    assert not missing
+
+
+@each_document
+def test_links_lead_somewhere(document):
+    for link in links(document):
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name) if name else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def sentences():
+    """Of each package: `services/kv` -> what its __init__.py says."""
+    for init in SERVICES.rglob("__init__.py"):
+        package = init.parent.relative_to(SERVICES).as_posix()
+        if package not in GENERATED and not package.startswith(STAND_INS):
+            yield (
+                relative(init.parent),
+                " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split()),
+            )
+
+
+def test_the_map_has_a_line_for_every_package():
+    lines = (REPOSITORY / "docs" / "architecture.md").read_text().splitlines()
+    on_the_map = {line for line in lines if line.startswith("| `services")}
+    assert on_the_map == {f"| `{package}` | {sentence} |" for package, sentence in sentences()}
