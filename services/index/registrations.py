@@ -7,11 +7,13 @@ from services.index.keys import ClusterKeys
 from services.index.message import fill, to_bytes
 from services.values.errors import ProtocolError, StaleGeneration, Unavailable
 from services.values.rank import RankId
-from services.values.registration import UNSAID_VERSION, Registration
+from services.values.registration import Registration
 from services.wire import convert
 from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
+
+_UNSAID_VERSION = 1  # of the handshake: of a rank from before registrations had one
 
 _ATTEMPTS = 5
 
@@ -29,7 +31,7 @@ def encode_registration(registration: Registration) -> bytes:
             model_path=registration.model_path,
             engine=registration.engine,
             draining=registration.draining,
-            handshake_version=registration.handshake_version,
+            handshake_version=registration.layout.handshake_version,
             model_context_tokens=registration.model_context_tokens,
         )
     )
@@ -42,7 +44,7 @@ def decode_registration(value: bytes) -> Registration:
     return Registration(
         role=convert.role_from_proto(pb.role),
         address=convert.address_from_proto(pb.address),
-        layout=convert.layout_from_proto(pb.layout),
+        layout=convert.layout_from_proto(pb.layout, pb.handshake_version or _UNSAID_VERSION),
         model=pb.model,
         max_context_tokens=pb.max_context_tokens,
         total_pages=pb.total_pages,
@@ -50,7 +52,6 @@ def decode_registration(value: bytes) -> Registration:
         model_path=pb.model_path,
         capabilities=tuple(pb.capabilities),
         draining=pb.draining,
-        handshake_version=pb.handshake_version or UNSAID_VERSION,
         model_context_tokens=pb.model_context_tokens,
     )
 

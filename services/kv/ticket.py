@@ -17,7 +17,7 @@ class StartsWithinPage(ProtocolError):
         self.start = start
 
 
-_EQUAL_IN_LAYOUTS = ("page_size", "page_bytes", "model_fingerprint", "groups")
+_EQUAL_IN_LAYOUTS = ("handshake_version", "page_size", "page_bytes", "model_fingerprint", "groups")
 
 
 def hit_kind(decode_prefix_len: int, prompt_len: int) -> HitKind:
@@ -87,15 +87,14 @@ def check_ticket(
 
 def check_layouts(own: KvLayout, peer: KvLayout) -> None:
     """Raises ProtocolError, naming the field, unless KV may cross; TP degrees may differ."""
-    for name in _EQUAL_IN_LAYOUTS:
+    if name := difference(own, peer):
         ours, theirs = getattr(own, name), getattr(peer, name)
-        if ours != theirs:
-            raise ProtocolError(f"the KV layouts differ in {name}: ours is {ours}, the peer's {theirs}")
+        raise ProtocolError(f"the KV layouts differ in {name}: ours is {ours}, the peer's {theirs}")
 
 
-def same_kv(one: KvLayout, other: KvLayout) -> bool:
-    """Whether KV may cross; TP degrees may differ."""
-    return all(getattr(one, name) == getattr(other, name) for name in _EQUAL_IN_LAYOUTS)
+def difference(one: KvLayout, other: KvLayout) -> str:
+    """The first field that keeps KV from crossing, or nothing; TP degrees may differ."""
+    return next((name for name in _EQUAL_IN_LAYOUTS if getattr(one, name) != getattr(other, name)), "")
 
 
 def _check_runs(ticket: KvTicket, page_size: int, pool_pages: int) -> None:

@@ -42,7 +42,6 @@ from services.rank.config import RankConfig
 from services.rank.intake import Intake
 from services.rank.metrics import EngineCollector
 from services.settings.flags import load, refusing, to_flags
-from services.transfer.hello import VERSION as HANDSHAKE_VERSION
 from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.registration import Registration
@@ -381,5 +380,4 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         engine=config.engine,
         capabilities=role.capabilities,
         model_path=config.model,
-        handshake_version=HANDSHAKE_VERSION,
     )

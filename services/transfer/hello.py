@@ -9,8 +9,6 @@ from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2
 
-VERSION = 1
-
 
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -23,7 +21,7 @@ class Hello:
     def message(self, monotonic_s: float) -> handshake_pb2.HandshakeMessage:
         """To be sent at once: `monotonic_s` is our clock now."""
         hello = handshake_pb2.Hello(
-            version=VERSION,
+            version=self.layout.handshake_version,
             rank=convert.rank_id_to_proto(self.rank),
             layout=convert.layout_to_proto(self.layout),
             agent_metadata=self.agent_metadata,
@@ -38,16 +36,14 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
     """The peer's Hello and its clock when it was sent.
 
     Raises:
-        ProtocolError: the message is another one, of another version, or malformed.
+        ProtocolError: the message is another one, or malformed.
     """
     if message.WhichOneof("message") != "hello":
         raise ProtocolError("the first message of a Handshake stream must be Hello")
     pb = message.hello
-    if pb.version != VERSION:
-        raise ProtocolError(f"the peer speaks version {pb.version} of the handshake, this rank {VERSION}")
     hello = Hello(
         convert.rank_id_from_proto(pb.rank),
-        convert.layout_from_proto(pb.layout),
+        convert.layout_from_proto(pb.layout, pb.version),
         convert.memory_from_proto(pb.memory),
         pb.transport,
         pb.agent_metadata,

@@ -9,6 +9,8 @@ from services.values.rank import Generation, Room
 PageId = NewType("PageId", int)
 BlockHash = NewType("BlockHash", int)  # 64-bit sequence hash of an index block
 
+HANDSHAKE_VERSION = 1  # that this code speaks
+
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
@@ -52,6 +54,7 @@ class KvLayout:
     model_fingerprint: int  # 64-bit hash of the checkpoint's identity
     tp_size: int = 1
     groups: tuple[KvGroup, ...] = ()
+    handshake_version: int = HANDSHAKE_VERSION
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_bytes < 1:

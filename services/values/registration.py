@@ -12,7 +12,6 @@ REMOTE_ONLY = "remote-only"
 NO_MOVED_PENALTIES = "no-moved-penalties"
 # Of a rank of either role that keeps no radix cache: no request will find there what an earlier one computed.
 NO_CACHE = "no-cache"
-UNSAID_VERSION = 1  # of the handshake: a rank from before registrations had one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Registration:
     model_path: str = ""
     capabilities: tuple[str, ...] = ()
     draining: bool = False  # takes no new requests: it is being stopped, or an operator wants it so
-    handshake_version: int = UNSAID_VERSION  # only ranks of one version are paired
     model_context_tokens: int = 0  # whatever its pool holds of it; 0: not said
 
     @property

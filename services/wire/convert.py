@@ -146,13 +146,15 @@ def layout_to_proto(layout: KvLayout) -> handshake_pb2.KvLayout:
     )
 
 
-def layout_from_proto(pb: handshake_pb2.KvLayout) -> KvLayout:
+def layout_from_proto(pb: handshake_pb2.KvLayout, handshake_version: int) -> KvLayout:
+    """The version stands beside the layout in a message."""
     return KvLayout(
         page_size=_positive("layout.page_size", pb.page_size),
         page_bytes=_positive("layout.page_bytes", pb.page_bytes),
         model_fingerprint=pb.model_fingerprint,
         tp_size=_positive("layout.tp_size", pb.tp_size),
         groups=tuple(_group_from_proto(group) for group in pb.groups),
+        handshake_version=handshake_version,
     )
 
 

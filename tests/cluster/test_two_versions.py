@@ -1,4 +1,4 @@
-"""A rolling upgrade that changes the handshake: for a while ranks of two versions serve one cluster."""
+"""A rolling upgrade that changes the handshake: for a while ranks of two versions are in one cluster."""
 
 import asyncio
 from dataclasses import replace
@@ -6,38 +6,37 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from cluster.harness import FakeCluster, ids_request
+from cluster.harness import FAKE_RANK, FakeCluster, ids_request
+from services.engine import fake
 from services.engine.fake import continuation
-from services.rank import main as rank
-from services.transfer import hello
-from services.transfer.decode import links
-from services.transfer.prefill import handshake_server
-from services.values.errors import ProtocolError
-from services.wire.isthmus.v1 import generation_pb2
+from services.index import registrations
+from services.wire.isthmus.v1 import generation_pb2, index_pb2
+
+NEW_PAGES = FAKE_RANK.kv_pages + 1  # in the pools of the ranks that are upgraded
+APART = "its KV layout differs from that of most ranks in handshake_version"
 
 
-def version_of(worker):
-    return 2 if worker.endswith("-1") else 1
+class Runner(fake.FakeRunner):
+    def __init__(self, *, num_pages, **rest):
+        super().__init__(num_pages=num_pages, **rest)
+        self.layout = replace(self.layout, handshake_version=2 if num_pages == NEW_PAGES else 1)
 
 
 @pytest.fixture
-def refused(monkeypatch):
-    """Of two versions, by worker: each refuses the other at Hello. Every refusal is noted."""
-    refusals, make, check_hello = [], rank._registration, hello.check_hello
+def two_versions(monkeypatch):
+    """Workers 1 are upgraded; workers 0 are from before a registration said its version."""
+    encode = registrations.encode_registration
 
-    def registration(config, role, address):
-        return replace(make(config, role, address), handshake_version=version_of(config.worker))
+    def encoded(registration):
+        pb = index_pb2.Registration.FromString(encode(registration))
+        if pb.handshake_version == 1:
+            pb.ClearField("handshake_version")
+        return pb.SerializeToString()
 
-    def check(own, peer):
-        if version_of(own.rank.worker) != version_of(peer.rank.worker):
-            refusals.append((own.rank.worker, peer.rank.worker))
-            raise ProtocolError("the peer speaks another version of the handshake")
-        check_hello(own, peer)
-
-    monkeypatch.setattr(rank, "_registration", registration)
-    for module in (handshake_server, links):
-        monkeypatch.setattr(module, "check_hello", check)
-    return refusals
+    monkeypatch.setattr(fake, "FakeRunner", Runner)
+    monkeypatch.setattr(registrations, "encode_registration", encoded)
+    pools = {worker: NEW_PAGES for worker in ("decode-1", "prefill-1")}
+    return {"decode": (1, 1), "prefill": (1, 1), "pools": pools}
 
 
 def prompt_of(number, length=21):
@@ -53,6 +52,11 @@ async def drained(cluster, name):
     await until_excluded(cluster, name, "draining")
 
 
+async def undrained(cluster, name):
+    await cluster.ranks[name].intake.undrain()
+    await until_excluded(cluster, name, "")
+
+
 async def until_excluded(cluster, name, reason):
     """The router knows."""
     async with asyncio.timeout(20):
@@ -63,40 +67,37 @@ async def until_excluded(cluster, name, reason):
             await asyncio.sleep(0.01)
 
 
-async def served(cluster, prompt):
-    """Which version served it."""
-    tokens, finish = await cluster.generate(prompt)
-    assert tokens == continuation(prompt, 8)
-    versions = {version_of(r.worker) for r in (finish.placement.decode, finish.placement.prefill)}
-    (version,) = versions
-    return version
+async def served(cluster, numbers):
+    """Which workers served them."""
+
+    async def one(prompt):
+        tokens, finish = await cluster.generate(prompt)
+        assert tokens == continuation(prompt, 8)
+        return {finish.placement.decode.worker, finish.placement.prefill.worker}
+
+    return set().union(*await asyncio.gather(*(one(prompt_of(number)) for number in numbers)))
 
 
-async def test_requests_go_to_pairs_that_speak_the_same_version(
-    etcd_endpoint, model_dir, cluster_name, refused
+async def test_the_old_ranks_serve_until_the_new_ones_can(
+    etcd_endpoint, model_dir, cluster_name, two_versions
 ):
-    shape = dict(decode=(1, 1), prefill=(1, 1))
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
-        versions = await asyncio.gather(*(served(cluster, prompt_of(number)) for number in range(24)))
-        assert set(versions) == {1, 2}
-
-        await drained(cluster, "prefill-1/0")
-        assert {await served(cluster, prompt_of(number)) for number in range(30, 36)} == {1}
+    old, new = {"decode-0", "prefill-0"}, {"decode-1", "prefill-1"}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **two_versions) as cluster:
+        assert await served(cluster, range(12)) == old
         (left_out,) = [c for c in (await explained(cluster)).candidates if c.decode.worker == "decode-1"]
-        assert left_out.excluded == "no prefill rank speaks its handshake version 2"
+        assert left_out.excluded == APART
 
         await drained(cluster, "decode-0/0")
-        reason = "1 draining, 1 no prefill rank speaks its handshake version 2"
-        assert reason in (await explained(cluster)).reason
+        assert await served(cluster, range(20, 26)) == new
+
+        await drained(cluster, "prefill-1/0")
+        reason = f"1 draining, 1 {APART}"
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as error:
-            await served(cluster, prompt_of(40))
+            await served(cluster, [30])
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
-        await cluster.ranks["prefill-1/0"].intake.undrain()
-        await until_excluded(cluster, "prefill-1/0", "")
-        await drained(cluster, "prefill-0/0")
-        assert await served(cluster, prompt_of(41)) == 2
+        await undrained(cluster, "decode-0/0")
+        assert await served(cluster, range(40, 46)) == old
         moves = cluster.routers[0].generator._metrics._moves
         assert moves.labels("retry")._value.get() == moves.labels("migration")._value.get() == 0
-        assert refused == []
         await cluster.assert_nothing_held()

@@ -8,11 +8,12 @@ from services.wire.isthmus.v1 import index_pb2
 
 
 def test_a_registration_comes_back_as_it_went():
-    its = replace(registration(), draining=True, handshake_version=7)
+    its = registration()
+    its = replace(its, draining=True, layout=replace(its.layout, handshake_version=7))
     assert decode_registration(encode_registration(its)) == its
 
 
 def test_one_from_before_registrations_had_a_handshake_version_speaks_the_first():
     old = index_pb2.Registration.FromString(encode_registration(registration()))
     old.ClearField("handshake_version")
-    assert decode_registration(old.SerializeToString()).handshake_version == 1
+    assert decode_registration(old.SerializeToString()).layout.handshake_version == 1

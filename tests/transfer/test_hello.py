@@ -93,7 +93,6 @@ def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
     ("change", "reason"),
     [
         (lambda m: m.hello.ClearField("rank"), "worker"),
-        (lambda m: setattr(m.hello, "version", 2), "version 2"),
         (lambda m: setattr(m.hello, "monotonic_s", float("nan")), "monotonic_s"),
         (lambda m: setattr(m.hello.layout, "page_size", 0), "page_size"),
         (lambda m: setattr(m.hello.memory, "kind", "TAPE"), "TAPE"),
@@ -108,10 +107,22 @@ def test_a_hello_that_can_never_be_right_is_refused(change, reason):
         read_hello(message)
 
 
+UNLIKE_OURS = {"handshake_version": 2, "page_size": 16, "page_bytes": 7, "model_fingerprint": 1, "groups": ()}
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_peer_of_another_version_is_told_so(version):
+    message = HELLO.message(0.0)
+    message.hello.version = version
+    peer, _ = read_hello(message)
+    with pytest.raises(ProtocolError, match=f"in handshake_version: ours is 1, the peer's {version}"):
+        check_hello(HELLO, peer)
+
+
 def test_ranks_that_do_not_fit_are_told_why():
     check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, tp_size=8)))  # TP degrees may differ
     with pytest.raises(ProtocolError, match="transports differ: ours is nixl, the peer's local"):
         check_hello(HELLO, replace(HELLO, transport="local"))
-    for field, value in (("page_size", 16), ("page_bytes", 7), ("model_fingerprint", 1), ("groups", ())):
+    for field, value in UNLIKE_OURS.items():
         with pytest.raises(ProtocolError, match=field):
             check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, **{field: value})))

@@ -333,7 +333,7 @@ def changed(pb: Message, **fields: object) -> Message:
 @pytest.mark.parametrize("name", ["page_size", "page_bytes", "tp_size"])
 def test_a_layout_without_sizes_is_refused(name):
     with pytest.raises(ProtocolError, match=name):
-        convert.layout_from_proto(changed(convert.layout_to_proto(LAYOUT), **{name: 0}))
+        convert.layout_from_proto(changed(convert.layout_to_proto(LAYOUT), **{name: 0}), 1)
 
 
 @pytest.mark.parametrize("kind", [0, 99])
@@ -341,7 +341,7 @@ def test_a_layout_of_unknown_groups_is_refused(kind):
     pb = convert.layout_to_proto(LAYOUT)
     pb.groups[0].kind = kind
     with pytest.raises(ProtocolError, match="kind"):
-        convert.layout_from_proto(pb)
+        convert.layout_from_proto(pb, 1)
 
 
 @pytest.mark.parametrize("number", [0, 99])

@@ -27,7 +27,6 @@ class DecodeCandidate:
     compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
     holds_tokens: float = inf  # of one request, prompt and output together
     receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
-    handshake_version: int = 1
 
     @property
     def has_room(self) -> bool:
@@ -51,7 +50,6 @@ class PrefillCandidate:
     own: bool = True
     compute_wait_s: float = 0.0
     holds_tokens: float = inf  # of one prompt
-    handshake_version: int = 1
 
 
 Candidate = DecodeCandidate | PrefillCandidate

@@ -22,7 +22,6 @@ from services.router.placement.candidates import (
 from services.router.placement.pool_ends import holding_all
 from services.router.placement.price import Bandwidth, Option, Priced, PriceList, Receiver, Sender, Weights
 from services.router.placement.shortlist import best_few, least_crowded_first, shortlist
-from services.router.placement.versions import able_to_pair
 from services.router.placement.waits import local_wait_s, pass_over, remote_wait_s, shortest_wait_s
 from services.values.errors import Unavailable
 from services.values.rank import Plan
@@ -84,14 +83,12 @@ def place(
     The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
     chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
     price is within the slack of the best one; then the cheapest one of this router's share does. With more
-    `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded, and
-    only ranks of one handshake version are paired.
+    `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded.
 
     Raises:
         NoCapacity: the request would wait longer than it may at each rank that could serve.
         Unavailable: no rank can serve; the message says why.
     """
-    decodes, prefills = able_to_pair(request, decodes, prefills)
     if request.max_wait_s < inf:
         if request.max_wait_s < (wait_s := shortest_wait_s(request, decodes, prefills)) < inf:
             raise refusal(wait_s, request.max_wait_s)
@@ -134,15 +131,12 @@ def _options(
     if Plan.LOCAL in request.plans:
         in_time = [each for each in receivers if local_wait_s(each.decode) <= request.max_wait_s]
         options += _local_options(pricing, in_time, home, tie, spare_ranks) if in_time else []
-    if Plan.REMOTE in request.plans:
+    if Plan.REMOTE in request.plans and prefills:
+        soonest = min(prefills, key=lambda prefill: prefill.compute_wait_s)
         receivers = [each for each in receivers if each.decode.receives]
-        for version in {prefill.handshake_version for prefill in prefills}:
-            speakers = [prefill for prefill in prefills if prefill.handshake_version == version]
-            hearers = [each for each in receivers if each.decode.handshake_version == version]
-            soonest = min(speakers, key=lambda prefill: prefill.compute_wait_s)
-            in_time = [each for each in hearers if remote_wait_s(each.decode, soonest) <= request.max_wait_s]
-            senders = [pricing.sender(prefill) for prefill in speakers]
-            options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
+        in_time = [each for each in receivers if remote_wait_s(each.decode, soonest) <= request.max_wait_s]
+        senders = [pricing.sender(prefill) for prefill in prefills]
+        options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
     return options
 
 

@@ -12,8 +12,7 @@ from services.values.registration import Registration
 def common_layout(
     decodes: Iterable[Registration], prefills: Iterable[Registration], draining: Container[RankKey] = ()
 ) -> KvLayout | None:
-    """Of the most pairs of a decode and a prefill rank that speak the same version of the handshake; where
-    there are none, of the most decode ranks.
+    """Of the most pairs of a decode and a prefill rank; where there are none, of the most decode ranks.
 
     So the first ranks that a roll-out reaches stay out of plan remote, until it can do more with them than
     with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees do not
@@ -23,11 +22,10 @@ def common_layout(
     if staying:
         decodes, prefills = staying, [rank for rank in prefills if rank.id.key not in draining]
     receivers, senders = (
-        Counter((replace(rank.layout, tp_size=1), rank.handshake_version) for rank in ranks)
-        for ranks in (decodes, prefills)
+        Counter(replace(rank.layout, tp_size=1) for rank in ranks) for ranks in (decodes, prefills)
     )
-    pairs, receiving = Counter[KvLayout](), Counter[KvLayout]()
-    for kind, number in receivers.items():
-        pairs[kind[0]] += number * senders[kind]
-        receiving[kind[0]] += number
-    return max(receiving, key=lambda layout: (pairs[layout], receiving[layout]), default=None)
+
+    def pairs(layout: KvLayout) -> tuple[int, int]:
+        return receivers[layout] * senders[layout], receivers[layout]
+
+    return max(receivers, key=pairs, default=None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from services.index.read.prefix_index import PrefixIndex
-from services.kv.ticket import same_kv
+from services.kv.ticket import difference
 from services.router.placement.admission import refusal
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, Nowhere, place
@@ -23,7 +23,6 @@ from services.router.placement.outcomes import Outcomes
 from services.router.placement.pool_ends import TOO_SMALL
 from services.router.placement.price import Weights
 from services.router.placement.queues import Queues
-from services.router.placement.versions import able_to_pair
 from services.router.placement.waits import pass_over
 from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
@@ -41,7 +40,7 @@ _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in an
 _USUAL_TOKENS = 4_096  # for which a rank should have room
 _SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
 _EXPLAINED = 64  # a side; more are not shown
-_OTHER_LAYOUT = "its KV layout differs from that of most ranks"
+_OTHER_LAYOUT = "its KV layout differs from that of most ranks in"  # what
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +68,10 @@ _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The ranks of one role; where they are many, those of each handshake version in the order of load: two
-    versions are not compared, for whom they can be paired with differs. `own` are this router's share."""
+    """The ranks of one role; where they are many, in the order of load too. `own` are this router's share."""
 
     ranks: dict[RankKey, Registration] = field(default_factory=dict)
-    orders: dict[int, LoadOrder] = field(default_factory=dict)
+    order: LoadOrder | None = None
     own: frozenset[RankKey] = frozenset()
 
 
@@ -95,7 +93,7 @@ class Placer:
         self._layout: KvLayout | None = None
         self._longest_tokens = self._shortest_tokens = 0  # that a decode rank holds of one request
         self._draining: frozenset[RankKey] = frozenset()
-        self._apart: frozenset[RankKey] = frozenset()  # their layout is another
+        self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
         self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
@@ -161,10 +159,9 @@ class Placer:
         if asked.max_wait_s < wait_s < math.inf:
             raise refusal(wait_s, asked.max_wait_s)
 
-    def _able(self, side: _Side, asked: Asked) -> Iterator[Iterator[Registration]]:
-        """Of few ranks each is an order of its own."""
-        for order in side.orders.values() or ((key,) for key in side.ranks):
-            yield (rank for key in order if not self._exclusion(rank := side.ranks[key], asked))
+    def _able(self, side: _Side, asked: Asked) -> Iterator[Registration]:
+        keys = side.ranks if side.order is None else side.order
+        return (rank for key in keys if not self._exclusion(rank := side.ranks[key], asked))
 
     def cheapest_first(self, together: Sequence[Asked], tie: float) -> list[int]:
         """The order, as indices, in which requests are best placed that came together.
@@ -190,7 +187,7 @@ class Placer:
         try:
             return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
         except (NoCapacity, Unavailable) as error:
-            all_decodes, all_prefills = pass_over(request, *able_to_pair(request, decodes, prefills))
+            all_decodes, all_prefills = pass_over(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
 
     def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
@@ -234,15 +231,14 @@ class Placer:
 
     def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         """Those that may win."""
-        if not side.orders:
+        if side.order is None:
             yield from self._all(side, asked)
             return
         seen = set()
-        for order in side.orders.values():
-            for key in self._promising(side, order, asked):
-                if key not in seen and key in side.ranks:
-                    seen.add(key)
-                    yield key, side.ranks[key], self._index.match(key, asked.hashes)
+        for key in self._promising(side, side.order, asked):
+            if key not in seen and key in side.ranks:
+                seen.add(key)
+                yield key, side.ranks[key], self._index.match(key, asked.hashes)
 
     def _promising(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
         hashes, balance = asked.hashes, self._balance
@@ -319,7 +315,6 @@ class Placer:
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
             receives=key not in self._apart,
-            handshake_version=rank.handshake_version,
         )
 
     def _prefill_candidate(
@@ -340,7 +335,6 @@ class Placer:
             own=own,
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
-            handshake_version=rank.handshake_version,
         )
 
     def _may_serve(self, rank: Registration, asked: Asked) -> bool:
@@ -359,7 +353,8 @@ class Placer:
         if exclusion := asked.exclusion(rank):
             return exclusion
         computes_alone = rank.role is Role.DECODE and Plan.LOCAL in asked.plans
-        return _OTHER_LAYOUT if rank.id.key in self._apart and not computes_alone else ""
+        what = "" if computes_alone else self._apart.get(rank.id.key, "")
+        return f"{_OTHER_LAYOUT} {what}" if what else ""
 
     def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
         """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
@@ -385,7 +380,8 @@ class Placer:
         ranks = (*decodes, *prefills)
         self._draining = frozenset(rank.id.key for rank in ranks if self._drains(rank))
         self._layout = layout = common_layout(decodes, prefills, self._draining)
-        self._apart = frozenset(rank.id.key for rank in ranks if layout and not same_kv(rank.layout, layout))
+        found = ((rank.id.key, difference(rank.layout, layout)) for rank in ranks if layout)
+        self._apart = {key: what for key, what in found if what}
 
     def _drains(self, rank: Registration) -> bool:
         """Its load says so too, which needs no etcd."""
@@ -398,10 +394,8 @@ class Placer:
         own = self._share.own(by_key)
         if len(ranks) <= _FEW:
             return _Side(by_key, own=own)
-        loads: dict[int, list[tuple[RankKey, Load]]] = {}
-        for key, rank in by_key.items():
-            loads.setdefault(rank.handshake_version, []).append((key, self._load(key, rank)))
-        return _Side(by_key, {version: LoadOrder(its) for version, its in loads.items()}, own)
+        order = LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items())
+        return _Side(by_key, order, own)
 
     def _changed(self, key: RankKey) -> None:
         if key in self._decodes.ranks:
@@ -411,8 +405,8 @@ class Placer:
                 continue
             if self._drains(rank) is not (key in self._draining):
                 self._note_layout()
-            if side.orders:
-                side.orders[rank.handshake_version].update(key, self._load(key, rank))
+            if side.order is not None:
+                side.order.update(key, self._load(key, rank))
 
     def _count(self, key: RankKey) -> None:
         self._reported.update(key, self._balance.reported_requests(key))

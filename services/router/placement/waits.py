@@ -3,7 +3,7 @@
 It waits for room at the decode rank, then behind the prompts that are computed before its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -45,38 +45,31 @@ def pass_over(
 
 
 class _Beside(NamedTuple):
-    """The shortest waits that another rank can add under plan remote, in seconds, by handshake version; one
-    that is missing: there is none."""
+    """The shortest waits that another rank can add under plan remote, in seconds; infinite: there is none."""
 
-    queue_s: Mapping[int, float]
-    compute_s: Mapping[int, float]
+    queue_s: float
+    compute_s: float
 
 
 def _beside(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> _Beside:
     if Plan.REMOTE not in request.plans:
-        return _Beside({}, {})
-    queues_s = ((d.handshake_version, d.queue_wait_s) for d in decodes if d.receives and not d.excluded)
-    computes_s = ((p.handshake_version, p.compute_wait_s) for p in prefills if not p.excluded)
-    return _Beside(_shortest(queues_s), _shortest(computes_s))
-
-
-def _shortest(waits: Iterable[tuple[int, float]]) -> dict[int, float]:
-    shortest: dict[int, float] = {}
-    for version, wait_s in waits:
-        shortest[version] = min(wait_s, shortest.get(version, inf))
-    return shortest
+        return _Beside(inf, inf)
+    return _Beside(
+        min((d.queue_wait_s for d in decodes if d.receives and not d.excluded), default=inf),
+        min((p.compute_wait_s for p in prefills if not p.excluded), default=inf),
+    )
 
 
 def _at_decode(decode: DecodeCandidate, request: PlacementRequest, beside: _Beside) -> float:
     local_s = local_wait_s(decode) if Plan.LOCAL in request.plans else inf
-    compute_s = beside.compute_s.get(decode.handshake_version, inf) if decode.receives else inf
+    compute_s = beside.compute_s if decode.receives else inf
     return min(local_s, decode.queue_wait_s + compute_s)
 
 
 def _at_prefill(prefill: PrefillCandidate, beside: _Beside) -> float:
-    return beside.queue_s.get(prefill.handshake_version, inf) + prefill.compute_wait_s
+    return beside.queue_s + prefill.compute_wait_s
 
 
 def _judged(rank: _Rank, wait_s: float, request: PlacementRequest) -> _Rank:

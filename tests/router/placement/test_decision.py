@@ -14,7 +14,7 @@ from router.placement.placement_ranks import (
     request,
     terms_of,
 )
-from services.values.errors import NoCapacity, Unavailable
+from services.values.errors import Unavailable
 from services.values.rank import Plan, RankKey
 
 # -- the terms ------------------------------------------------------------------------------------
@@ -252,41 +252,6 @@ def test_all_excluded_says_why():
         choose(request(), ranks, [prefill(0)])
     with pytest.raises(Unavailable, match="no prefill rank can take the request: 1 suspect"):
         choose(request(plans=REMOTE), [decode(0)], [prefill(0, excluded="suspect")])
-
-
-def test_ranks_of_another_handshake_version_are_no_peers():
-    old, new = decode(0, hit_tokens=4_000), decode(1, handshake_version=2)
-    decision = choose(request(plans=REMOTE), [old, new], [prefill(0, handshake_version=2)])
-    assert (decision.chosen.decode, decision.chosen.prefill.id.rank) == (new, 0)
-    (left_out,) = decision.excluded
-    assert (left_out.id, left_out.excluded) == (old.id, "no prefill rank speaks its handshake version 1")
-    assert choose(request(), [old], [prefill(0, handshake_version=2)]).chosen.plan is Plan.LOCAL
-    with pytest.raises(Unavailable, match="2 no prefill rank speaks its handshake version 1"):
-        choose(request(plans=REMOTE), [old, decode(1)], [prefill(0, handshake_version=2)])
-
-
-def test_a_wait_counts_only_between_ranks_of_one_handshake_version():
-    """An idle prefill rank of one version and an idle decode rank of the other serve nobody together."""
-    decodes = [decode(0), decode(1, queue_wait_s=9.0, handshake_version=2)]
-    prefills = [prefill(0, compute_wait_s=5.0), prefill(1, handshake_version=2)]
-    with pytest.raises(NoCapacity, match=r"would wait 5\.0 s"):
-        choose(request(plans=REMOTE, max_wait_s=1.0), decodes, prefills)
-    decision = choose(request(plans=REMOTE, max_wait_s=6.0), decodes, prefills)
-    assert (decision.chosen.decode, decision.chosen.prefill) == (decodes[0], prefills[0])
-    assert [(c.id.rank, c.excluded) for c in decision.excluded] == [(1, "its queue is too long")] * 2
-
-
-def test_a_decode_rank_that_does_not_receive_is_no_peer_of_its_handshake_version():
-    decodes = [decode(0), decode(1, receives=False, handshake_version=2)]
-    prefills = [prefill(0), prefill(1, handshake_version=2)]
-    decision = choose(request(max_wait_s=1.0), decodes, prefills)
-    (left_out,) = decision.excluded
-    assert (left_out.id, left_out.excluded) == (
-        prefills[1].id,
-        "no decode rank speaks its handshake version 2",
-    )
-    plans = {way.decode.id.rank: way.plan for way in decision.ranked if way.prefill is None}
-    assert plans[1] is Plan.LOCAL
 
 
 def test_without_a_prefill_rank_the_decode_rank_computes():

@@ -49,22 +49,13 @@ def book_price(asked, weights, d, p, able) -> float:
     return price + weights.remote_overhead_s
 
 
-def able_ranks(asked, decodes, prefills) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
-    """Those that may be chosen and, where both roles have such, have somebody to be paired with."""
-    decodes, prefills = ([rank for rank in ranks if not rank.excluded] for ranks in (decodes, prefills))
-    heard = {rank.handshake_version for rank in decodes if rank.receives}
-    spoken = {rank.handshake_version for rank in prefills}
-    if not heard or not spoken:
-        return decodes, prefills
-    if Plan.LOCAL not in asked.plans:
-        decodes = [rank for rank in decodes if rank.handshake_version in spoken]
-    return decodes, [rank for rank in prefills if rank.handshake_version in heard]
+def able_ranks(decodes, prefills) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
+    return tuple([rank for rank in ranks if not rank.excluded] for ranks in (decodes, prefills))
 
 
 def every_way(asked, decodes, prefills) -> list:
     """And how long one would wait."""
     pairs = [(d, p) for d in decodes for p in prefills if Plan.REMOTE in asked.plans and d.receives]
-    pairs = [(d, p) for d, p in pairs if d.handshake_version == p.handshake_version]
     ways = [(d, p, d.queue_wait_s + p.compute_wait_s) for d, p in pairs]
     return ways + [
         (d, None, max(d.queue_wait_s, d.compute_wait_s)) for d in decodes if Plan.LOCAL in asked.plans
@@ -164,11 +155,7 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
 
 def shared_out(draw, ranks) -> list:
     share, routers = draw(st.sampled_from([(0, 1), (0, 2), (1, 3), (7, 8)]))
-    versions = draw(st.sampled_from([(1,), (1,), (1,), (2,), (1, 2), (1, 2, 2, 3)]))
-    return [
-        replace(rank, own=index % routers == share, handshake_version=versions[index % len(versions)])
-        for index, rank in enumerate(ranks)
-    ]
+    return [replace(rank, own=index % routers == share) for index, rank in enumerate(ranks)]
 
 
 @st.composite
@@ -196,7 +183,7 @@ def requests(draw) -> PlacementRequest:
 def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weights, tie):
     if asked.plans == REMOTE:
         decodes = [d if d.receives else replace(d, excluded="another layout") for d in decodes]
-    able = able_ranks(asked, decodes, prefills)
+    able = able_ranks(decodes, prefills)
     ways = every_way(asked, *able)
     decodes_in_time, prefills_in_time = (in_time(asked, ranks, ways) for ranks in able)
     able = holding(asked, decodes_in_time), prefills_in_time

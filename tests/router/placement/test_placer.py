@@ -31,19 +31,16 @@ BOTH = frozenset(Plan)
 NO_SLACK = Weights(slack_ratio=0.0, slack_s=0.0)
 
 
-def registration(role: Role, index: int, version: int = 1) -> Registration:
+def registration(role: Role, index: int) -> Registration:
     rank = RankId(role.value, index, Generation(1))
     address = RankAddress(rank, "host:1")
-    return Registration(role, address, LAYOUT, "m", 100_000, 10_000, "fake", handshake_version=version)
+    return Registration(role, address, LAYOUT, "m", 100_000, 10_000, "fake")
 
 
 class Router:
     """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
 
-    def __init__(
-        self, decodes: int, prefills: int, weights: Weights = NO_SLACK, versions: tuple[int, ...] = (1,)
-    ) -> None:
-        """The ranks of each role have these versions in turn."""
+    def __init__(self, decodes: int, prefills: int, weights: Weights = NO_SLACK) -> None:
         self.now = 100.0
         self.index = PrefixIndex()
         self.balance = Balance(lambda: self.now)
@@ -52,7 +49,7 @@ class Router:
             PlacerSettings(BLOCK, 512, weights), self.index, self.balance, self.records.__getitem__
         )
         self.decodes, self.prefills = (
-            [registration(role, i, versions[i % len(versions)]) for i in range(number)]
+            [registration(role, i) for i in range(number)]
             for role, number in ((Role.DECODE, decodes), (Role.PREFILL, prefills))
         )
         self.placer.set_ranks(self.decodes, self.prefills)
@@ -94,13 +91,12 @@ ranks = st.lists(st.tuples(held, waiting), min_size=17, max_size=60)
     ranks,
     st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]),
     st.sampled_from([math.inf, math.inf, 0.2, 1.0]),
-    st.sampled_from([(1,), (1,), (1, 2), (1, 1, 1, 2)]),
     st.data(),
 )
 def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
-    decodes, prefills, plans, max_wait_s, versions, data
+    decodes, prefills, plans, max_wait_s, data
 ):
-    router = Router(len(decodes), len(prefills), versions=versions)
+    router = Router(len(decodes), len(prefills))
     num_other = data.draw(st.sampled_from([0, 0, 5]))
     router.placer.set_ranks(of_other_layout(router.decodes, num_other), router.prefills)
     states = zip((*router.decodes, *router.prefills), (*decodes, *prefills), strict=True)
@@ -140,28 +136,6 @@ def test_a_few_of_a_thousand_ranks_are_priced():
     assert decision.chosen.decode.id.rank == 700
     assert len(decision._compared) < 100
     assert len(router.placer.explain(router.asked(), 0.5)._compared) >= 800
-
-
-def test_of_many_ranks_those_that_are_left_of_a_version_are_looked_at():
-    """The one prefill rank that was upgraded is the busiest, and the decode ranks of its version too."""
-    router = Router(40, 40, versions=(1,) * 39 + (2,))
-    upgraded = router.decodes[39], router.prefills[39]
-    for rank in upgraded:
-        router.waits(rank, 50_000)
-
-    def others_failed(rank: Registration) -> str:
-        return "" if rank.role is Role.DECODE or rank in upgraded else "failed"
-
-    def all_failed(rank: Registration) -> str:
-        return "failed" if rank in upgraded[:1] else others_failed(rank)
-
-    remote = frozenset({Plan.REMOTE})
-    chosen = router.place(plans=remote, exclusion=others_failed).chosen
-    assert chosen.decode.id.rank == chosen.prefill.id.rank == 39
-    nowhere = router.placer.explain(router.asked(plans=remote, exclusion=all_failed), 0.5)
-    assert "39 no prefill rank speaks its handshake version 1" in nowhere.reason
-    reasons = {rank.excluded for rank in nowhere.candidates}
-    assert "no decode rank speaks its handshake version 2" in reasons
 
 
 def test_requests_that_come_at_once_spread_over_many_idle_ranks():
@@ -436,7 +410,8 @@ def test_the_layout_that_counts_is_that_of_the_most_pairs(new_decodes, new_prefi
     )
     excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
     assert {str(rank.id.key) for rank in excluded} == apart
-    assert {rank.excluded for rank in excluded} == {"its KV layout differs from that of most ranks"}
+    reasons = {rank.excluded for rank in excluded}
+    assert reasons == {"its KV layout differs from that of most ranks in page_bytes"}
 
 
 def test_layouts_that_differ_in_their_tp_degrees_count_as_one():
@@ -445,17 +420,6 @@ def test_layouts_that_differ_in_their_tp_degrees_count_as_one():
     router.placer.set_ranks(of_other_layout(router.decodes, 2)[:2] + old, of_other_layout(router.prefills, 1))
     excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
     assert {str(rank.id.key) for rank in excluded} == {"decode/0", "decode/1", "prefill/0"}
-
-
-def test_pairs_of_two_handshake_versions_do_not_count_for_a_layout():
-    router = Router(3, 3, versions=(2, 1, 1))
-    old_prefills = [replace(rank, handshake_version=3) for rank in router.prefills[1:]]
-    router.placer.set_ranks(
-        of_other_layout(router.decodes, 1), of_other_layout(router.prefills, 1)[:1] + old_prefills
-    )
-    decision = router.place(plans=REMOTE)
-    assert decision.chosen.decode.id.rank == decision.chosen.prefill.id.rank == 0
-    assert {rank.excluded for rank in decision.excluded} == {"its KV layout differs from that of most ranks"}
 
 
 A, B = LAYOUT, replace(LAYOUT, page_bytes=1 << 19)

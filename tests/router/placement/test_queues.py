@@ -1,7 +1,6 @@
 """Whether anybody is in time, against a look at all of them."""
 
 from collections import Counter
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -19,7 +18,7 @@ BOTH = LOCAL | REMOTE
 
 
 class Ranks:
-    """Each role's with (handshake version, whether it receives, seconds until room, until it computes)."""
+    """Each role's with (whether it receives, seconds until room, until it computes)."""
 
     def __init__(self, decodes, prefills, plans):
         self.waits = {}
@@ -30,31 +29,30 @@ class Ranks:
         )
 
     def _ordered(self, role, waits):
-        orders = {}
-        for index, its in enumerate(sorted(waits, key=lambda each: each[3])):
+        ranks = []
+        for index, its in enumerate(sorted(waits, key=lambda each: each[2])):
             address = RankAddress(RankId(role.value, index, Generation(1)), "host:1")
-            rank = replace(Registration(role, address, LAYOUT, "m", 1, 1, "fake"), handshake_version=its[0])
-            self.waits[rank.id.key] = its
-            orders.setdefault(its[0], []).append(rank)
-        return list(orders.values())
+            ranks.append(Registration(role, address, LAYOUT, "m", 1, 1, "fake"))
+            self.waits[ranks[-1].id.key] = its
+        return ranks
 
     def shortest_s(self, enough_s):
         queues = Queues(
-            self.plans, lambda key: self.waits[key][1], lambda key: self.waits[key][2], self._compute
+            self.plans, lambda key: self.waits[key][0], lambda key: self.waits[key][1], self._compute
         )
-        return queues.shortest_s(map(iter, self.decodes), map(iter, self.prefills), enough_s)
+        return queues.shortest_s(self.decodes, self.prefills, enough_s)
 
     def _compute(self, key):
         self.looked_at[key] += 1
-        return self.waits[key][3]
+        return self.waits[key][2]
 
     def ways(self):
         """Of every rank and pair: until it has room, until the prompt is computed, and until both."""
-        for version, receives, room_s, own_s in self._of(Role.DECODE):
+        for receives, room_s, own_s in self._of(Role.DECODE):
             if Plan.LOCAL in self.plans:
                 yield room_s, own_s, max(room_s, own_s)
-            for spoken, _, _, sender_s in self._of(Role.PREFILL):
-                if Plan.REMOTE in self.plans and receives and spoken == version:
+            for _, _, sender_s in self._of(Role.PREFILL):
+                if Plan.REMOTE in self.plans and receives:
                     yield room_s, sender_s, room_s + sender_s
 
     def _of(self, role):
@@ -62,7 +60,7 @@ class Ranks:
 
 
 wait_s = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 9.0])
-ranks = st.lists(st.tuples(st.integers(1, 2), st.booleans(), wait_s, wait_s), max_size=90)
+ranks = st.lists(st.tuples(st.booleans(), wait_s, wait_s), max_size=90)
 
 
 @given(ranks, ranks, st.sampled_from([LOCAL, REMOTE, BOTH, frozenset()]), wait_s)
@@ -81,18 +79,18 @@ def test_somebody_in_time_is_found_and_else_how_long_it_takes(decodes, prefills,
 @pytest.mark.parametrize("plans", [LOCAL, REMOTE, BOTH])
 @pytest.mark.parametrize("room_s", [0.0, 9.0])
 def test_of_a_thousand_that_are_full_few_are_looked_at(plans, room_s):
-    full = Ranks([(1, True, room_s, 9.0)] * 800, [(1, True, 0.0, 8.0)] * 200, plans)
+    full = Ranks([(True, room_s, 9.0)] * 800, [(True, 0.0, 8.0)] * 200, plans)
     assert full.shortest_s(5.0) == {LOCAL: 9.0, REMOTE: 8.0 + room_s, BOTH: 8.0 if not room_s else 9.0}[plans]
     assert len(full.looked_at) <= 128
 
 
 @pytest.mark.parametrize("plans", [LOCAL, REMOTE, BOTH])
 def test_room_is_found_wherever_it_is(plans):
-    decodes = [(1, True, 9.0, 0.0)] * 700 + [(1, True, 1.0, 0.5)]
-    assert Ranks(decodes, [(1, True, 0.0, 0.5)], plans).shortest_s(5.0) == 0.0
+    decodes = [(True, 9.0, 0.0)] * 700 + [(True, 1.0, 0.5)]
+    assert Ranks(decodes, [(True, 0.0, 0.5)], plans).shortest_s(5.0) == 0.0
 
 
 def test_who_is_in_time_ends_the_search():
-    idle = Ranks([(1, True, 0.0, 0.0)] * 800, [(1, True, 0.0, 0.0)] * 200, BOTH)
+    idle = Ranks([(True, 0.0, 0.0)] * 800, [(True, 0.0, 0.0)] * 200, BOTH)
     assert idle.shortest_s(5.0) == 0.0
     assert len(idle.looked_at) <= 2
