@@ -1,6 +1,5 @@
 """A child process that does not outlive its parent, even one that was killed. Linux."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -8,10 +7,9 @@ from collections.abc import Sequence
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 # A program of its own instead of preexec_fn: between fork and exec no code of a process with threads, gRPC's
-# among them, may run. A child has ended with SIGABRT there.
+# or numpy's, may run. A child has ended with SIGABRT there.
 _LAUNCHER = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv[2]), 0, 0, 0)
@@ -26,10 +24,3 @@ def dying_with_us(command: Sequence[str], how: signal.Signals = signal.SIGKILL) 
     Should that have ended already, nothing is started. `command` begins with the path of a program.
     """
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(how.value), *command]
-
-
-def die_with(parent: int) -> None:
-    """The same in the child itself, between fork and exec: only where the parent has no other thread."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from services.host.parent_death import die_with
+from services.host.parent_death import dying_with_us
 from services.host.ports import free_ports
 from services.observe.telemetry import event
 from services.process.health import SILENT_S, Health, Lifecycle, Phase, Silence, answering, joint_health
@@ -115,7 +115,8 @@ def run(
     restart_timeout_s: float = math.inf,
     own_health: Callable[[], Health] = Health,
 ) -> int:
-    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread.
+    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread. A command
+    begins with the path of a program.
 
     Probes are answered on host:health_port; None: nowhere. /live fails once a rank that stood has
     been away for `restart_timeout_s`. `own_health` is of what they all share.
@@ -208,7 +209,7 @@ class _Rank:
         """
         try:
             process = _start(self.command, environment)
-        except OSError as error:  # no such program, or no process to be had at present
+        except OSError as error:  # no process to be had at present
             event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
             return os.EX_OSERR
         event(logger, "rank_started", rank=self.index, pid=process.pid)
@@ -241,16 +242,8 @@ class _Rank:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the
-    # ranks. preexec_fn is safe here because a supervisor has one thread
-    # (and, with JSON logs, one that waits for a process's end: json_lines.py).
-    parent = os.getpid()
-    return subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        start_new_session=True,
-        preexec_fn=lambda: die_with(parent),
-    )
+    # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the ranks.
+    return subprocess.Popen(dying_with_us(command), env={**os.environ, **environment}, start_new_session=True)
 
 
 def _become_subreaper() -> None:

@@ -87,7 +87,7 @@ def alive(pid: int) -> bool:
 
 
 def shell(script: str) -> list[str]:
-    return ["sh", "-c", script]
+    return ["/bin/sh", "-c", script]
 
 
 @contextlib.asynccontextmanager
@@ -217,15 +217,30 @@ async def test_a_restart_comes_after_every_process_of_the_old_life_is_gone(tmp_p
 
 
 async def test_a_command_that_cannot_start_is_tried_again(tmp_path, caplog):
+    caplog.set_level("INFO")
     command = tmp_path / "later"
     async with supervising([[str(command)]]) as task:
-        await until(lambda: "rank_start_failed" in caplog.text)
+        await until(lambda: "rank_exited rank=0 code=1" in caplog.text)
         assert not task.done()
         script = tmp_path / "script"
         script.write_text(f"#!/bin/sh\necho up >>{tmp_path}/marks; exec sleep 1000\n")
         script.chmod(0o755)
         script.rename(command)
         await until(lambda: lines(tmp_path / "marks") == ["up"])
+
+
+async def test_no_process_to_be_had_is_tried_again(monkeypatch, caplog):
+    start, failing = subprocess.Popen, [OSError(11, "no more processes")]
+
+    def popen(*args, **options):
+        if failing:
+            raise failing.pop()
+        return start(*args, **options)
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
+    async with supervising([announcing("true")]) as task:
+        await until(lambda: task.ranks[0].health() == Health())
+    assert "rank_start_failed" in caplog.text
 
 
 def announcing(before: str, what: str = "serves") -> list[str]:
@@ -314,7 +329,7 @@ def kill_rank(gate: Path, number: signal.Signals = signal.SIGKILL) -> None:
 
 def start_supervisor(script: str) -> subprocess.Popen[bytes]:
     code = "import sys; from services.process.supervisor import run; sys.exit(run([sys.argv[1:]], 10.0))"
-    return subprocess.Popen([sys.executable, "-c", code, "sh", "-c", script])
+    return subprocess.Popen([sys.executable, "-c", code, *shell(script)])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -344,3 +359,39 @@ async def test_ranks_die_with_a_killed_supervisor(tmp_path):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
+
+
+def rank_of(worker: subprocess.Popen[bytes]) -> str:
+    """The command line of its rank process; empty until there is one."""
+    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    return next((command for command in commands if "--rank-index" in command), "")
+
+
+def start_worker(marks: Path) -> subprocess.Popen[bytes]:
+    """A real decode worker's supervisor, with as many threads as its libraries start. It writes to `marks`
+    whenever Python would run in a child between fork and exec."""
+    flags = ["--engine=fake", "--worker=w", "--etcd=127.0.0.1:1", "--grace-s=0"]
+    code = (
+        "import os, sys\n"
+        "from services.decode.role import decode_roles\n"
+        "from services.rank.main import main\n"
+        f"os.register_at_fork(before=lambda: print('forks', file=open({str(marks)!r}, 'a')))\n"
+        "main('services.decode', decode_roles)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen([sys.executable, "-c", code, *flags], env=environment)
+
+
+async def test_a_supervisor_with_threads_runs_nothing_between_fork_and_exec(tmp_path):
+    """Where another thread holds a lock, the child would wait for it for ever."""
+    process = start_worker(tmp_path / "marks")
+    try:
+        await until(lambda: rank_of(process))
+        assert lines(tmp_path / "marks") == []
+        num_threads = len(list(Path(f"/proc/{process.pid}/task").iterdir()))
+        assert num_threads > 1 or os.cpu_count() == 1  # numpy's
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_S) == 0
+    finally:
+        process.kill()
