@@ -25,7 +25,7 @@ from services.settings.flags import load, setting
 from services.values.errors import ConfigError, NotFound
 from services.values.rank import RankAddress, Role
 from services.wire import convert
-from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 _POLL_S = 1.0
 _ANSWER_TIMEOUT_S = 10.0  # on top of what a rank is asked to wait: it tells the routers first
@@ -162,20 +162,12 @@ async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) 
 async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float, only_wait: bool) -> int:
     """Returns how many requests run there."""
     generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
-    if rank.role is Role.DECODE:
-        decode = decode_pb2.DrainRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
-        return int((await decode_pb2_grpc.DecodeStub(channel).Drain(decode, timeout=timeout_s)).running)
-    prefill = prefill_pb2.DrainPrefillRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
-    return int((await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(prefill, timeout=timeout_s)).running)
+    request = rank_pb2.DrainRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
+    return int((await rank_pb2_grpc.RankStub(channel).Drain(request, timeout=timeout_s)).running)
 
 
 async def _undrain(channel: grpc.aio.Channel, rank: ListedRank, _timeout_s: float) -> bool:
-    generation = rank.address.id.generation
-    if rank.role is Role.DECODE:
-        decode = decode_pb2.UndrainRequest(generation=generation)
-        await decode_pb2_grpc.DecodeStub(channel).Undrain(decode, timeout=_ANSWER_TIMEOUT_S)
-    else:
-        prefill = prefill_pb2.UndrainPrefillRequest(generation=generation)
-        await prefill_pb2_grpc.PrefillStub(channel).UndrainPrefill(prefill, timeout=_ANSWER_TIMEOUT_S)
+    request = rank_pb2.UndrainRequest(generation=rank.address.id.generation)
+    await rank_pb2_grpc.RankStub(channel).Undrain(request, timeout=_ANSWER_TIMEOUT_S)
     print(f"{rank}: in service", flush=True)
     return True

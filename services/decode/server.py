@@ -13,7 +13,6 @@ from services.engine.base import DecodeEngine
 from services.net.tls import TlsConfig
 from services.rank.intake import Intake
 from services.values.rank import RankId
-from services.wire import convert
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 # A router that hears nothing for a few of these knows that the rank is gone.
@@ -47,20 +46,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             await session.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await writer
-
-    async def Drain(
-        self, request: decode_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> decode_pb2.DrainResponse:
-        self.intake.check_life(request.generation)
-        wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
-        return decode_pb2.DrainResponse(running=await self.intake.drain(wait_s, request.only_wait))
-
-    async def Undrain(
-        self, request: decode_pb2.UndrainRequest, context: grpc.aio.ServicerContext
-    ) -> decode_pb2.UndrainResponse:
-        self.intake.check_life(request.generation)
-        await self.intake.undrain()
-        return decode_pb2.UndrainResponse()
 
     async def close(self) -> None:
         await self._channels.close()

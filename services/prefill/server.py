@@ -77,20 +77,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._rooms.remove(room)
             self.intake.left()
 
-    async def DrainPrefill(
-        self, request: prefill_pb2.DrainPrefillRequest, context: grpc.aio.ServicerContext
-    ) -> prefill_pb2.DrainPrefillResponse:
-        self.intake.check_life(request.generation)
-        wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
-        return prefill_pb2.DrainPrefillResponse(running=await self.intake.drain(wait_s, request.only_wait))
-
-    async def UndrainPrefill(
-        self, request: prefill_pb2.UndrainPrefillRequest, context: grpc.aio.ServicerContext
-    ) -> prefill_pb2.UndrainPrefillResponse:
-        self.intake.check_life(request.generation)
-        await self.intake.undrain()
-        return prefill_pb2.UndrainPrefillResponse()
-
 
 def _attributes(result: PrefillResult) -> dict[str, int | float]:
     names = ("prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s")

@@ -19,6 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -38,6 +39,7 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info, telemetry
 from services.process import signals, supervisor
 from services.process.notify import Notifier
+from services.rank import operations
 from services.rank.config import RankConfig
 from services.rank.intake import Intake
 from services.rank.metrics import EngineCollector
@@ -45,6 +47,7 @@ from services.settings.flags import load, refusing, to_flags
 from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.registration import Registration
+from services.wire.isthmus.v1 import rank_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +269,11 @@ async def open_rank(
         stack.push_async_callback(services.close)
         listen = host_port(bindable(config.host), config.port)
         server = await servers.open_server(
-            listen, services.register, services.names, config.tls(), serving=False
+            listen,
+            partial(_register, services),
+            [*services.names, operations.NAME],
+            config.tls(),
+            serving=False,
         )
         stack.push_async_callback(server.stop)
         address = RankAddress(own_id, host_port(config.advertise_host or config.host, server.port))
@@ -275,6 +282,11 @@ async def open_rank(
         services.intake.tell = membership.say_draining
         await server.set_serving(not (stopping.is_set() or failed.is_set()))
         yield OpenRank(address, engine, server, services.intake, page.port, failed)
+
+
+def _register(services: Services, server: grpc.aio.Server) -> None:
+    services.register(server)
+    rank_pb2_grpc.add_RankServicer_to_server(operations.Operations(services.intake), server)
 
 
 class StoppedEarly(Exception):

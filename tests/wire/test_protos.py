@@ -11,9 +11,10 @@ from services.wire.isthmus.v1 import (
     handshake_pb2,
     index_pb2,
     prefill_pb2,
+    rank_pb2,
 )
 
-SERVICES = (common_pb2, decode_pb2, generation_pb2, handshake_pb2, index_pb2, prefill_pb2)
+SERVICES = (common_pb2, decode_pb2, generation_pb2, handshake_pb2, index_pb2, prefill_pb2, rank_pb2)
 
 
 @pytest.mark.parametrize(

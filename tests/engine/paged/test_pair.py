@@ -311,9 +311,11 @@ async def test_a_rank_that_is_there_again_is_called_again_at_once():
     """gRPC would go on failing calls until the backoff of the last attempt to connect is over."""
 
     async def call(channels, life, endpoint):
-        request = prefill_pb2.DrainPrefillRequest(generation=life.generation)
+        request = prefill_pb2.WatchLoadRequest(generation=life.generation)
         async with channels.lend(endpoint) as channel:
-            await prefill_pb2_grpc.PrefillStub(channel).DrainPrefill(request)
+            watching = prefill_pb2_grpc.PrefillStub(channel).WatchLoad(request)
+            await watching.read()
+            watching.cancel()
 
     async with Pair() as here, Pair() as back:
         endpoint = here.peer.endpoint

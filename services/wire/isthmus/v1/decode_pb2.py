@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/v1/decode.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"U\n\x0c\x44rainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x13\n\x06wait_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tonly_wait\x18\x03 \x01(\x08\x42\t\n\x07_wait_s\" \n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"$\n\x0eUndrainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"\x11\n\x0fUndrainResponse\"c\n\x07\x43ommand\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.isthmus.v1.StartH\x00\x12)\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x18.isthmus.v1.AbortCommandH\x00\x42\t\n\x07\x63ommand\"\"\n\x0c\x41\x62ortCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc2\x02\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x19\n\x11output_ids_so_far\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x1e\n\x04plan\x18\x07 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12(\n\x07prefill\x18\x08 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x19\n\x11\x64\x65\x63ode_generation\x18\t \x01(\x06\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"\x91\x01\n\x0bStepOutputs\x12*\n\x07outputs\x18\x02 \x03(\x0b\x32\x19.isthmus.v1.RequestOutput\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.RankLoad\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x14\n\x0cown_requests\x18\x05 \x01(\rJ\x04\x08\x01\x10\x02R\x04step\"\xeb\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12&\n\x08\x61\x64mitted\x18\x04 \x01(\x0b\x32\x14.isthmus.v1.Admitted\x12,\n\x08\x66inished\x18\x05 \x01(\x0e\x32\x18.isthmus.v1.FinishReasonH\x00\x12)\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x18.isthmus.v1.RequestErrorH\x00\x42\x05\n\x03\x65nd\"\xbf\x02\n\x08\x41\x64mitted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x02 \x01(\r\x12\x1a\n\x12prefill_prefix_len\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\x12\x17\n\x0fkv_bytes_prompt\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x07 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x08 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\t \x01(\x01\x12\x12\n\ntransfer_s\x18\n \x01(\x01\x12\x1e\n\x04plan\x18\x0b \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x1b\n\x13\x66irst_decode_step_s\x18\x0c \x01(\x01\"B\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bpeer_failed\x18\x03 \x01(\x08\x32\xc6\x01\n\x06\x44\x65\x63ode\x12:\n\x06\x41ttach\x12\x13.isthmus.v1.Command\x1a\x17.isthmus.v1.StepOutputs(\x01\x30\x01\x12<\n\x05\x44rain\x12\x18.isthmus.v1.DrainRequest\x1a\x19.isthmus.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.isthmus.v1.UndrainRequest\x1a\x1b.isthmus.v1.UndrainResponseB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/v1/decode.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"c\n\x07\x43ommand\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.isthmus.v1.StartH\x00\x12)\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x18.isthmus.v1.AbortCommandH\x00\x42\t\n\x07\x63ommand\"\"\n\x0c\x41\x62ortCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc2\x02\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x19\n\x11output_ids_so_far\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x1e\n\x04plan\x18\x07 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12(\n\x07prefill\x18\x08 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x19\n\x11\x64\x65\x63ode_generation\x18\t \x01(\x06\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"\x91\x01\n\x0bStepOutputs\x12*\n\x07outputs\x18\x02 \x03(\x0b\x32\x19.isthmus.v1.RequestOutput\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.RankLoad\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x14\n\x0cown_requests\x18\x05 \x01(\rJ\x04\x08\x01\x10\x02R\x04step\"\xeb\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12&\n\x08\x61\x64mitted\x18\x04 \x01(\x0b\x32\x14.isthmus.v1.Admitted\x12,\n\x08\x66inished\x18\x05 \x01(\x0e\x32\x18.isthmus.v1.FinishReasonH\x00\x12)\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x18.isthmus.v1.RequestErrorH\x00\x42\x05\n\x03\x65nd\"\xbf\x02\n\x08\x41\x64mitted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x02 \x01(\r\x12\x1a\n\x12prefill_prefix_len\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\x12\x17\n\x0fkv_bytes_prompt\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x07 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x08 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\t \x01(\x01\x12\x12\n\ntransfer_s\x18\n \x01(\x01\x12\x1e\n\x04plan\x18\x0b \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x1b\n\x13\x66irst_decode_step_s\x18\x0c \x01(\x01\"B\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bpeer_failed\x18\x03 \x01(\x08\x32\x44\n\x06\x44\x65\x63ode\x12:\n\x06\x41ttach\x12\x13.isthmus.v1.Command\x1a\x17.isthmus.v1.StepOutputs(\x01\x30\x01\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,20 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.v1.decode_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\024isthmus/v1;isthmusv1'
-  _globals['_DRAINREQUEST']._serialized_start=64
-  _globals['_DRAINREQUEST']._serialized_end=149
-  _globals['_DRAINRESPONSE']._serialized_start=151
-  _globals['_DRAINRESPONSE']._serialized_end=183
-  _globals['_UNDRAINREQUEST']._serialized_start=185
-  _globals['_UNDRAINREQUEST']._serialized_end=221
-  _globals['_UNDRAINRESPONSE']._serialized_start=223
-  _globals['_UNDRAINRESPONSE']._serialized_end=240
-  _globals['_COMMAND']._serialized_start=242
-  _globals['_COMMAND']._serialized_end=341
-  _globals['_ABORTCOMMAND']._serialized_start=343
-  _globals['_ABORTCOMMAND']._serialized_end=377
-  _globals['_START']._serialized_start=380
-  _globals['_START']._serialized_end=702
-  _globals['_STEPOUTPUTS']._serialized_start=705
-  _globals['_STEPOUTPUTS']._serialized_end=850
-  _globals['_REQUESTOUTPUT']._serialized_start=853
-  _globals['_REQUESTOUTPUT']._serialized_end=1088
-  _globals['_ADMITTED']._serialized_start=1091
-  _globals['_ADMITTED']._serialized_end=1410
-  _globals['_REQUESTERROR']._serialized_start=1412
-  _globals['_REQUESTERROR']._serialized_end=1478
-  _globals['_DECODE']._serialized_start=1481
-  _globals['_DECODE']._serialized_end=1679
+  _globals['_COMMAND']._serialized_start=64
+  _globals['_COMMAND']._serialized_end=163
+  _globals['_ABORTCOMMAND']._serialized_start=165
+  _globals['_ABORTCOMMAND']._serialized_end=199
+  _globals['_START']._serialized_start=202
+  _globals['_START']._serialized_end=524
+  _globals['_STEPOUTPUTS']._serialized_start=527
+  _globals['_STEPOUTPUTS']._serialized_end=672
+  _globals['_REQUESTOUTPUT']._serialized_start=675
+  _globals['_REQUESTOUTPUT']._serialized_end=910
+  _globals['_ADMITTED']._serialized_start=913
+  _globals['_ADMITTED']._serialized_end=1232
+  _globals['_REQUESTERROR']._serialized_start=1234
+  _globals['_REQUESTERROR']._serialized_end=1300
+  _globals['_DECODE']._serialized_start=1302
+  _globals['_DECODE']._serialized_end=1370
 # @@protoc_insertion_point(module_scope)

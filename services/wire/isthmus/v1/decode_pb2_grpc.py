@@ -39,16 +39,6 @@ class DecodeStub:
                 request_serializer=isthmus_dot_v1_dot_decode__pb2.Command.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_decode__pb2.StepOutputs.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/isthmus.v1.Decode/Drain',
-                request_serializer=isthmus_dot_v1_dot_decode__pb2.DrainRequest.SerializeToString,
-                response_deserializer=isthmus_dot_v1_dot_decode__pb2.DrainResponse.FromString,
-                _registered_method=True)
-        self.Undrain = channel.unary_unary(
-                '/isthmus.v1.Decode/Undrain',
-                request_serializer=isthmus_dot_v1_dot_decode__pb2.UndrainRequest.SerializeToString,
-                response_deserializer=isthmus_dot_v1_dot_decode__pb2.UndrainResponse.FromString,
-                _registered_method=True)
 
 
 class DecodeServicer:
@@ -63,21 +53,6 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Tell the routers, then take no new requests; what runs goes on. Returns when none is running, or after
-        `wait_s`. May be called again. A restart ends it, and so does Undrain: who waits gets UNAVAILABLE.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Undrain(self, request, context):
-        """Take requests again. UNAVAILABLE: it is being stopped, or etcd could not be told; call it again.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -85,16 +60,6 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=isthmus_dot_v1_dot_decode__pb2.Command.FromString,
                     response_serializer=isthmus_dot_v1_dot_decode__pb2.StepOutputs.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=isthmus_dot_v1_dot_decode__pb2.DrainRequest.FromString,
-                    response_serializer=isthmus_dot_v1_dot_decode__pb2.DrainResponse.SerializeToString,
-            ),
-            'Undrain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Undrain,
-                    request_deserializer=isthmus_dot_v1_dot_decode__pb2.UndrainRequest.FromString,
-                    response_serializer=isthmus_dot_v1_dot_decode__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -124,60 +89,6 @@ class Decode:
             '/isthmus.v1.Decode/Attach',
             isthmus_dot_v1_dot_decode__pb2.Command.SerializeToString,
             isthmus_dot_v1_dot_decode__pb2.StepOutputs.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/isthmus.v1.Decode/Drain',
-            isthmus_dot_v1_dot_decode__pb2.DrainRequest.SerializeToString,
-            isthmus_dot_v1_dot_decode__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Undrain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/isthmus.v1.Decode/Undrain',
-            isthmus_dot_v1_dot_decode__pb2.UndrainRequest.SerializeToString,
-            isthmus_dot_v1_dot_decode__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,32 +19,6 @@ class WatchLoadResponse(_message.Message):
     load: _common_pb2.RankLoad
     def __init__(self, load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ...) -> None: ...
 
-class DrainPrefillRequest(_message.Message):
-    __slots__ = ("generation", "wait_s", "only_wait")
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WAIT_S_FIELD_NUMBER: _ClassVar[int]
-    ONLY_WAIT_FIELD_NUMBER: _ClassVar[int]
-    generation: int
-    wait_s: float
-    only_wait: bool
-    def __init__(self, generation: _Optional[int] = ..., wait_s: _Optional[float] = ..., only_wait: _Optional[bool] = ...) -> None: ...
-
-class DrainPrefillResponse(_message.Message):
-    __slots__ = ("running",)
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    running: int
-    def __init__(self, running: _Optional[int] = ...) -> None: ...
-
-class UndrainPrefillRequest(_message.Message):
-    __slots__ = ("generation",)
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    generation: int
-    def __init__(self, generation: _Optional[int] = ...) -> None: ...
-
-class UndrainPrefillResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class Rendezvous(_message.Message):
     __slots__ = ("room", "decode", "prefill")
     ROOM_FIELD_NUMBER: _ClassVar[int]

@@ -44,16 +44,6 @@ class PrefillStub:
                 request_serializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadResponse.FromString,
                 _registered_method=True)
-        self.DrainPrefill = channel.unary_unary(
-                '/isthmus.v1.Prefill/DrainPrefill',
-                request_serializer=isthmus_dot_v1_dot_prefill__pb2.DrainPrefillRequest.SerializeToString,
-                response_deserializer=isthmus_dot_v1_dot_prefill__pb2.DrainPrefillResponse.FromString,
-                _registered_method=True)
-        self.UndrainPrefill = channel.unary_unary(
-                '/isthmus.v1.Prefill/UndrainPrefill',
-                request_serializer=isthmus_dot_v1_dot_prefill__pb2.UndrainPrefillRequest.SerializeToString,
-                response_deserializer=isthmus_dot_v1_dot_prefill__pb2.UndrainPrefillResponse.FromString,
-                _registered_method=True)
 
 
 class PrefillServicer:
@@ -75,20 +65,6 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DrainPrefill(self, request, context):
-        """As Decode.Drain.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UndrainPrefill(self, request, context):
-        """As Decode.Undrain.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -101,16 +77,6 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_prefill__pb2.WatchLoadResponse.SerializeToString,
-            ),
-            'DrainPrefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.DrainPrefill,
-                    request_deserializer=isthmus_dot_v1_dot_prefill__pb2.DrainPrefillRequest.FromString,
-                    response_serializer=isthmus_dot_v1_dot_prefill__pb2.DrainPrefillResponse.SerializeToString,
-            ),
-            'UndrainPrefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.UndrainPrefill,
-                    request_deserializer=isthmus_dot_v1_dot_prefill__pb2.UndrainPrefillRequest.FromString,
-                    response_serializer=isthmus_dot_v1_dot_prefill__pb2.UndrainPrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -167,60 +133,6 @@ class Prefill:
             '/isthmus.v1.Prefill/WatchLoad',
             isthmus_dot_v1_dot_prefill__pb2.WatchLoadRequest.SerializeToString,
             isthmus_dot_v1_dot_prefill__pb2.WatchLoadResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DrainPrefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/isthmus.v1.Prefill/DrainPrefill',
-            isthmus_dot_v1_dot_prefill__pb2.DrainPrefillRequest.SerializeToString,
-            isthmus_dot_v1_dot_prefill__pb2.DrainPrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UndrainPrefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/isthmus.v1.Prefill/UndrainPrefill',
-            isthmus_dot_v1_dot_prefill__pb2.UndrainPrefillRequest.SerializeToString,
-            isthmus_dot_v1_dot_prefill__pb2.UndrainPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,
