@@ -1,4 +1,4 @@
-"""What the documents say of the tree stays true: files, links, packages."""
+"""What the documents say of the tree stays true: files, links, packages; what is read whole stays short."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ REPOSITORY = Path(__file__).parents[2]
 SERVICES = REPOSITORY / "services"
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 GENERATED = ("wire/etcd", "wire/isthmus", "wire/isthmus/v1")
+MOST_WORDS = {"docs/design.md": 3_500, "README.md": 1_500}
 STAND_INS = "engine/sglang/cpu_stand_ins"  # for packages of others
 
 ROOMS = [path.parent.name for path in SERVICES.glob("*/__init__.py")]
@@ -56,6 +57,11 @@ def test_links_lead_somewhere(document):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("name", MOST_WORDS)
+def test_what_is_read_whole_is_short(name):
+    assert len((REPOSITORY / name).read_text().split()) <= MOST_WORDS[name]
 
 
 def sentences():
