@@ -14,7 +14,6 @@ from services.wire.etcd import etcd_pb2
 
 _RANGE = Method("/etcdserverpb.KV/Range", etcd_pb2.RangeRequest, etcd_pb2.RangeResponse)
 _PUT = Method("/etcdserverpb.KV/Put", etcd_pb2.PutRequest, etcd_pb2.PutResponse)
-_DELETE = Method("/etcdserverpb.KV/DeleteRange", etcd_pb2.DeleteRangeRequest, etcd_pb2.DeleteRangeResponse)
 _TXN = Method("/etcdserverpb.KV/Txn", etcd_pb2.TxnRequest, etcd_pb2.TxnResponse)
 _COMPACT = Method("/etcdserverpb.KV/Compact", etcd_pb2.CompactionRequest, etcd_pb2.CompactionResponse)
 _GRANT = Method("/etcdserverpb.Lease/LeaseGrant", etcd_pb2.LeaseGrantRequest, etcd_pb2.LeaseGrantResponse)
@@ -77,10 +76,6 @@ def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
     put = operation.request_put  # filled in place: a message that is handed over is written out and parsed
     put.key, put.value, put.lease = key, value, lease_id
     return operation
-
-
-def delete_op(key: bytes) -> etcd_pb2.RequestOp:
-    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
 
 
 def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
@@ -194,16 +189,6 @@ class Etcd:
         """Returns the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
         request = etcd_pb2.PutRequest(key=key, value=value, lease=lease_id)
         return (await self.connection.unary(_PUT, request)).header.revision
-
-    async def delete(self, key: bytes) -> bool:
-        """False: the key did not exist (or a retry found it gone)."""
-        response = await self.connection.unary(_DELETE, etcd_pb2.DeleteRangeRequest(key=key))
-        return response.deleted > 0
-
-    async def delete_prefix(self, prefix: bytes) -> int:
-        """Returns how many keys were deleted."""
-        request = etcd_pb2.DeleteRangeRequest(key=prefix, range_end=prefix_end(prefix))
-        return (await self.connection.unary(_DELETE, request)).deleted
 
     async def txn(
         self,

@@ -43,17 +43,12 @@ def test_settings_hide_the_password_and_strip_the_scheme() -> None:
     assert "hush" not in repr(settings)
 
 
-async def test_put_get_delete(etcd: Etcd, keys: ClusterKeys) -> None:
+async def test_put_and_get(etcd: Etcd, keys: ClusterKeys) -> None:
     key = keys.prefix + b"a"
     assert await etcd.get(key) is None
     revision = await etcd.put(key, b"1")
     found = await etcd.get(key)
     assert found is not None and (found.value, found.mod_revision) == (b"1", revision)
-    assert await etcd.delete(key)
-    assert not await etcd.delete(key)
-    for name in b"abc":
-        await etcd.put(keys.prefix + bytes([name]), b"")
-    assert await etcd.delete_prefix(keys.prefix) == 3
 
 
 async def test_create_and_compare_and_swap(etcd: Etcd, keys: ClusterKeys) -> None:

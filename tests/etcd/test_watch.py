@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from etcd.deletions import delete
 from etcd.real_etcd import FAST, client, running, until
 from etcd.silent_member import SilentMember
-from services.etcd.client import _DELETE, Etcd, delete_op, put_op
+from services.etcd.client import Etcd, delete_range_op, put_op
 from services.etcd.connection import EtcdStream
 from services.etcd.embedded import EmbeddedEtcd
 from services.etcd.errors import EtcdTooLarge
 from services.etcd.watch import PrefixWatch, WatchBatch
 from services.index.keys import ClusterKeys
 from services.values.errors import Unavailable
-from services.wire.etcd import etcd_pb2
 
 
 class Follower:
@@ -51,7 +51,7 @@ async def test_what_was_there_then_what_changes(etcd: Etcd, keys: ClusterKeys) -
     async with following(etcd, keys.prefix) as follower:
         assert follower.batches[0].listed and follower.state == {b"old": b"1"}
         await etcd.put(keys.prefix + b"new", b"2")
-        await etcd.delete(keys.prefix + b"old")
+        await delete(etcd, keys.prefix + b"old")
         await until(lambda: follower.state == {b"new": b"2"})
         assert follower.watch.listings == 1
 
@@ -63,7 +63,7 @@ async def test_one_revision_is_one_batch_even_in_fragments(etcd: Etcd, keys: Clu
         await until(lambda: len(follower.state) == 4)
         # 70 deletions and one put in one transaction; and, after it, more than one fragment's worth.
         puts = [put_op(keys.prefix + b"x%d" % number, bytes(10_000)) for number in range(70)]
-        result = await etcd.txn([], [*puts, delete_op(keys.prefix + b"a")])
+        result = await etcd.txn([], [*puts, delete_range_op(keys.prefix + b"a", keys.prefix + b"b")])
         await until(lambda: follower.watch.revision >= result.revision)
         (batch,) = [batch for batch in follower.batches if batch.revision == result.revision]
         assert len([change for change in batch.changes if change.mod_revision == result.revision]) == 71
@@ -91,7 +91,7 @@ async def test_after_a_crash_it_goes_on_where_it_was(own_server: EmbeddedEtcd) -
         await own_server.kill()
         await until(lambda: follower.watch.trouble is not None)
         await own_server.start()
-        await etcd.delete(b"p/a")
+        await delete(etcd, b"p/a")
         await etcd.put(b"p/b", b"2")
         await until(lambda: follower.state == {b"b": b"2"} and follower.watch.trouble is None)
         assert follower.watch.listings == 1
@@ -106,9 +106,9 @@ async def test_compacted_while_away_the_difference_comes(own_server: EmbeddedEtc
         assert len((await anext(batches)).changes) == 2
         assert (await anext(batches)).complete
         # The generator stands still, so it is disconnected for as long as this takes.
-        await writer.delete(b"p/gone")
+        await delete(writer, b"p/gone")
         await writer.put(b"p/passing", b"")
-        await writer.delete(b"p/passing")
+        await delete(writer, b"p/passing")
         await writer.put(b"p/new", b"2")
         await writer.compact(await writer.current_revision())
         news, gone = await anext(batches), await anext(batches)
@@ -134,7 +134,7 @@ async def test_keys_that_are_not_remembered_come_anew_with_each_listing(
         # The generator stands still: its stream breaks, and it does not open the next one.
         await own_server.kill()
         await own_server.start()
-        await writer.delete(b"p/many/1")
+        await delete(writer, b"p/many/1")
         await writer.put(b"p/kept", b"2")
         await writer.compact(await writer.current_revision())
         news, gone = await anext(batches), await anext(batches)
@@ -172,7 +172,7 @@ async def test_a_listing_that_breaks_off_is_made_up_for(
         if method.name == "Range":
             pages.append(request.key)
             if len(pages) == 2:
-                await unary(_DELETE, etcd_pb2.DeleteRangeRequest(key=keys.prefix + b"000"))
+                await delete(etcd, keys.prefix + b"000")
                 raise Unavailable("broken off")
         return await unary(method, request, **options)
 

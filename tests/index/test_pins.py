@@ -1,5 +1,6 @@
 import pytest
 
+from etcd.deletions import delete_prefix
 from etcd.real_etcd import client, running, until
 from services.etcd.client import Etcd, TxnResult
 from services.etcd.errors import EtcdNoSpace
@@ -122,7 +123,7 @@ async def test_a_pin_that_the_mirror_no_longer_keeps_can_be_moved(etcd: Etcd, ke
     assert await write(other, D1) == (1, 0, Pin(D1))
     assert await write(ours, D0) == (0, 1, Pin(D1))
     assert await write(ours, D0) == (1, 1, Pin(D0))
-    await etcd.delete_prefix(keys.prefix)
+    await delete_prefix(etcd, keys.prefix)
     assert await write(ours, D1) == (1, 2, None)
     assert await write(ours, D1) == (2, 2, Pin(D1))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from etcd.deletions import delete, delete_prefix
 from etcd.real_etcd import FAST, client, running, until
 from index.cluster import SCHEMA, FakeRank, mirroring, registration
 from services.etcd.client import Etcd
@@ -99,7 +100,7 @@ async def test_a_full_etcd_is_said_and_registrations_come_back_first(tmp_path: P
             assert lease is not None
             await etcd.revoke_lease(lease.id)  # registering again needs room, too
             await until(lambda: not rank.membership.registered.is_set())
-            await etcd.delete_prefix(b"others/")
+            await delete_prefix(etcd, b"others/")
             await etcd.compact(await etcd.current_revision())
             for arguments in (("defrag",), ("alarm", "disarm")):
                 etcdctl = etcd_binary().with_name("etcdctl")
@@ -264,7 +265,7 @@ async def test_each_rank_has_a_staleness_of_its_own(
             await until(lambda: all(rank.is_mirrored_by(mirror) for rank in ranks))
             await until(lambda: silent.id.key in mirror.ranks)
             assert all(mirror.rank_staleness_s(its.id.key) < 60 for its in (lost, quiet, silent))
-            await etcd.delete(keys.registration(lost.id.key))
+            await delete(etcd, keys.registration(lost.id.key))
             await until(lambda: not mirror.ranks[lost.id.key].registered)
             later_s = 3600.0
             await until(lambda: mirror.rank_staleness_s(quiet.id.key) < 60)  # once the probe is through
@@ -282,7 +283,7 @@ async def test_pins_are_mirrored_and_bounded(etcd: Etcd, keys: ClusterKeys) -> N
             await etcd.put(keys.pin(pin_name(f"talk {number}")), encode_pin(pin))
         await until(lambda: mirror.pin("talk 3") == pin)
         assert mirror.pin("talk 0") is None and len(mirror.pins) == 3
-        await etcd.delete(keys.pin(pin_name("talk 3")))
+        await delete(etcd, keys.pin(pin_name("talk 3")))
         await until(lambda: mirror.pin("talk 3") is None)
 
 
@@ -320,7 +321,7 @@ async def test_pins_that_went_while_nobody_watched_are_gone(own_server: Embedded
             await until(lambda: mirror.revision > start)  # its own probe's: now it stands still
             await own_server.kill()
             await own_server.start()
-            await writer.delete(keys.pin(pin_name("goes")))
+            await delete(writer, keys.pin(pin_name("goes")))
             await writer.compact(await writer.current_revision())
         await until(lambda: mirror.listings == 2 and mirror.degraded is None)
         assert mirror.pin("stays") == pin and mirror.pin("goes") is None and len(mirror.pins) == 1
@@ -351,15 +352,15 @@ async def test_a_router_writes_the_schema_again_when_etcd_is_listed_anew(
             await check_schema(etcd, keys, schema)
 
         await until_compared_with(SCHEMA)
-        await etcd.delete(keys.schema)
+        await delete(etcd, keys.schema)
         listings = 1
         await until_compared_with(SCHEMA)
-        await etcd.delete(keys.schema)
+        await delete(etcd, keys.schema)
         await check_schema(etcd, keys, Schema(128, SCHEMA.hash_scheme))  # another was first
         listings = 2
         await until(lambda: "registry.schema_refused" in caplog.text)
         assert not task.done()
-    await etcd.delete(keys.schema)
+    await delete(etcd, keys.schema)
     await check_schema(etcd, keys, Schema(128, SCHEMA.hash_scheme))
     with pytest.raises(ConfigError):
         await keep_schema(etcd, keys, SCHEMA, lambda: 0)
