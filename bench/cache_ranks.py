@@ -24,9 +24,10 @@ from prometheus_client import CollectorRegistry
 from bench.cache_workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
-from services.engine.choose import EngineSettings, decode_engine, prefill_engine
+from services.engine.choose import decode_engine, prefill_engine
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
+from services.engine.settings import EngineSettings
 from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.net import servers

@@ -56,6 +56,7 @@ from bench.sglang_summary import (
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
+from services.engine.paged.core import Limits
 from services.engine.sglang.service.settings import SglangSettings
 from services.net import channels
 from services.values.errors import ConfigError, PeerFailed
@@ -97,6 +98,7 @@ class Bench:
     def stock_settings(self, dp_size: int) -> SglangSettings:
         """As `_rank_flags` are for ours."""
         return SglangSettings(
+            engine="sglang",
             role=Role.DECODE,
             worker="decode",
             model_path=str(self.model),
@@ -108,11 +110,9 @@ class Bench:
             page_size=PAGE_SIZE,
             index_block=PAGE_SIZE,
             cache_enabled=True,
-            max_running_requests=MAX_RUNNING,
-            chunk_size=CHUNK,
+            transport="nixl",
+            limits=Limits(MAX_RUNNING, CHUNK),
             num_threads=1,
-            host="127.0.0.1",
-            advertise_host="127.0.0.1",
             engine_args=(f"--num-reserved-decode-tokens={RESERVED}",),
         )
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry
 
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
-from services.engine.choose import EngineSettings, decode_engines, prefill_engines
+from services.engine.choose import decode_engines, prefill_engines
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
+from services.engine.settings import EngineSettings
 from services.net import servers
 from services.net.tls import TlsConfig
 from services.prefill.metrics import PrefillMetrics

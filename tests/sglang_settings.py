@@ -1,11 +1,13 @@
 """Settings of one SGLang, for tests that change what they are about."""
 
+from services.engine.paged.core import Limits
 from services.engine.sglang.service.settings import SglangSettings
 from services.values.rank import Role
 
 
 def sglang_settings(model, **changes):
     fields = dict(
+        engine="sglang",
         role=Role.DECODE,
         worker="w",
         model_path=str(model),
@@ -17,10 +19,8 @@ def sglang_settings(model, **changes):
         page_size=16,
         index_block=16,
         cache_enabled=True,
-        max_running_requests=8,
-        chunk_size=64,
+        transport="nixl",
+        limits=Limits(max_running_requests=8, chunk_size=64),
         num_threads=1,
-        host="127.0.0.1",
-        advertise_host="127.0.0.1",
     )
     return SglangSettings(**{**fields, **changes})

@@ -1,60 +1,25 @@
 """Which engine: the one place that imports an engine's libraries, and only when it is chosen."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from services.engine.base import DecodeEngine, PrefillEngine
-from services.engine.paged.core import Limits
-from services.engine.paged.decode import Lease, PagedDecodeEngine
+from services.engine.paged.decode import PagedDecodeEngine
 from services.engine.paged.engine import CacheSettings
 from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
+from services.engine.settings import EngineSettings
 from services.net.channels import open_channel
 from services.net.tls import TlsConfig
 from services.transfer.choose import open_transport
-from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
 
 if TYPE_CHECKING:
     from services.engine.sglang.service.worker import SglangWorker
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What either role needs to build its engine."""
-
-    engine: str  # torch, fake or sglang
-    model_path: str
-    model_name: str
-    device: str
-    dtype: str | None
-    num_threads: int | None
-    num_pages: int
-    page_size: int
-    index_block: int
-    cache_enabled: bool
-    transport: str
-    limits: Limits
-    lease: Lease
-    nixl: NixlSettings = field(default_factory=NixlSettings)
-    protected_cache_share: float = 0.3
-    digest_share: float = 0.0
-    fake_step_s: float = 0.0
-    fake_prompt_token_s: float = 0.0
-    # Of an engine that listens itself:
-    engine_args: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    advertise_host: str = "127.0.0.1"
-
-    def __post_init__(self) -> None:
-        if self.index_block % self.page_size != 0:
-            raise ConfigError(
-                f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
-            )
 
 
 def decode_engines(
@@ -115,30 +80,8 @@ def _sglang_worker(
     from services.engine.sglang.service.settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 
-    if settings.transport != "nixl":
-        raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
-    sglang_settings = SglangSettings(
-        role=role,
-        worker=own_ids[0].worker,
-        model_path=settings.model_path,
-        model_name=settings.model_name,
-        dp_size=len(own_ids),
-        device=settings.device,
-        dtype=settings.dtype,
-        num_pages=settings.num_pages,
-        page_size=settings.page_size,
-        index_block=settings.index_block,
-        cache_enabled=settings.cache_enabled,
-        max_running_requests=settings.limits.max_running_requests,
-        chunk_size=settings.limits.chunk_size,
-        num_threads=settings.num_threads,
-        host=settings.host,
-        advertise_host=settings.advertise_host,
-        engine_args=settings.engine_args,
-        tls=tls,
-        nixl=settings.nixl,
-    )
-    return SglangWorker(sglang_settings, {own_id.rank: own_id for own_id in own_ids})
+    worker = SglangSettings.of(settings, role, own_ids[0].worker, len(own_ids), tls)
+    return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
 def _cache(settings: EngineSettings) -> CacheSettings:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from services.engine.choose import EngineSettings
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import Lease
+from services.engine.settings import EngineSettings
 from services.host.ports import check_port, is_wildcard
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting

@@ -1,5 +1,7 @@
 """Values become flags: each container's command line is read by the service's own config code."""
 
+from dataclasses import replace
+
 import pytest
 
 from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
@@ -38,25 +40,8 @@ def test_engines_accept_their_settings(name, role, tmp_path):
     config = rendered(name).config(role.value)
     settings = config.engine_settings(role)
     if config.engine == "sglang":
-        worker = SglangSettings(
-            role=role,
-            worker=config.worker,
-            model_path=str(tmp_path),  # it must exist here
-            model_name=config.served_name,
-            dp_size=config.dp_size,
-            device=settings.device,
-            dtype=settings.dtype,
-            num_pages=settings.num_pages,
-            page_size=settings.page_size,
-            index_block=settings.index_block,
-            cache_enabled=settings.cache_enabled,
-            max_running_requests=settings.limits.max_running_requests,
-            chunk_size=settings.limits.chunk_size,
-            num_threads=None,
-            host=config.host,
-            advertise_host=config.advertise_host,
-            engine_args=config.engine_arg,
-        )
+        here = replace(settings, model_path=str(tmp_path))  # it must exist
+        worker = SglangSettings.of(here, role, config.worker, config.dp_size, tls=None)
         assert "--enable-dp-attention" in worker.arguments(1)
 
 

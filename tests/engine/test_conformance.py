@@ -23,8 +23,8 @@ from certificates import make_certificates
 from checkpoints import tiny_checkpoint
 from pair import FAKE, Pair
 from reference import count_near_ties, random_prompt, reference_generation
-from services.engine.choose import EngineSettings
 from services.engine.fake import continuation
+from services.engine.settings import EngineSettings
 from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.net import channels, grpc_errors

@@ -4,10 +4,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
+from services.engine.settings import EngineSettings
 from services.net.tls import TlsConfig
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
@@ -127,38 +128,34 @@ _KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 _SPECULATIVE = ("DSPARK",)
 
 
-@dataclass(frozen=True, slots=True)
-class SglangSettings:
-    """Of one worker, all its DP ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSettings(EngineSettings):
+    """Of one worker, all its DP ranks. `device` is cpu, cuda or cuda:N."""
 
     role: Role
     worker: str
-    model_path: str
-    model_name: str
     dp_size: int
-    device: str  # cpu, cuda or cuda:N
-    dtype: str | None
-    num_pages: int
-    page_size: int
-    index_block: int
-    cache_enabled: bool
-    max_running_requests: int
-    chunk_size: int
-    num_threads: int | None
-    host: str
-    advertise_host: str
-    engine_args: tuple[str, ...] = ()
     tls: TlsConfig | None = None
-    nixl: NixlSettings = field(default_factory=NixlSettings)
 
     def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)
         for text in self.engine_args:
             _check_argument(text)
         _check_values(_values(self.engine_args))
+        if self.transport != "nixl":
+            raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device is cpu, cuda or cuda:N with --engine=sglang, got {self.device!r}")
         if not Path(self.model_path).is_dir():
             raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.model_path!r} is none")
+
+    @classmethod
+    def of(
+        cls, engine: EngineSettings, role: Role, worker: str, dp_size: int, tls: TlsConfig | None
+    ) -> "SglangSettings":
+        """Raises ConfigError."""
+        its = {field.name: getattr(engine, field.name) for field in fields(engine)}
+        return cls(**its, role=role, worker=worker, dp_size=dp_size, tls=tls)
 
     def arguments(self, port: int) -> list[str]:
         """Of `python -m sglang.launch_server`; the user's come last."""
@@ -169,8 +166,8 @@ class SglangSettings:
             f"--dp-size={self.dp_size}",
             f"--page-size={self.page_size}",
             f"--max-total-tokens={self.num_pages * self.page_size}",
-            f"--max-running-requests={self.max_running_requests * self._shares}",
-            f"--chunked-prefill-size={self.chunk_size * self._shares}",
+            f"--max-running-requests={self.limits.max_running_requests * self._shares}",
+            f"--chunked-prefill-size={self.limits.chunk_size * self._shares}",
             f"--disaggregation-mode={self.role.value}",
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
