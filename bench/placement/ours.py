@@ -17,7 +17,6 @@ from services.router.placement.decision import Decision, place
 from services.router.placement.placer import Asked, Placer, PlacerSettings
 from services.router.placement.price import Weights
 from services.router.ranks.balance import Balance
-from services.router.ranks.others import Requests
 from services.router.ranks.shares import Share
 from services.values.kv import BlockHash, CacheEvents, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
@@ -63,8 +62,6 @@ class Ours:
         self._router = share.index
         self._random = Random(share.index)
         self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
-        self._sent_to: dict[int, RankKey] = {}  # decode ranks, by the requests in flight
-        self._own: Counter[RankKey] = Counter()  # of these, at each
 
     def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
         asked = [self._asked(request) for request in together]
@@ -86,8 +83,6 @@ class Ours:
         self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
         decode = decision.chosen.decode.id.key
         self._pins.pin(job.request.session, decode, self._router)
-        self._sent_to[job.request.number] = decode
-        self._own[decode] += 1
 
     def first_token(self, job: Job) -> None:
         hashes, decision = self._placed.pop(job.request.number)
@@ -97,7 +92,6 @@ class Ours:
 
     def ended(self, job: Job) -> None:
         self._placer.outcomes.ended(str(job.request.number))
-        self._own[self._sent_to.pop(job.request.number)] -= 1
 
     def told(self, rank: RankId, taken: CacheEvents) -> None:
         """A delta of the rank's has come."""
@@ -105,9 +99,7 @@ class Ours:
         self._deltas[rank.key] += 1
 
     def loaded(self, rank: Rank) -> None:
-        load = rank.load()
-        counted = Requests(load.running + load.waiting, self._own[rank.id.key])
-        self._balance.report(rank.id.key, load, counted)
+        self._balance.report(rank.id.key, rank.load())
 
 
 class Oracle:

@@ -115,8 +115,6 @@ class AttachSession:
         return decode_pb2.StepOutputs(
             outputs=outputs,
             load=load,
-            requests=self._running.intake.num_running,
-            own_requests=len(self._tasks),
         )
 
     def _put(self, output: decode_pb2.RequestOutput) -> None:

@@ -24,7 +24,6 @@ from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.placer import Asked, Placer, PlacerSettings
 from services.router.placement.pool_ends import length_means
 from services.router.ranks.balance import Balance, RankNow
-from services.router.ranks.others import NOBODY, Requests
 from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash
@@ -472,8 +471,8 @@ class Cluster:
         on_lost, on_silent = partial(self._balance.unreported, rank), partial(self._balance.fell_silent, rank)
         return PrefillWatch(address, self._tls, partial(self._report, rank), on_lost, on_silent)
 
-    def _report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
-        self._balance.report(rank, load, counted)
+    def _report(self, rank: RankKey, load: RankLoad) -> None:
+        self._balance.report(rank, load)
         self._mirror.mark_live(rank)  # a stream that speaks is a health check passed
 
 

@@ -3,8 +3,6 @@
 import asyncio
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
-from services.router.ranks.balance import Balance
-from services.router.ranks.others import NOBODY, Requests
 from services.wire.isthmus.v1 import generation_pb2
 
 PROMPT = [number % 400 for number in range(81)]
@@ -94,36 +92,3 @@ async def test_each_knows_what_the_other_has_sent(etcd_endpoint, model_dir, clus
         sent.cancel()
         await asyncio.gather(sent, return_exceptions=True)
         await cluster.assert_nothing_held()
-
-
-async def test_ranks_count_for_each_whose_requests_they_have(
-    etcd_endpoint, model_dir, cluster_name, monkeypatch
-):
-    """In every report, the last one of a request too, whether or not the router has heard of its end."""
-    counts = {}
-    report = Balance.report
-
-    def noted(balance, rank, load, counted=NOBODY):
-        counts.setdefault(balance, []).append(counted)
-        report(balance, rank, load, counted)
-
-    monkeypatch.setattr(Balance, "report", noted)
-    shape = dict(routers=2, decode=(1,), prefill=(1,), fake_step_s=0.01)
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
-        sender, other = (router.cluster._balance for router in cluster.routers)
-        for number in range(3):
-            await cluster.generate([number, *PROMPT], 20)
-        running = asyncio.create_task(cluster.generate(PROMPT, 400))
-
-        async def heard():
-            return Requests(1, 0) in counts[other] and Requests(1, 1) in counts[sender]
-
-        await until(heard)
-        await running
-
-        async def over():
-            return counts[other][-1] == counts[sender][-1] == NOBODY
-
-        await until(over)
-        assert all(counted.all == counted.own for counted in counts[sender])
-        assert all(counted.own == 0 for counted in counts[other])

@@ -20,7 +20,6 @@ import grpc
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
 from services.router.links.silence import Silence
-from services.router.ranks.others import Requests
 from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
@@ -102,7 +101,7 @@ class DecodeClient:
         self,
         address: RankAddress,
         tls: TlsConfig | None,
-        on_load: Callable[[RankLoad, Requests], None],
+        on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
     ) -> None:
         self.address = address
@@ -212,8 +211,7 @@ class DecodeClient:
                 await call.write(await self._commands.get())
 
     def _receive(self, message: decode_pb2.StepOutputs) -> None:
-        counted = Requests(all=message.requests, own=message.own_requests)
-        self._on_load(convert.load_from_proto(message.load), counted)
+        self._on_load(convert.load_from_proto(message.load))
         for output in message.outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put(_item(output))
@@ -225,7 +223,7 @@ class DecodeClient:
         self._idle.set()
 
 
-def _unheard(load: RankLoad, counted: Requests) -> None:
+def _unheard(load: RankLoad) -> None:
     pass
 
 

@@ -26,7 +26,6 @@ from services.router.placement.queues import Queues
 from services.router.placement.waits import pass_over
 from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
-from services.router.ranks.others import Lately, Presence, Reported, traffic
 from services.router.ranks.shares import Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
@@ -95,7 +94,6 @@ class Placer:
         self._draining: frozenset[RankKey] = frozenset()
         self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
-        self._lately, self._reported, self._presence = Lately(), Reported(), Presence()
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 
@@ -104,9 +102,6 @@ class Placer:
         self._decodes, self._prefills = self._side(decodes), self._side(prefills)
         staying = [rank.max_context_tokens for rank in decodes if not rank.draining]
         self._longest_tokens, self._shortest_tokens = max(staying, default=0), min(staying, default=0)
-        self._reported = Reported()
-        for key in self._decodes.ranks:
-            self._count(key)
         self._note_layout()
         ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
@@ -209,17 +204,14 @@ class Placer:
             most_tokens=most if most is not None and most <= self._longest_tokens else None,
             longest_tokens=self._longest_tokens,
         )
-        self._note_others()
-        others = self._others_tokens(self._decodes)
         decodes = [
-            self._decode_candidate(key, rank, asked, blocks, others)
+            self._decode_candidate(key, rank, asked, blocks)
             for key, rank, blocks in find(self._decodes, asked)
         ]
         prefills: list[PrefillCandidate] = []
         if Plan.REMOTE in asked.plans:
-            others = self._others_tokens(self._prefills)
             prefills = [
-                self._prefill_candidate(key, rank, asked, blocks, others)
+                self._prefill_candidate(key, rank, asked, blocks)
                 for key, rank, blocks in find(self._prefills, asked)
             ]
         return request, decodes, prefills
@@ -273,34 +265,15 @@ class Placer:
             longest = max(longest, self._index.match(deeper, hashes))
             yield deeper
 
-    def _note_others(self) -> None:
-        if self._share.of > 1 and self._reported.requests:
-            now = self._balance.clock()
-            self._presence.note(self._traffic(), now)
-
-    def _traffic(self) -> float:
-        return traffic(self._reported.requests, self._reported.own, self._share.of)
-
-    def _others_tokens(self, side: _Side) -> int:
-        """That pend on each rank of the others' shares, too new for its report."""
-        if self._share.of == 1 or self._presence.alone:
-            return 0
-        now = self._balance.clock()
-        own_tokens = self._lately.tokens(side.own, now) / max(1, len(side.own))
-        return int(own_tokens * self._traffic())
-
-    def _is_own(self, key: RankKey, side: _Side) -> bool:
-        return key in side.own or self._presence.alone
-
     def _decode_candidate(
-        self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
     ) -> DecodeCandidate:
-        now, own = self._balance.now(key), self._is_own(key, self._decodes)
-        books, page_size = now.load.books, rank.layout.page_size
+        now, page_size = self._balance.now(key), rank.layout.page_size
+        books = now.load.books
         return DecodeCandidate(
             id=rank.id,
             hit_tokens=self._worth(key, asked, blocks),
-            pending_tokens=now.pending_tokens + (0 if own else others_tokens),
+            pending_tokens=now.pending_tokens,
             prefill_tokens_per_s=now.tokens_per_s,
             running=now.running,
             step_s=now.load.step_s,
@@ -310,7 +283,7 @@ class Placer:
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
             waiting_tokens=now.load.waiting_tokens,
-            own=own,
+            own=key in self._decodes.own,
             queue_wait_s=self._balance.queue_wait_s(key),
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
@@ -318,21 +291,21 @@ class Placer:
         )
 
     def _prefill_candidate(
-        self, key: RankKey, rank: Registration, asked: Asked, blocks: int, others_tokens: int
+        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
     ) -> PrefillCandidate:
-        now, own = self._balance.now(key), self._is_own(key, self._prefills)
-        books, page_size = now.load.books, rank.layout.page_size
+        now, page_size = self._balance.now(key), rank.layout.page_size
+        books = now.load.books
         return PrefillCandidate(
             id=rank.id,
             hit_tokens=self._worth(key, asked, blocks),
-            pending_tokens=now.pending_tokens + (0 if own else others_tokens),
+            pending_tokens=now.pending_tokens,
             prefill_tokens_per_s=now.tokens_per_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
             excluded=self._exclusion(rank, asked),
             queued=now.queued,
             matched_tokens=blocks * self._settings.index_block,
-            own=own,
+            own=key in self._prefills.own,
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
         )
@@ -369,8 +342,6 @@ class Placer:
         chosen = decision.chosen
         computing = chosen.prefill or chosen.decode
         uncached_tokens = max(1, prompt_tokens - computing.hit_tokens)
-        if self._share.of > 1:
-            self._lately.sent(computing.id.key, uncached_tokens, self._balance.clock())
         self.outcomes.sent(request_id, hashes, uncached_tokens, chosen)
 
     # -- the layout of plan remote ----------------------------------------------------------------
@@ -398,8 +369,6 @@ class Placer:
         return _Side(by_key, order, own)
 
     def _changed(self, key: RankKey) -> None:
-        if key in self._decodes.ranks:
-            self._count(key)
         for side in (self._decodes, self._prefills):
             if (rank := side.ranks.get(key)) is None:
                 continue
@@ -407,9 +376,6 @@ class Placer:
                 self._note_layout()
             if side.order is not None:
                 side.order.update(key, self._load(key, rank))
-
-    def _count(self, key: RankKey) -> None:
-        self._reported.update(key, self._balance.reported_requests(key))
 
     def _load(self, key: RankKey, rank: Registration) -> Load:
         """With what a usual prompt that hits nothing would cost there."""

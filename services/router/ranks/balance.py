@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.router.ranks.others import NOBODY, Requests
 from services.router.ranks.predictions import Predictions
 from services.router.ranks.speeds import Speeds
 from services.router.ranks.trust import Trust
@@ -167,11 +166,11 @@ class Balance:
 
     # -- health -----------------------------------------------------------------------------------
 
-    def report(self, rank: RankKey, load: RankLoad, counted: Requests = NOBODY) -> None:
-        """What a rank said of itself; a decode rank with the requests that it has."""
+    def report(self, rank: RankKey, load: RankLoad) -> None:
+        """What a rank said of itself."""
         now = self.clock()
         self._silent.discard(rank)
-        self._of(rank).report(load, counted, now, now - _REPORT_LAG_S)
+        self._of(rank).report(load, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
     def unreported(self, rank: RankKey) -> None:
@@ -184,11 +183,6 @@ class Balance:
         """The rank did report and does so no more: what is sent there would hang with it. Excluded until the
         next report."""
         self._silent.add(rank)
-
-    def reported_requests(self, rank: RankKey) -> Requests:
-        """At a decode rank when it last reported."""
-        known = self._ranks.get(rank)
-        return NOBODY if known is None else known.counted
 
     def load(self, rank: RankKey) -> RankLoad:
         """The last report; all zero before the first."""
@@ -254,7 +248,6 @@ class _Rank:
 
     load: RankLoad = _NO_LOAD
     reported_s: float = float("-inf")
-    counted: Requests = NOBODY  # as reported
     decoding: set[str] = field(default_factory=set)  # until ended
     computing: dict[str, _Flight] = field(default_factory=dict)  # until admitted
     computing_tokens: int = 0
@@ -287,14 +280,14 @@ class _Rank:
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 
-    def report(self, load: RankLoad, counted: Requests, now: float, seen_s: float) -> None:
-        self.load, self.counted, self.reported_s = load, counted, now
+    def report(self, load: RankLoad, now: float, seen_s: float) -> None:
+        self.load, self.reported_s = load, now
         while self.arriving_s and self.arriving_s[0] <= seen_s:
             self.arriving_s.popleft()
         self._see(seen_s)
 
     def forget_report(self) -> None:
-        self.load, self.counted, self.reported_s = _NO_LOAD, NOBODY, float("-inf")
+        self.load, self.reported_s = _NO_LOAD, float("-inf")
         self._see(float("-inf"))
 
     def _see(self, seen_s: float) -> None:

@@ -1,7 +1,7 @@
 """From what a router knows to a decision, and back."""
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,6 @@ from services.router.placement.placer import Asked, Placer, PlacerSettings
 from services.router.placement.pool_ends import TOO_SMALL
 from services.router.placement.price import Weights
 from services.router.ranks.balance import Balance
-from services.router.ranks.others import NOBODY, Requests
 from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout, PageBooks
@@ -61,9 +60,9 @@ class Router:
     def holds(self, rank: Registration, num_blocks: int) -> None:
         self.index.apply_snapshot(rank.id, HASHES[:num_blocks])
 
-    def waits(self, rank: Registration, tokens: int, counted: Requests = NOBODY, **load: object) -> None:
+    def waits(self, rank: Registration, tokens: int, **load: object) -> None:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
-        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load), counted)
+        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load))
 
     def place(self, num_blocks: int = 40, **changes):
         return self.placer.place(self.asked(num_blocks, **changes), 0.5)
@@ -182,60 +181,6 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(deco
                 router.placer.sent(str(number), (), asked.prompt_tokens, decision)
                 chosen.append(getattr(decision.chosen, side).id.key)
         assert len(set(chosen)) == 4, plan
-
-
-@pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {0, 1, 2, 3})])
-@pytest.mark.parametrize("plan", [Plan.LOCAL, Plan.REMOTE])
-def test_a_burst_stays_on_the_own_ranks_while_others_have_as_much_to_send(plan, others, expected):
-    """Four long prompts, of which two are the own ranks' share; the others' look idle."""
-    router = Router(4, 4, Weights())
-    for rank in router.decodes:
-        router.waits(rank, 0, Requests((8 + others) // 4, own=2))
-    router.placer.set_share(Share(0, 2))
-    chosen = set()
-    for number in range(4):
-        asked = router.asked(hashes=(), plans=frozenset({plan}))
-        decision = router.placer.place(asked, 0.5)
-        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
-        side = decision.chosen.decode if plan is Plan.LOCAL else decision.chosen.prefill
-        chosen.add(side.id.rank)
-    assert chosen == expected
-
-
-@pytest.mark.parametrize(("others", "expected"), [(8, {0, 2}), (0, {1})])
-def test_who_has_got_all_requests_for_minutes_does_not_leave_ranks_to_others(others, expected):
-    router = Router(4, 0, Weights())
-    router.placer.set_share(Share(0, 2))
-    asked = router.asked(hashes=(), plans=frozenset({Plan.LOCAL}))
-    chosen = []
-    for _ in range(130):
-        for index, rank in enumerate(router.decodes):  # one waits less, by less than shares are worth
-            router.waits(rank, 0 if index == 1 else 200, Requests((8 + others) // 4, own=2))
-        chosen.append(router.placer.place(asked, 0.5).chosen.decode.id.rank)
-        router.now += 1.0
-    assert chosen[0] in {0, 2}
-    assert chosen[-1] in expected
-
-
-@pytest.mark.parametrize(("others", "alone"), [(0, True), (1, False)])
-def test_short_requests_tell_as_well_who_sends_them(others, alone):
-    """50 a second of 0.2 s each, and as many from others; each rank reports every 20 ms."""
-    router = Router(2, 0, Weights())
-    router.placer.set_share(Share(0, 2))
-    asked = router.asked(1, hashes=(), plans=frozenset({Plan.LOCAL}))
-    ends: deque[tuple[float, str, RankKey]] = deque()
-    for number in range(5_500):
-        while ends and ends[0][0] <= router.now:
-            router.placer.outcomes.ended(ends.popleft()[1])
-        for rank in router.decodes:
-            own = sum(key == rank.id.key for _, _, key in ends)
-            router.waits(rank, 0, Requests(own * (1 + others), own))
-        decision = router.placer.place(asked, 0.5)
-        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
-        router.placer.outcomes.admitted(str(number), (), decision.chosen, admitted(0))
-        ends.append((router.now + 0.2, str(number), decision.chosen.decode.id.key))
-        router.now += 0.02
-    assert router.placer._presence.alone == alone
 
 
 def test_excluded_ranks_among_many_are_passed_over():
