@@ -50,16 +50,12 @@ class Start(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs", "load", "requests", "own_requests")
+    __slots__ = ("outputs", "load")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    OWN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _common_pb2.RankLoad
-    requests: int
-    own_requests: int
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., requests: _Optional[int] = ..., own_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("request_id", "token_ids", "logprobs", "admitted", "finished", "error")
