@@ -11,7 +11,6 @@ from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.router.placement.burst import GATHER_S
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
 from services.router.placement.placer import Asked, Placer, PlacerSettings
@@ -38,8 +37,6 @@ class Fleet:
 class Ours:
     """Placer, Balance and PrefixIndex as the router has them, fed by the ranks' reports and cache events."""
 
-    gather_s = GATHER_S
-
     def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins) -> None:
         timing = fleet.timing
         self.index = PrefixIndex()
@@ -62,10 +59,6 @@ class Ours:
         self._router = share.index
         self._random = Random(share.index)
         self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
-
-    def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
-        asked = [self._asked(request) for request in together]
-        return [together[index] for index in self._placer.cheapest_first(asked, self._random.random())]
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
         asked = self._asked(request)
@@ -105,16 +98,10 @@ class Ours:
 class Oracle:
     """The same price of every cache and queue as it is at this moment, what is on its way there included."""
 
-    gather_s = GATHER_S
-
     def __init__(self, fleet: Fleet, seed: int, on_its_way: "dict[Rank, int]") -> None:
         self._fleet = fleet
         self._random = Random(seed)
         self._on_its_way = on_its_way
-
-    def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
-        prices_s = {request.number: self._decide(request).chosen.total_s for request in together}
-        return sorted(together, key=lambda request: prices_s[request.number])
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
         return _ranks_of(self._decide(request))

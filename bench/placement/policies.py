@@ -22,13 +22,6 @@ _BOUNDED_LOAD = 1.25
 
 
 class Policy(Protocol):
-    @property
-    def gather_s(self) -> float:
-        """For how long it gathers requests that come together."""
-
-    def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
-        """The order in which they are to be placed."""
-
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
         """Index of the decode rank; of the prefill rank, or None where decode computes."""
 
@@ -133,8 +126,6 @@ class CacheAware:
 class Separate:
     """Prefill and decode chosen one after the other, each by a picker of its own; requests as they come."""
 
-    gather_s = 0.0
-
     def __init__(
         self, decodes: Sequence[Rank], prefills: Sequence[Rank], decode: Picker, prefill: Picker
     ) -> None:
@@ -142,9 +133,6 @@ class Separate:
         self._decodes, self._prefills = decodes, prefills
         self._in_flight = [0] * len(decodes), [0] * len(prefills)
         self._index = {rank: i for ranks in (decodes, prefills) for i, rank in enumerate(ranks)}
-
-    def in_order(self, together: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
-        return together
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
         prefill = self._pickers[1].pick(request, self._in_flight[1]) if self._prefills else None

@@ -19,7 +19,7 @@ from bench.placement.policies import (
 )
 from bench.placement.ranks import DecodeRank, Job, PrefillRank, Rank
 from bench.placement.settings import Setting
-from bench.placement.workload import TraceRequest, together
+from bench.placement.workload import TraceRequest
 from bench.report import Row
 from services.router.ranks.shares import Share
 from services.values.kv import CacheEvents
@@ -56,9 +56,8 @@ class Simulation:
     def run(self) -> Row:
         began = time.process_time()
         for index, policy in enumerate(self._policies):
-            own = self._requests[index :: len(self._policies)]
-            for place_s, group in together(own, policy.gather_s):
-                self._events.at(place_s, self._place, policy, group)
+            for request in self._requests[index :: len(self._policies)]:
+                self._events.at(request.arrival_s, self._send, policy, request)
         self._events.run()
         for rank in (*self._decodes, *self._prefills):
             rank.cache.check()
@@ -88,10 +87,6 @@ class Simulation:
             )
             for _ in range(setting.routers)
         ]
-
-    def _place(self, policy: Policy, group: Sequence[TraceRequest]) -> None:
-        for request in policy.in_order(group) if len(group) > 1 else group:
-            self._send(policy, request)
 
     def _send(self, policy: Policy, request: TraceRequest) -> None:
         decode, prefill = policy.choose(request)

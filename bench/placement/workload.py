@@ -1,14 +1,11 @@
 """What is replayed: requests of index blocks, from a trace or made up."""
 
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-
-from services.router.placement.burst import MOST
 
 TICK_S = 3.0  # between two arrival times of the trace
 BLOCK_TOKENS = 512  # of the trace; one page of the simulated pools, and one index block
@@ -69,23 +66,6 @@ def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest
         )
         requests.append(TraceRequest(number, now, blocks, prompt_tokens, output_tokens, f"s{number}"))
     return requests
-
-
-def together(requests: Sequence[TraceRequest], gather_s: float) -> Iterator[tuple[float, list[TraceRequest]]]:
-    """Who is placed when, as services/router/placement/burst.py has it; who comes alone, at once."""
-    group: list[TraceRequest] = []
-    last_s = -math.inf
-    for request in requests:
-        if group and (request.arrival_s > group[0].arrival_s + gather_s or len(group) == MOST):
-            yield group[0].arrival_s + gather_s, group
-            group = []
-        is_alone, last_s = request.arrival_s - last_s > gather_s, request.arrival_s
-        if is_alone:
-            yield request.arrival_s, [request]
-        else:
-            group.append(request)
-    if group:
-        yield group[0].arrival_s + gather_s, group
 
 
 def pooled_lru_hits(requests: Sequence[TraceRequest], num_blocks: int) -> float:

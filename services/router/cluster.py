@@ -19,7 +19,6 @@ from services.net.tls import TlsConfig
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
 from services.router.links.prefill_watch import PrefillWatch
-from services.router.placement.burst import Burst
 from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.placer import Asked, Placer, PlacerSettings
 from services.router.placement.pool_ends import length_means
@@ -122,7 +121,6 @@ class Cluster:
         self._pins = pins
         self._balance = balance
         self._placer = Placer(settings.placer, mirror.index, balance, mirror.progress)
-        self._burst: Burst[Asked] = Burst(lambda together: self._placer.cheapest_first(together, tie()))
         self._tls = tls
         self._tie = tie
         self._connections = Connections(self._open_client, self._open_watch)
@@ -218,11 +216,6 @@ class Cluster:
         if len(ids) < _LONG_PROMPT:
             return self._hash(ids, tenant, more_tokens)
         return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
-
-    async def turn(self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankId]) -> None:
-        """Returns when the prompt may be placed: of those that come together the cheapest first. The caller
-        awaits nothing before it has placed it and said that it was `sent`. Raises as `place`."""
-        await self._burst.turn(self._asked(prompt, conversation_id, excluded))
 
     def check_room(self, max_wait_s: float) -> None:
         """Raises NoCapacity if requests wait longer than that wherever they can go."""

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,14 +14,11 @@ from bench.placement.settings import LAYOUTS, VARIATIONS, Setting, settings
 from bench.placement.simulation import POLICIES, READ_INDEX, Simulation
 from bench.placement.workload import (
     TICK_S,
-    TraceRequest,
     pooled_lru_hits,
     read_trace,
     shared_prefix,
     spread,
-    together,
 )
-from services.router.placement.burst import MOST
 from services.values.rank import RankKey
 
 
@@ -95,29 +91,6 @@ def test_copies_share_the_first_block_only(trace):
     blocks = {block for request in twice for block in request.blocks}
     assert len(blocks) == 2 * len({block for request in once for block in request.blocks}) - 1
     assert [request.arrival_s for request in twice] == sorted(request.arrival_s for request in twice)
-
-
-def arriving(*times_s: float) -> list[TraceRequest]:
-    return [TraceRequest(n, time_s, (n,), 512, 2, f"s{n}") for n, time_s in enumerate(times_s)]
-
-
-def test_what_comes_within_the_gathering_comes_together():
-    requests = arriving(1.0, 1.001, 1.002, 1.0035, 2.0)
-    placed = [(at_s, [request.number for request in group]) for at_s, group in together(requests, 0.002)]
-    assert placed == [(1.0, [0]), (1.003, [1, 2]), (1.0055, [3]), (2.0, [4])]
-    groups = [len(group) for _, group in together(arriving(*[1.0] * (MOST + 2)), 0.002)]
-    assert groups == [1, MOST, 1]
-
-
-def test_of_requests_that_come_together_the_cheapest_is_sent_first():
-    """Two short ones behind a long one on the only rank: they would wait for it."""
-    first, long, *short = arriving(1.0, 1.0, 1.0, 1.0)
-    long = replace(long, blocks=tuple(range(10, 40)), prompt_tokens=30 * 512)
-    simulation = Simulation(Setting(0, 1), "ours", [first, long, *short])
-    simulation.run()
-    assert [job.request.number for job in simulation.jobs] == [0, 2, 3, 1]
-    first_tokens = {job.request.number: job.first_token_s for job in simulation.jobs}
-    assert max(first_tokens[n] for n in (0, 2, 3)) < 1.3 < first_tokens[1]
 
 
 def test_a_spread_trace_has_the_same_requests(trace):

@@ -158,23 +158,6 @@ class Placer:
         keys = side.ranks if side.order is None else side.order
         return (rank for key in keys if not self._exclusion(rank := side.ranks[key], asked))
 
-    def cheapest_first(self, together: Sequence[Asked], tie: float) -> list[int]:
-        """The order, as indices, in which requests are best placed that came together.
-
-        What takes long then waits for what does not, and not the other way round; and a prompt that is cached
-        finds its rank free, for one that is nowhere comes later and can go anywhere.
-        """
-        if len(together) < 2:
-            return list(range(len(together)))
-        prices_s = [self._price_s(asked, tie) for asked in together]
-        return sorted(range(len(together)), key=prices_s.__getitem__)
-
-    def _price_s(self, asked: Asked, tie: float) -> float:
-        try:
-            return self._place(self._where_it_fits(asked), tie, self._few).chosen.total_s
-        except IsthmusError:
-            return math.inf  # placing it will say why
-
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """As `place`, with every rank looked at and enough of them compared."""
         request, decodes, prefills = self._looked_at(asked, self._all)

@@ -1,10 +1,10 @@
 """The tokens of one request, over as many ranks as it takes.
 
-its turn -> placed -> started on a decode rank -> outputs
-   ^                                     |
-   +------ a rank failed, or its pool ---+
-           holds no more: place again,
-           with the output so far
+placed -> started on a decode rank -> outputs
+  ^                                     |
+  +------ a rank failed, or its pool ---+
+          holds no more: place again,
+          with the output so far
 
 A request with penalties ends instead where its engine would not count them over that output. What has
 outgrown its rank needs room for one more token: so it goes to a larger one, next time to one larger still.
@@ -92,7 +92,6 @@ class FailoverStream:
                     return Output(finished=reason)
                 if self._progress.stream is None:
                     prompt = await self._hashed()
-                    await self._turn(prompt)
                     if self._progress.aborted:  # while it was with no rank
                         return Output(finished=FinishReason.ABORTED)
                     self._place(prompt)
@@ -144,9 +143,6 @@ class FailoverStream:
         prompt = await self._cluster.hash(ids, self._checked.tenant, more_tokens)
         self._progress.route_s += self._clock() - began
         return prompt
-
-    async def _turn(self, prompt: HashedPrompt) -> None:
-        await self._cluster.turn(prompt, self._checked.memory_key, frozenset(self._progress.excluded))
 
     def _place(self, prompt: HashedPrompt) -> None:
         """Choose ranks and send the request there. Raises as `Cluster.place`."""

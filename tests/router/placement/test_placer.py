@@ -150,24 +150,6 @@ def test_requests_that_come_at_once_spread_over_many_idle_ranks():
     assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {0}
 
 
-def test_of_requests_that_come_together_the_cheapest_is_placed_first():
-    router = Router(2, 0)
-    router.holds(router.decodes[0], 40)
-    local = frozenset({Plan.LOCAL})
-    cold, short, cached = (
-        router.asked(hashes=(), plans=local),
-        router.asked(hashes=(), plans=local, prompt_tokens=500),
-        router.asked(plans=local),
-    )
-    nowhere = router.asked(plans=local, exclusion=lambda rank: "full")
-    assert router.placer.cheapest_first([nowhere, cold, short, cached], 0.5) == [3, 2, 1, 0]
-    assert router.placer.cheapest_first([cold], 0.5) == [0]
-    # So it is before the others in its rank's queue, and they go elsewhere.
-    home = router.placer.place(cached, 0.5)
-    router.placer.sent("cached", cached.hashes, cached.prompt_tokens, home)
-    assert home.chosen.decode.id.rank == 0
-
-
 @pytest.mark.parametrize(("decodes", "prefills"), [(8, 4), (60, 40)])
 def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(decodes, prefills):
     for plan, side in ((Plan.LOCAL, "decode"), (Plan.REMOTE, "prefill")):

@@ -87,9 +87,6 @@ class Travelled:
     async def hash(self, ids, tenant, more_tokens):
         return HashedPrompt(ids, 0, ())
 
-    async def turn(self, prompt, conversation_id, excluded):
-        pass
-
     def place(self, prompt, conversation_id, excluded, max_wait_s):
         number, self._placed = self._placed, self._placed + 1
         prefill = SimpleNamespace(id=RankId("p", number, Generation(1)), hit_tokens=0)
@@ -202,16 +199,17 @@ def test_usage_placements_and_totals_say_the_same(character_tokenizer, moved, la
 
 
 async def test_what_generated_nothing_has_no_usage(character_tokenizer):
-    """Aborted where it waits for its first rank to be had."""
+    """Aborted while its prompt is hashed, before it has a rank."""
     cluster = Travelled([])
     generator = Generator(
         "m", character_tokenizer, cluster, MagicMock(), max_attempts=9, max_wait_s=1.0, request_timeout_s=60.0
     )
 
-    async def turn(prompt, conversation_id, excluded):
+    async def hash(ids, tenant, more_tokens):
         assert generator.abort("mine")
+        return HashedPrompt(ids, 0, ())
 
-    cluster.turn = turn
+    cluster.hash = hash
     request = generation_pb2.GenerateRequest(text="abc", request_id="mine")
     async for response in generator.generate(request):
         finish = response.finish

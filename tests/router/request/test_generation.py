@@ -80,9 +80,6 @@ class LosingCluster:
     async def hash(self, ids, tenant, more_tokens):
         return HashedPrompt(ids, 0, ())
 
-    async def turn(self, prompt, conversation_id, excluded):
-        pass
-
     def siblings(self, ranks):
         return ranks  # each is a worker of its own
 
