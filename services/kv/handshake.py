@@ -3,16 +3,23 @@
 Prefill writes KV straight into decode's pages, so decode may not reuse a page merely because the client
 left: it must first know that the writer has stopped.
 
-A reservation, on the decode rank:
+A reservation, on the decode rank: the pages of one ticket, from its leaving on, and who may write them.
 
-    RESERVED --prefill_sent--> FILLING --pages_landed--> READY --finished, cancelled--> RELEASED
-        |                       |   |
-        | cancelled             |   | prefill_failed
-        v           renegotiated|   v
-     RELEASED    (to RESERVED)  |  RELEASED
-                                | cancelled
-                                v
-                           QUARANTINED --writer_stopped, pages_landed, prefill_failed--> RELEASED
+                     the stream               it is lost                  the last word left
+                     stands                                               bytes on their way
+
+    awaited          FILLING --link_lost----> LOST        .--unsettled--> UNSETTLED
+                     |  |  `------------------|-----------'               |
+                     |  | given_up            | given_up                  | given_up
+                     |  v                     v                           v
+    in quarantine    |  STOPPING --link_lost> SOUGHT      .--unsettled--> FENCED
+                     |  |  ^  `---------------|--|--------'               |
+                     |  |  `---------linked---'  | fence_over             | fence_over
+                     v  v                     |  v                        v
+    over             STOPPED <--------------- '  EXPIRED <----------------'
+
+    STOPPED: by whatever other word (pages_landed, renegotiated, writer_stopped). EXPIRED: by time alone.
+    After renegotiated, pages are reserved anew, for another ticket.
 
 A room, on the prefill rank; ticket and request come in either order:
 
@@ -21,15 +28,16 @@ A room, on the prefill rank; ticket and request come in either order:
      |                                 ^  |  |
      | request             ticket      |  |  | abort
      +---------> REQUESTED ------------+  |  v
-                  |                       | STOPPING_TO_ACK --writes_stopped, landed--> ENDED
+                  |                       | STOPPING_TO_ACK --writes_stopped--> ENDED
                   | failed, cancelled,    |      ^
-                  | link_lost             |      | abort
-                  v                       v      |
-                 ABANDONED               STOPPING_TO_FAIL --writes_stopped, landed--> ENDED
-                                          (after failed, cancelled, link_lost)
+                  | wrong ticket,         |      | abort
+                  v link lost             v      |
+                 ABANDONED               STOPPING_TO_FAIL --writes_stopped--> ENDED
+                                          (after failed, cancelled, link lost, wrong ticket)
 
     From NEW, TICKETED, REQUESTED or ABANDONED an abort is acknowledged at once and ends the room.
     A ticket whose delta starts too late is sent back: NEW and REQUESTED go on waiting for a better one.
+    A room that is over hears only what does not know that: tickets, requests, aborts.
 
 Rule 1: every transition is in a table; the shell performs the effects in order and decides nothing.
 Rule 2: no clocks here. A deadline, a lease and a fence are the shell's, and arrive as events.
@@ -47,28 +55,31 @@ from services.values.errors import ProtocolError
 
 
 class ReservationState(Enum):
-    RESERVED = auto()  # pages set aside; prefill does not know of them yet
-    FILLING = auto()  # prefill may be writing the pages
-    READY = auto()  # every page landed; decode reads and extends them
-    QUARANTINED = auto()  # given up, but prefill may still be writing
-    RELEASED = auto()  # everything given back
+    FILLING = auto()  # the ticket has left; prefill may be writing the pages
+    LOST = auto()  # the stream has ended without a last word; prefill may be writing
+    UNSETTLED = auto()  # prefill posts nothing more, but what it posted may land
+    STOPPING = auto()  # given up; asked to stop: nothing but prefill's word counts
+    SOUGHT = auto()  # given up; the writer is sought on a new stream
+    FENCED = auto()  # given up; nobody is to be asked
+    STOPPED = auto()  # no byte comes any more
+    EXPIRED = auto()  # given up, and fence time is over: no byte can come any more
 
 
 class ReservationEvent(Enum):
-    PREFILL_SENT = auto()  # the ticket is about to leave
     PAGES_LANDED = auto()
     RENEGOTIATED = auto()  # prefill wants a ticket that starts earlier; it has written nothing by this one
-    PREFILL_FAILED = auto()  # prefill says it failed or refused, hence writes no more
-    WRITER_STOPPED = auto()  # abort acknowledged, process seen dead by its supervisor, or fence time over
-    CANCELLED = auto()  # client gone, deadline passed, or link lost
-    FINISHED = auto()
+    WRITER_STOPPED = auto()  # refused, failed, abort acknowledged, or seen dead by its supervisor
+    UNSETTLED = auto()  # failed, or abort acknowledged, and bytes of a failed write may land still
+    LINK_LOST = auto()  # the stream ended
+    LINKED = auto()  # a new stream to the same life of the writer stands
+    GIVEN_UP = auto()  # by its owner: client gone, deadline passed, or the transfer failed
+    FENCE_OVER = auto()  # the last lease and the fence's margin have passed
 
 
 class ReservationEffect(Enum):
     SEND_ABORT = auto()
-    PUBLISH = auto()  # full pages whose KV is complete go to the radix tree
-    CLOSE = auto()  # give everything back
-    REOPEN = auto()  # give everything back and reserve anew, with a shorter prefix
+    BEGIN_FENCE = auto()  # fence time counts from now, at the earliest
+    SEEK = auto()  # make a stream to the writer, or learn that it is dead
     QUARANTINE = auto()  # give up the prefix, keep the private pages from reuse
     END_QUARANTINE = auto()
 
@@ -87,9 +98,10 @@ class RoomState(Enum):
 class RoomEvent(Enum):
     TICKET = auto()  # came and passed its check
     LATE_TICKET = auto()  # came, and would pass if its delta started earlier
+    WRONG_TICKET = auto()  # came, and failed its check, cannot be read, or is not expected
     REQUEST = auto()  # the Prefill call came
     LANDED = auto()  # the request's last write landed: none is posted, none will be
-    FAILED = auto()  # a write or the compute failed, the ticket was refused, or nobody came in time
+    FAILED = auto()  # a write or the compute failed, the request is not the ticket's, or nobody came in time
     ABORT = auto()  # decode said so
     LINK_LOST = auto()  # decode's stream ended
     CANCELLED = auto()  # the Prefill call was cancelled
@@ -99,8 +111,9 @@ class RoomEvent(Enum):
 class RoomEffect(Enum):
     SEND_ACCEPTED = auto()
     SEND_RENEGOTIATE = auto()
+    SEND_REFUSED = auto()  # to whom the ticket came from
     START_WRITES = auto()  # from here on writes may be posted
-    STOP_WRITES = auto()  # post no more; LANDED or WRITES_STOPPED must follow
+    STOP_WRITES = auto()  # post no more; WRITES_STOPPED must follow
     SEND_LANDED = auto()
     SEND_FAILED = auto()
     SEND_ABORT_ACK = auto()
@@ -112,78 +125,91 @@ _S, _E, _F = ReservationState, ReservationEvent, ReservationEffect
 RESERVATION: Mapping[
     tuple[ReservationState, ReservationEvent], tuple[ReservationState, tuple[ReservationEffect, ...]]
 ] = {
-    (_S.RESERVED, _E.PREFILL_SENT): (_S.FILLING, ()),
-    (_S.RESERVED, _E.CANCELLED): (_S.RELEASED, (_F.CLOSE,)),
-    (_S.FILLING, _E.PAGES_LANDED): (_S.READY, (_F.PUBLISH,)),
-    (_S.FILLING, _E.RENEGOTIATED): (_S.RESERVED, (_F.REOPEN,)),
-    (_S.FILLING, _E.PREFILL_FAILED): (_S.RELEASED, (_F.CLOSE,)),
-    (_S.FILLING, _E.CANCELLED): (_S.QUARANTINED, (_F.SEND_ABORT, _F.QUARANTINE)),
-    (_S.QUARANTINED, _E.CANCELLED): (_S.QUARANTINED, ()),
-    (_S.QUARANTINED, _E.WRITER_STOPPED): (_S.RELEASED, (_F.END_QUARANTINE,)),
-    (_S.QUARANTINED, _E.RENEGOTIATED): (_S.RELEASED, (_F.END_QUARANTINE,)),
-    (_S.QUARANTINED, _E.PREFILL_FAILED): (_S.RELEASED, (_F.END_QUARANTINE,)),
-    (_S.QUARANTINED, _E.PAGES_LANDED): (_S.RELEASED, (_F.END_QUARANTINE,)),
-    (_S.READY, _E.FINISHED): (_S.RELEASED, (_F.PUBLISH, _F.CLOSE)),
-    (_S.READY, _E.CANCELLED): (_S.RELEASED, (_F.PUBLISH, _F.CLOSE)),
-    (_S.RELEASED, _E.CANCELLED): (_S.RELEASED, ()),
-    # An abort crossed the last word on its way, or fence time ended the quarantine before it came.
-    (_S.RELEASED, _E.WRITER_STOPPED): (_S.RELEASED, ()),
-    (_S.RELEASED, _E.RENEGOTIATED): (_S.RELEASED, ()),
-    (_S.RELEASED, _E.PREFILL_FAILED): (_S.RELEASED, ()),
-    (_S.RELEASED, _E.PAGES_LANDED): (_S.RELEASED, ()),
+    (_S.FILLING, _E.PAGES_LANDED): (_S.STOPPED, ()),
+    (_S.FILLING, _E.RENEGOTIATED): (_S.STOPPED, ()),
+    (_S.FILLING, _E.WRITER_STOPPED): (_S.STOPPED, ()),
+    (_S.FILLING, _E.UNSETTLED): (_S.UNSETTLED, (_F.BEGIN_FENCE,)),
+    (_S.FILLING, _E.LINK_LOST): (_S.LOST, (_F.BEGIN_FENCE,)),
+    (_S.FILLING, _E.GIVEN_UP): (_S.STOPPING, (_F.SEND_ABORT, _F.QUARANTINE)),
+    (_S.LOST, _E.GIVEN_UP): (_S.SOUGHT, (_F.QUARANTINE, _F.SEEK)),
+    (_S.UNSETTLED, _E.GIVEN_UP): (_S.FENCED, (_F.QUARANTINE,)),
+    (_S.STOPPING, _E.PAGES_LANDED): (_S.STOPPED, (_F.END_QUARANTINE,)),
+    (_S.STOPPING, _E.RENEGOTIATED): (_S.STOPPED, (_F.END_QUARANTINE,)),
+    (_S.STOPPING, _E.WRITER_STOPPED): (_S.STOPPED, (_F.END_QUARANTINE,)),
+    (_S.STOPPING, _E.UNSETTLED): (_S.FENCED, (_F.BEGIN_FENCE,)),
+    (_S.STOPPING, _E.LINK_LOST): (_S.SOUGHT, (_F.BEGIN_FENCE, _F.SEEK)),
+    (_S.STOPPING, _E.GIVEN_UP): (_S.STOPPING, ()),
+    # A writer that is there and does not answer may be writing.
+    (_S.STOPPING, _E.FENCE_OVER): (_S.STOPPING, (_F.SEND_ABORT,)),
+    # What it was told on the old stream may be lost.
+    (_S.SOUGHT, _E.LINKED): (_S.STOPPING, (_F.SEND_ABORT,)),
+    (_S.SOUGHT, _E.WRITER_STOPPED): (_S.STOPPED, (_F.END_QUARANTINE,)),
+    (_S.SOUGHT, _E.GIVEN_UP): (_S.SOUGHT, ()),
+    (_S.SOUGHT, _E.FENCE_OVER): (_S.EXPIRED, (_F.END_QUARANTINE,)),
+    (_S.FENCED, _E.GIVEN_UP): (_S.FENCED, ()),
+    (_S.FENCED, _E.FENCE_OVER): (_S.EXPIRED, (_F.END_QUARANTINE,)),
+    # Nobody writes: the pages go where their sequence goes.
+    (_S.STOPPED, _E.GIVEN_UP): (_S.STOPPED, ()),
+    # Who was sought is found late. Its room may wait still, so it is told, and what it answers is heard.
+    (_S.EXPIRED, _E.LINKED): (_S.EXPIRED, (_F.SEND_ABORT,)),
+    (_S.EXPIRED, _E.WRITER_STOPPED): (_S.EXPIRED, ()),
+    (_S.EXPIRED, _E.UNSETTLED): (_S.EXPIRED, ()),
+    (_S.EXPIRED, _E.LINK_LOST): (_S.EXPIRED, ()),
 }
+
+RESERVATION_OVER = frozenset({_S.STOPPED, _S.EXPIRED})
 
 _R, _V, _X = RoomState, RoomEvent, RoomEffect
 
 ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ...]]] = {
     (_R.NEW, _V.TICKET): (_R.TICKETED, (_X.SEND_ACCEPTED,)),
     (_R.NEW, _V.LATE_TICKET): (_R.NEW, (_X.SEND_RENEGOTIATE,)),
+    (_R.NEW, _V.WRONG_TICKET): (_R.ABANDONED, (_X.SEND_REFUSED,)),
     (_R.NEW, _V.REQUEST): (_R.REQUESTED, ()),
-    (_R.NEW, _V.FAILED): (_R.ABANDONED, ()),
     (_R.NEW, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
+    (_R.TICKETED, _V.WRONG_TICKET): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.TICKETED, _V.REQUEST): (_R.WRITING, (_X.START_WRITES,)),
     (_R.TICKETED, _V.FAILED): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.TICKETED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
     (_R.TICKETED, _V.LINK_LOST): (_R.ENDED, ()),
     (_R.REQUESTED, _V.TICKET): (_R.WRITING, (_X.SEND_ACCEPTED, _X.START_WRITES)),
     (_R.REQUESTED, _V.LATE_TICKET): (_R.REQUESTED, (_X.SEND_RENEGOTIATE,)),
+    (_R.REQUESTED, _V.WRONG_TICKET): (_R.ABANDONED, (_X.SEND_REFUSED, _X.FAIL_REQUEST)),
     (_R.REQUESTED, _V.FAILED): (_R.ABANDONED, (_X.FAIL_REQUEST,)),
     (_R.REQUESTED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK, _X.FAIL_REQUEST)),
     (_R.REQUESTED, _V.LINK_LOST): (_R.ABANDONED, (_X.FAIL_REQUEST,)),
     (_R.REQUESTED, _V.CANCELLED): (_R.ABANDONED, ()),
     (_R.ABANDONED, _V.TICKET): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.ABANDONED, _V.LATE_TICKET): (_R.ENDED, (_X.SEND_FAILED,)),
+    (_R.ABANDONED, _V.WRONG_TICKET): (_R.ABANDONED, (_X.SEND_REFUSED,)),
     (_R.ABANDONED, _V.REQUEST): (_R.ABANDONED, (_X.FAIL_REQUEST,)),
-    (_R.ABANDONED, _V.FAILED): (_R.ABANDONED, ()),
     (_R.ABANDONED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
-    (_R.ABANDONED, _V.LINK_LOST): (_R.ABANDONED, ()),
-    (_R.ABANDONED, _V.CANCELLED): (_R.ABANDONED, ()),
+    (_R.WRITING, _V.WRONG_TICKET): (_R.STOPPING_TO_FAIL, (_X.STOP_WRITES, _X.FAIL_REQUEST)),
     (_R.WRITING, _V.LANDED): (_R.ENDED, (_X.SEND_LANDED,)),
     (_R.WRITING, _V.FAILED): (_R.STOPPING_TO_FAIL, (_X.STOP_WRITES, _X.FAIL_REQUEST)),
     (_R.WRITING, _V.ABORT): (_R.STOPPING_TO_ACK, (_X.STOP_WRITES, _X.FAIL_REQUEST)),
     (_R.WRITING, _V.LINK_LOST): (_R.STOPPING_TO_FAIL, (_X.STOP_WRITES, _X.FAIL_REQUEST)),
     (_R.WRITING, _V.CANCELLED): (_R.STOPPING_TO_FAIL, (_X.STOP_WRITES,)),
+    (_R.STOPPING_TO_FAIL, _V.WRONG_TICKET): (_R.STOPPING_TO_FAIL, ()),
     # Another write may still be posted after FAILED, so it does not end the stop.
     (_R.STOPPING_TO_FAIL, _V.FAILED): (_R.STOPPING_TO_FAIL, ()),
     (_R.STOPPING_TO_FAIL, _V.ABORT): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_FAIL, _V.LINK_LOST): (_R.STOPPING_TO_FAIL, ()),
     (_R.STOPPING_TO_FAIL, _V.CANCELLED): (_R.STOPPING_TO_FAIL, ()),
-    (_R.STOPPING_TO_FAIL, _V.LANDED): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.STOPPING_TO_FAIL, _V.WRITES_STOPPED): (_R.ENDED, (_X.SEND_FAILED,)),
+    (_R.STOPPING_TO_ACK, _V.WRONG_TICKET): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.FAILED): (_R.STOPPING_TO_ACK, ()),
     # Said again, on a new link perhaps: the one ack to come answers both.
     (_R.STOPPING_TO_ACK, _V.ABORT): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.LINK_LOST): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.CANCELLED): (_R.STOPPING_TO_ACK, ()),
-    (_R.STOPPING_TO_ACK, _V.LANDED): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
     (_R.STOPPING_TO_ACK, _V.WRITES_STOPPED): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
+    (_R.ENDED, _V.WRONG_TICKET): (_R.ENDED, (_X.SEND_REFUSED,)),
     (_R.ENDED, _V.REQUEST): (_R.ENDED, (_X.FAIL_REQUEST,)),
-    (_R.ENDED, _V.FAILED): (_R.ENDED, ()),
     (_R.ENDED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
-    (_R.ENDED, _V.LINK_LOST): (_R.ENDED, ()),
-    (_R.ENDED, _V.CANCELLED): (_R.ENDED, ()),
-    (_R.ENDED, _V.WRITES_STOPPED): (_R.ENDED, ()),  # LANDED came while stopping
 }
+
+ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # no request is in it, and nothing is written or read
 
 
 def step_reservation(
@@ -195,6 +221,15 @@ def step_reservation(
         ProtocolError: `event` is not expected in `state`.
     """
     return _look_up(RESERVATION, state, event)
+
+
+def may_expire(state: ReservationState) -> bool:
+    """Whether fence time ends it, once it is given up."""
+    return state in (_S.LOST, _S.UNSETTLED, _S.SOUGHT, _S.FENCED)
+
+
+def expects_ticket(state: RoomState) -> bool:
+    return (state, RoomEvent.TICKET) in ROOM
 
 
 def step_room(state: RoomState, event: RoomEvent) -> tuple[RoomState, tuple[RoomEffect, ...]]:

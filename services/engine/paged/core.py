@@ -20,7 +20,7 @@ from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import place_in_line
 from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
-from services.kv.prefix_cache import PrefixCache
+from services.kv.prefix_cache import Hold, PrefixCache
 from services.values.errors import InvalidRequest, NoCapacity
 from services.values.kv import PageBooks
 from services.values.load import RankLoad
@@ -56,7 +56,6 @@ class EngineCore:
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
         self._active: list[Sequence] = []  # RECEIVING, LANDED, COMPUTING, DECODING, in order of admission
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
-        self._quarantined: set[Sequence] = set()
         self._events: list[tuple[Sequence, Event]] = []
         self._step_s = 0.0
         self._step_times = StepTimes()
@@ -128,9 +127,7 @@ class EngineCore:
 
     def end_quarantine(self, seq: Sequence) -> None:
         """The writer of a quarantined sequence has stopped."""
-        if seq in self._quarantined:
-            self._quarantined.remove(seq)
-            assert seq.pages is not None
+        if seq.pages is not None and seq.pages.hold is Hold.QUARANTINED:
             self.cache.end_quarantine(seq.pages)
             seq.pages = None
             self._gate.note_news()
@@ -432,7 +429,6 @@ class EngineCore:
         if quarantine:
             assert seq.pages is not None
             self.cache.quarantine(seq.pages)
-            self._quarantined.add(seq)
         elif seq.room_open:
             self._kept.add(seq)
         else:

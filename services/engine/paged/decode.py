@@ -1,7 +1,7 @@
 """The decode role of our own engines: reserve, have the delta written, generate.
 
-The pages of a request under plan remote go through the life cycle drawn in services/kv/handshake.py;
-`_Delta` performs that table's effects.
+Of pages that somebody else writes, transfer/decode/room_watch.py knows whether they may be reused; where it
+says no, they are kept from reuse here when their request ends.
 """
 
 import asyncio
@@ -22,12 +22,6 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, EndQuarantine, Landed, Renegotiate
-from services.kv.handshake import (
-    ReservationEffect,
-    ReservationEvent,
-    ReservationState,
-    step_reservation,
-)
 from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket
 from services.kv.transfer_plan import delta_bytes
@@ -182,26 +176,23 @@ class PagedDecodeEngine(PagedEngine):
             )
             _check_token(prefill.first_token_id, self.vocab_size)
         except BaseException:
-            delta.on(ReservationEvent.CANCELLED)
+            delta.give_up()
             raise
-        delta.on(ReservationEvent.PAGES_LANDED)
         self.post(Landed(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
         return _Received(prefill, landed.bytes_moved, digested_pages, began - reserved_at, transfer_s)
 
-    def begin_quarantine(self, seq: Sequence, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
-        """Set the pages aside; `on_stopped` is called when nobody can write them any more."""
+    def begin_quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
+        """Set the pages aside until nobody can write them any more."""
         self.post(Cancel(seq, quarantine=True))
-        task = asyncio.create_task(
-            self._await_writer(watch, on_stopped), name=f"quarantine-{seq.request.request_id}"
-        )
+        task = asyncio.create_task(self._quarantine(seq, watch), name=f"quarantine-{seq.request.request_id}")
         self._quarantines.add(task)
         task.add_done_callback(self._quarantines.discard)
 
-    async def _await_writer(self, watch: RoomWatch, on_stopped: Callable[[], None]) -> None:
+    async def _quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
         await watch.writer_stopped(self._lease.fence_margin_s)
-        on_stopped()
+        self.post(EndQuarantine(seq))
 
     def _admitted(
         self, seq: Sequence, reserved: Reserved, queue_s: float, received: _Received | None, first: Token
@@ -227,7 +218,7 @@ class PagedDecodeEngine(PagedEngine):
 
 
 class _Delta:
-    """One request's delta, from the first ticket to the last word: the shell of the reservation table."""
+    """One request's delta, from the first ticket to the last word."""
 
     def __init__(
         self,
@@ -245,8 +236,7 @@ class _Delta:
         self._lease = lease
         self._want_digests = want_digests
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
-        self._state = ReservationState.RESERVED
-        self._watch: RoomWatch | None = None
+        self._watch: RoomWatch | None = None  # of the last ticket
         self._pages: tuple[PageId, ...] = ()  # that are written into
         self.start = 0  # tokens
 
@@ -263,7 +253,6 @@ class _Delta:
             want_digests=self._want_digests,
         )
         self._watch = self._link.send_ticket(ticket)
-        self.on(ReservationEvent.PREFILL_SENT)
 
     async def landed(self) -> LandedDelta:
         """Wait until the whole delta is in our pages; if it must start earlier, send another ticket."""
@@ -275,7 +264,7 @@ class _Delta:
             _check_earlier(outcome.start, self.start, self._engine.layout.page_size)
             log.info("kv_renegotiated prefix=%d start=%d", self.start, outcome.start)
             self.start = outcome.start
-            self.on(ReservationEvent.RENEGOTIATED)
+            self._engine.post(Renegotiate(self._seq, self.start))
             self.send_ticket(await self._reserved_again.get())
 
     async def landed_as_written(self) -> tuple[LandedDelta, int]:
@@ -330,30 +319,11 @@ class _Delta:
                     raise ProtocolError(f"{event!r} came before the pages had landed")
                 self._reserved_again.put_nowait(event)
 
-    def on(self, event: ReservationEvent) -> None:
-        self._state, effects = step_reservation(self._state, event)
-        for effect in effects:
-            self._perform(effect)
-
-    def _perform(self, effect: ReservationEffect) -> None:
-        match effect:
-            case ReservationEffect.SEND_ABORT:
-                assert self._watch is not None
-                self._watch.abort()
-            case ReservationEffect.REOPEN:
-                self._engine.post(Renegotiate(self._seq, self.start))
-            case ReservationEffect.QUARANTINE:
-                assert self._watch is not None
-                self._engine.begin_quarantine(self._seq, self._watch, self._writer_stopped)
-            case ReservationEffect.CLOSE:
-                self._engine.post(Cancel(self._seq))
-            case ReservationEffect.END_QUARANTINE:
-                self._engine.post(EndQuarantine(self._seq))
-            case ReservationEffect.PUBLISH:
-                pass  # the core does when it is told Landed
-
-    def _writer_stopped(self) -> None:
-        self.on(ReservationEvent.WRITER_STOPPED)
+    def give_up(self) -> None:
+        """Pages that may be written still go to quarantine; the others go with their sequence, which ends."""
+        assert self._watch is not None
+        if self._watch.abort():
+            self._engine.begin_quarantine(self._seq, self._watch)
 
 
 async def _next(mailbox: Mailbox, kind: type[E]) -> E:

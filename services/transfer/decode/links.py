@@ -163,7 +163,7 @@ class PrefillLinks:
     async def _find_writer(self, writer: RankAddress) -> None:
         retry_s = _MIN_RETRY_S
         try:
-            while any(watch.stop_awaited for watch in self._orphans.get(writer, ())):
+            while any(watch.is_sought for watch in self._orphans.get(writer, ())):
                 try:
                     link = await self.link(writer)
                 except IsthmusError as error:
@@ -273,24 +273,24 @@ class PrefillLink:
                 self._take_status(message.status)
             case "abort_ack":
                 if (watch := self._last_word(message.abort_ack.room)) is not None:
-                    _tell_end(watch, "the transfer was aborted", message.abort_ack.unsettled)
+                    ended = watch.on_unsettled if message.abort_ack.unsettled else watch.on_last_word
+                    ended("the transfer was aborted")
             case other:
                 log.warning("kv_unexpected_message prefill=%s message=%s", self.address.id, other)
 
     def _take_status(self, status: handshake_pb2.Status) -> None:
         if status.state == _State.STATE_ACCEPTED:
-            if (watch := self._watches.get(Room(status.room))) is not None:
-                watch.on_accepted()
-        elif (watch := self._last_word(status.room)) is not None:
+            return
+        if (watch := self._last_word(status.room)) is not None:
             if status.state == _State.STATE_LANDED:
                 digests = tuple(status.page_digests)
                 watch.on_landed(Landed(status.bytes_moved, status.descriptors, digests))
             elif status.state == _State.STATE_RENEGOTIATE:
                 watch.on_renegotiated(Renegotiated(status.start))
             else:
-                ended = "was refused" if status.state == _State.STATE_REFUSED else "failed"
-                reason = f"{self.address.id}: the transfer {ended}: {status.reason}"
-                _tell_end(watch, reason, status.unsettled)
+                how = "was refused" if status.state == _State.STATE_REFUSED else "failed"
+                ended = watch.on_unsettled if status.unsettled else watch.on_last_word
+                ended(f"{self.address.id}: the transfer {how}: {status.reason}")
 
     def _last_word(self, room: int) -> RoomWatch | None:
         """The watch of the room's ticket, which this stream has nothing more to tell."""
@@ -301,13 +301,6 @@ class PrefillLink:
     def _half_close_if_idle(self) -> None:
         if self._closing_when_idle and not self._watches:
             self._stream.half_close()
-
-
-def _tell_end(watch: RoomWatch, reason: str, unsettled: bool) -> None:
-    if unsettled:
-        watch.on_unsettled(reason)
-    else:
-        watch.on_last_word(reason)
 
 
 class _Stream:

@@ -1,19 +1,11 @@
-"""What a decode rank knows of one ticket it has sent.
+"""What a decode rank knows of one ticket it has sent: the shell of the reservation table.
 
-sent --> accepted --> landed
-  |         |    +--> renegotiated: nothing was written; another ticket of the room gets another watch
-  |         |    +--> failed, refused, abort acknowledged ---------------> writer stopped
-  |         |    |                                                           ^
-  |         |    +--> failed or acknowledged, yet unsettled: it posts        |
-  |         |    |    nothing more, but what it posted may land until -------+ fence time
-  |         |    |                                                           |
-  |         |    +--> given up: asked to stop, and while the stream stands   |
-  |         |         asked again; nothing but its word counts --------------+
-  +---------+-------> lost: the stream ended without a last word             |
-                        |  the writer may write still, until one of these:   |
-                        +--> ack on a new stream to the same life -----------+
-                        +--> the rank's next life seen at the same endpoint -+
-                        +--> fence time: the last lease, and a margin -------+
+services/kv/handshake.py draws its states. What this adds to them:
+
+    send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, the writer's next life seen
+                      |   ^-- its owner: renew, abort
+                      +--> outcome: by the first word, or the loss of the stream; the others change nothing
+                      +--> writer_stopped: the quarantine is over, by a word or by fence time
 """
 
 import asyncio
@@ -23,6 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.kv.handshake import (
+    RESERVATION_OVER,
+    ReservationEffect,
+    ReservationEvent,
+    ReservationState,
+    may_expire,
+    step_reservation,
+)
 from services.values.errors import PeerFailed
 from services.values.rank import RankAddress, Room
 
@@ -45,6 +45,9 @@ class Renegotiated:
     """Nothing was written by the ticket; one whose delta starts at `start` would be honoured."""
 
     start: int  # tokens, as the writer says
+
+
+_Outcome = Landed | Renegotiated | str  # why it failed
 
 
 class WriterLink(Protocol):
@@ -72,32 +75,21 @@ class RoomWatch:
     ) -> None:
         self.room = room
         self.writer = writer
-        self._link: WriterLink | None = link  # None: lost
+        self.state = ReservationState.FILLING
+        self._link = link  # the newest
         self._lease_end_s = link.lease_end_s(write_until_s)
         self._clock = clock
         self._seek = seek
-        self._answered = asyncio.Event()  # accepted, or settled
+        self._outcome: _Outcome | None = None
+        self._quarantined = False
         self._settled = asyncio.Event()
-        self._stopped = asyncio.Event()
         self._news = asyncio.Event()  # for who awaits the writer's end
         self._unanswered_told = False
-        # The writer has said its last word, and bytes of a failed write may land still.
-        self._unsettled = False
-        self._outcome: Landed | Renegotiated | None = None
-        self._failure = ""
-        self.stop_awaited = False
 
     def __repr__(self) -> str:
-        marks = ("answered", self._answered), ("settled", self._settled), ("stopped", self._stopped)
-        told = " ".join(name for name, event in marks if event.is_set())
-        return f"RoomWatch({self.room:016x} at {self.writer.id} {told})"
+        return f"RoomWatch({self.room:016x} at {self.writer.id} {self.state.name})"
 
     # -- what its owner asks ------------------------------------------------------------------------------
-
-    async def accepted_or_raise(self) -> None:
-        """Wait until the writer has taken the ticket. Raises PeerFailed as `landed`."""
-        await self._answered.wait()
-        self._raise_failure()
 
     async def outcome(self) -> Landed | Renegotiated:
         """Wait until the whole delta has landed, or the writer asks for another ticket.
@@ -107,31 +99,24 @@ class RoomWatch:
                 when the pages may be used again.
         """
         await self._settled.wait()
-        self._raise_failure()
         assert self._outcome is not None
+        if isinstance(self._outcome, str):
+            raise PeerFailed(self._outcome)
         return self._outcome
-
-    async def landed(self) -> Landed:
-        """As `outcome`, for who has no other ticket to give. Raises PeerFailed for that too."""
-        outcome = await self.outcome()
-        if isinstance(outcome, Renegotiated):
-            raise PeerFailed(f"{self.writer.id}: the delta would have to start at token {outcome.start}")
-        return outcome
 
     def renew(self, write_until_s: float) -> None:
         """Let the writer write until then, on its own clock. Nothing happens once settled or lost."""
-        if self._link is None or self._settled.is_set():
-            return
-        self._lease_end_s = max(self._lease_end_s, self._link.lease_end_s(write_until_s))
-        self._link.send_renewal(self.room, write_until_s)
+        if not self._settled.is_set():
+            self._lease_end_s = max(self._lease_end_s, self._link.lease_end_s(write_until_s))
+            self._link.send_renewal(self.room, write_until_s)
 
-    def abort(self) -> None:
-        """Have the writer stop; `writer_stopped` tells when it has."""
-        if self._link is not None and not self._stopped.is_set() and not self._unsettled:
-            self._link.send_abort(self.room)
+    def abort(self) -> bool:
+        """Give up. True: the writer may write still; the pages are for quarantine until `writer_stopped`."""
+        self._step(ReservationEvent.GIVEN_UP)
+        return self._quarantined
 
     async def writer_stopped(self, fence_s: float) -> None:
-        """Return once no byte of this room can be written any more.
+        """Give up, and return once no byte of this room can be written any more.
 
         While the stream stands nothing but the writer's word tells that: a missing one can mean just that
         writes are under way still. Once it is lost, or the word was that a write failed with its end
@@ -139,28 +124,29 @@ class RoomWatch:
         later. `fence_s` is the longest that the posts in flight may take, and what two monotonic clocks may
         drift apart. A lost stream is made anew in the background, to learn more.
         """
-        self.stop_awaited = True
-        try:
-            while not self.is_over(fence_s):
-                await self._learn_more(fence_s)
-        finally:
-            self.stop_awaited = False
-        if not self._stopped.is_set():
+        self.abort()
+        while not self.is_over(fence_s):
+            await self._learn_more(fence_s)
+        if self._quarantined:
+            self._step(ReservationEvent.FENCE_OVER)
             log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
 
     def is_over(self, fence_s: float) -> bool:
         """Whether `writer_stopped` returns."""
-        fenced = self._unsettled or self._link is None
-        return self._stopped.is_set() or (fenced and self._left_s(fence_s) <= 0)
+        fenced = may_expire(self.state) and self._left_s(fence_s) <= 0
+        return fenced or self.state in RESERVATION_OVER
+
+    @property
+    def is_sought(self) -> bool:
+        """Whether somebody waits for news of a writer whose stream is lost."""
+        return self.state is ReservationState.SOUGHT
 
     def _left_s(self, fence_s: float) -> float:
         return self._lease_end_s + fence_s - self._clock()
 
     async def _learn_more(self, fence_s: float) -> None:
         left_s = self._left_s(fence_s)
-        if self._link is None and not self._unsettled:
-            self._seek(self)
-        elif left_s <= 0:
+        if left_s <= 0:
             self._ask_again()
             left_s = _ASK_AGAIN_S
         await self._hear(left_s)
@@ -170,7 +156,7 @@ class RoomWatch:
         if not self._unanswered_told:
             self._unanswered_told = True
             log.warning("kv_abort_unanswered room=%016x writer=%s", self.room, self.writer.id)
-        self.abort()
+        self._step(ReservationEvent.FENCE_OVER)
 
     async def _hear(self, timeout_s: float) -> None:
         """Return when the writer has stopped, or its stream is another or lost."""
@@ -181,61 +167,57 @@ class RoomWatch:
 
     # -- what its link tells ------------------------------------------------------------------------------
 
-    def on_accepted(self) -> None:
-        self._answered.set()
-
     def on_landed(self, landed: Landed) -> None:
-        self._end_well(landed)
+        self._hear_outcome(ReservationEvent.PAGES_LANDED, landed)
 
     def on_renegotiated(self, renegotiated: Renegotiated) -> None:
-        self._end_well(renegotiated)
+        self._hear_outcome(ReservationEvent.RENEGOTIATED, renegotiated)
 
     def on_last_word(self, reason: str) -> None:
         """Refused, failed, or the abort acknowledged."""
-        self._settle(reason)
-        self._stop()
+        self._hear_outcome(ReservationEvent.WRITER_STOPPED, reason)
 
     def on_unsettled(self, reason: str) -> None:
         """Failed, or the abort acknowledged, and bytes of a failed write may land still."""
-        self._unsettled = True
-        self._lease_end_s = max(self._lease_end_s, self._clock())
-        self._settle(reason)
-        self._news.set()
+        self._hear_outcome(ReservationEvent.UNSETTLED, reason)
 
     def on_writer_dead(self) -> None:
         """The rank was seen in another life; its supervisor had reaped this one before."""
         self.on_last_word(f"the prefill rank {self.writer.id} has been restarted")
 
     def on_lost(self) -> None:
-        self._link = None
-        self._lease_end_s = max(self._lease_end_s, self._clock())  # what is posted has the margin's time
-        self._news.set()
-        self._settle(f"the handshake stream to {self.writer.id} was lost")
-        if self.stop_awaited:
-            self._seek(self)
+        reason = f"the handshake stream to {self.writer.id} was lost"
+        self._hear_outcome(ReservationEvent.LINK_LOST, reason)
 
     def on_linked(self, link: WriterLink) -> None:
         """A new stream to the same life stands; what it was told on the old one may be lost."""
         self._link = link
-        self._news.set()
-        link.send_abort(self.room)
+        self._step(ReservationEvent.LINKED)
 
-    def _end_well(self, outcome: Landed | Renegotiated) -> None:
-        if not self._settled.is_set():
+    # ---------------------------------------------------------------------------------------------------
+
+    def _hear_outcome(self, event: ReservationEvent, outcome: _Outcome) -> None:
+        """The first that settles the transfer is what became of it."""
+        self._step(event)
+        if self._outcome is None:
             self._outcome = outcome
-        self._settle("")
-        self._stop()
+        self._settled.set()
 
-    def _stop(self) -> None:
-        self._stopped.set()
+    def _step(self, event: ReservationEvent) -> None:
+        self.state, effects = step_reservation(self.state, event)
+        for effect in effects:
+            self._perform(effect)
         self._news.set()
 
-    def _settle(self, failure: str) -> None:
-        if not self._settled.is_set():
-            self._failure = failure
-        self._settled.set()
-        self._answered.set()
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise PeerFailed(self._failure)
+    def _perform(self, effect: ReservationEffect) -> None:
+        match effect:
+            case ReservationEffect.SEND_ABORT:
+                self._link.send_abort(self.room)
+            case ReservationEffect.BEGIN_FENCE:
+                self._lease_end_s = max(self._lease_end_s, self._clock())
+            case ReservationEffect.SEEK:
+                self._seek(self)
+            case ReservationEffect.QUARANTINE:
+                self._quarantined = True
+            case ReservationEffect.END_QUARANTINE:
+                self._quarantined = False

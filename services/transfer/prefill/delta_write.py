@@ -27,6 +27,7 @@ class DeltaWrite:
         self._targets = pages_of(ticket.runs)
         self._sources = sources
         self._posted: list[tuple[Write, float]] = []  # and when
+        self._stopped = False
         self.unsettled = False  # a write has failed, and bytes of it may land still
         self.bytes_moved = 0  # of the writes that have landed
         self.descriptors = 0
@@ -38,7 +39,12 @@ class DeltaWrite:
     @property
     def can_post(self) -> bool:
         due = self._next < min(len(self._sources), self._end)
-        return due and len(self._posted) < MAX_POSTS_IN_FLIGHT
+        return due and not self._stopped and len(self._posted) < MAX_POSTS_IN_FLIGHT
+
+    @property
+    def stopped(self) -> bool:
+        """After `stop`: nothing is in flight any more."""
+        return self._stopped and not self._posted
 
     @property
     def landed(self) -> bool:
@@ -49,6 +55,10 @@ class DeltaWrite:
     def oldest_post_s(self) -> float | None:
         """When the oldest write in flight was posted; None: there is none."""
         return self._posted[0][1] if self._posted else None
+
+    def stop(self) -> None:
+        """Post nothing any more."""
+        self._stopped = True
 
     def post(self, transport: Transport, peer: PeerName, max_pages: int, now_s: float) -> None:
         """Post the next pages, where `can_post`. Raises as Transport.write; they are not posted again."""

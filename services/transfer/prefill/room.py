@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.kv.handshake import RoomEvent, RoomState
+from services.kv.handshake import ROOM_OVER, RoomEvent, RoomState
 from services.kv.ticket import hit_kind
 from services.transfer.base import PeerName
 from services.transfer.prefill.delta_digests import DeltaDigests
@@ -31,6 +31,7 @@ class Outcome(Enum):
 _OUTCOMES = {
     RoomEvent.LANDED: Outcome.LANDED,
     RoomEvent.FAILED: Outcome.FAILED,
+    RoomEvent.WRONG_TICKET: Outcome.FAILED,
     RoomEvent.LINK_LOST: Outcome.FAILED,
     RoomEvent.ABORT: Outcome.ABORTED,
     RoomEvent.CANCELLED: Outcome.ABORTED,
@@ -95,19 +96,33 @@ class PrefillRoom:
     reason: str = ""
 
     @property
+    def is_over(self) -> bool:
+        return self.state in ROOM_OVER
+
+    @property
     def landed(self) -> bool:
         """All that its ticket asks for has been done."""
         written = self.delta is not None and self.delta.landed
         return written and (self.digests is None or self.digests.complete)
 
     @property
+    def stopped(self) -> bool:
+        """It was told to write no more, and nothing is waited for."""
+        return self.delta is not None and (self.delta.stopped or self.given_up)
+
+    @property
     def deadline_s(self) -> float | None:
         """When it has waited long enough for its other half."""
-        if self.state is RoomState.TICKETED:
+        if self.delta is not None:
+            return None
+        if self.ticket is not None:
             return self.write_until_s
-        if self.state is RoomState.REQUESTED and self.request is not None:
-            return self.request.ticket_deadline_s
-        return None
+        return self.request.ticket_deadline_s if self.request is not None else None
+
+    @property
+    def missing(self) -> str:
+        """Its other half."""
+        return "ticket" if self.ticket is None else "request"
 
     def note_outcome(self, event: RoomEvent, reason: str) -> None:
         """The first event that settles a room's outcome is what is told of it."""

@@ -16,7 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from services.kv.handshake import RoomEffect, RoomEvent, RoomState, step_room
+from services.kv.handshake import RoomEffect, RoomEvent, expects_ticket, step_room
 from services.kv.page_digest import ReadPages
 from services.kv.ticket import StartsWithinPage, check_ticket
 from services.kv.transfer_plan import pages_covering
@@ -40,9 +40,6 @@ _UNSETTLED_S = 5.0  # after lease and last word, for what of a failed write is o
 # its pages wait for its end for so many times that again: no path that KV goes over is slower.
 _MAX_LATENESS = 10
 _DIGEST_PIECE_BYTES = 4 * 2**20  # about a millisecond, in which no other room's pages are posted
-_OVER = (RoomState.ENDED, RoomState.ABANDONED)
-_STOPPING = (RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL)
-_AWAITS_TICKET = (RoomState.NEW, RoomState.REQUESTED, RoomState.ABANDONED)
 
 
 class RoomTable:
@@ -117,11 +114,11 @@ class RoomTable:
         room = self._find(ticket.room, link.decode)
         if room.decode != link.decode:
             _refuse(link, ticket.room, "the room is another decode rank's")
-        elif room.state in _AWAITS_TICKET:
-            self._first_ticket(room, link, ticket)
+        elif expects_ticket(room.state):
+            self._step(room, *self._judge(room, link, ticket), link)
         else:
-            over = room.state is RoomState.ENDED
-            self._reject(link, room, "the room is over" if over else "the room's ticket came twice")
+            reason = "the room is over" if room.is_over else "the room's ticket came twice"
+            self._step(room, RoomEvent.WRONG_TICKET, reason, link)
 
     def renew(self, link_id: int, room_id: Room, write_until_s: float) -> None:
         link, room = self._links.get(link_id), self._rooms.get(room_id)
@@ -144,7 +141,7 @@ class RoomTable:
             return
         room = self._find(room_id, link.decode)
         if room.decode == link.decode:
-            self._reject(link, room, reason)
+            self._step(room, RoomEvent.WRONG_TICKET, reason, link)
         else:
             _refuse(link, room_id, reason)
 
@@ -157,7 +154,7 @@ class RoomTable:
             return
         room.request = request
         promised = room.ticket.prompt_len if room.ticket is not None else request.prompt_len
-        if room.state is RoomState.TICKETED and promised != request.prompt_len:
+        if promised != request.prompt_len:
             reason = f"the ticket has {promised} prompt tokens, the request {request.prompt_len}"
             self._step(room, RoomEvent.FAILED, reason)
         else:
@@ -165,7 +162,7 @@ class RoomTable:
 
     def pages_ready(self, room_id: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
         room = self._rooms.get(room_id)
-        if room is None or room.request is None or room.state in _STOPPING:
+        if room is None or room.request is None:
             return  # it ended while the engine was computing
         try:
             self._check_pages(room, room.request.prompt_len, start_token, end_token, len(pages))
@@ -197,8 +194,7 @@ class RoomTable:
             if room.delta is not None:
                 progressed |= self._advance(room, room.delta)
             elif room.deadline_s is not None and self._heard_s() >= room.deadline_s:
-                missing = "request" if room.state is RoomState.TICKETED else "ticket"
-                self._step(room, RoomEvent.FAILED, f"no {missing} came for the room in time")
+                self._step(room, RoomEvent.FAILED, f"no {room.missing} came for the room in time")
         self._let_go_of_settled()
         for peer in self._peers.poll_stuck():
             self._drop_unused(peer)
@@ -245,21 +241,20 @@ class RoomTable:
         """The room, or a new one that only `_step` makes known."""
         return self._rooms.get(room_id) or self._tombstones.get(room_id) or PrefillRoom(room_id, decode)
 
-    def _first_ticket(self, room: PrefillRoom, link: Link, ticket: KvTicket) -> None:
+    def _judge(self, room: PrefillRoom, link: Link, ticket: KvTicket) -> tuple[RoomEvent, str]:
+        """What the first ticket of a room is, and what is wrong with it; the room keeps a right one."""
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
             self._peers.reach(link)
             check_ticket(ticket, prompt_len, self._layout, link.memory, self._own_id.generation)
         except StartsWithinPage as late:
             room.link, room.earlier_start = link, late.start
-            self._step(room, RoomEvent.LATE_TICKET, str(late))
-            return
+            return RoomEvent.LATE_TICKET, str(late)
         except IsthmusError as error:
-            self._reject(link, room, str(error))
-            return
+            return RoomEvent.WRONG_TICKET, str(error)
         room.link, room.peer = link, link.peer
         room.ticket, room.write_until_s = ticket, ticket.write_until_s
-        self._step(room, RoomEvent.TICKET)
+        return RoomEvent.TICKET, ""
 
     def _check_pages(self, room: PrefillRoom, prompt_len: int, start: int, end: int, num_pages: int) -> None:
         indices = pages_covering(start, end, self._layout.page_size)
@@ -285,10 +280,10 @@ class RoomTable:
         room.unsettled = delta.unsettled
         self.bytes_moved_total += delta.bytes_moved - moved
         self.descriptors_total += delta.descriptors - descriptors
-        if room.state is RoomState.WRITING and room.landed:
-            self._step(room, RoomEvent.LANDED)
-        elif room.state in _STOPPING and (delta.writes_in_flight == 0 or room.given_up):
+        if room.stopped:
             self._step(room, RoomEvent.WRITES_STOPPED)
+        elif room.landed:
+            self._step(room, RoomEvent.LANDED)
         return progressed
 
     def _poll(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
@@ -333,26 +328,29 @@ class RoomTable:
         return True
 
     def _digest(self, room: PrefillRoom) -> bool:
-        if room.state is not RoomState.WRITING or room.digests is None:
+        if room.digests is None:
             return False
         return room.digests.advance(self._read_pages, self._max_digests)
 
-    def _step(self, room: PrefillRoom, event: RoomEvent, reason: str = "") -> None:
+    def _step(self, room: PrefillRoom, event: RoomEvent, reason: str = "", asker: Link | None = None) -> None:
         room.state, effects = step_room(room.state, event)
         room.note_outcome(event, reason)
         for effect in effects:
-            self._perform(room, effect)
-        if room.state in _OVER:
+            self._perform(room, effect, reason, asker)
+        if room.is_over:
             self._finish(room)
-        elif room.state is not RoomState.NEW:  # a ticket was sent back, and nothing else is known of it
+        elif room.ticket is not None or room.request is not None:  # or a ticket was sent back, and no more
             self._rooms[room.id] = room
 
-    def _perform(self, room: PrefillRoom, effect: RoomEffect) -> None:
+    def _perform(self, room: PrefillRoom, effect: RoomEffect, reason: str, asker: Link | None) -> None:
         match effect:
             case RoomEffect.SEND_ACCEPTED:
                 room.say_status(handshake_pb2.Status.STATE_ACCEPTED)
             case RoomEffect.SEND_RENEGOTIATE:
                 room.say_status(handshake_pb2.Status.STATE_RENEGOTIATE)
+            case RoomEffect.SEND_REFUSED:
+                assert asker is not None, "only a ticket is refused"
+                _refuse(asker, room.id, reason)
             case RoomEffect.SEND_LANDED:
                 room.say_status(handshake_pb2.Status.STATE_LANDED)
             case RoomEffect.SEND_FAILED:
@@ -365,7 +363,7 @@ class RoomTable:
                 if room.request is not None:
                     _tell(room.request.on_failed, room.end(self._clock()))
             case RoomEffect.STOP_WRITES:
-                pass  # `_post` writes in WRITING only
+                _stop_writes(room)
 
     def _start_writes(self, room: PrefillRoom) -> None:
         assert room.ticket is not None
@@ -373,12 +371,6 @@ class RoomTable:
         if room.ticket.want_digests:
             room.digests = DeltaDigests(room.ticket, self._layout.page_size, room.pages)
         room.began_s = self._clock()
-
-    def _reject(self, link: Link, room: PrefillRoom, reason: str) -> None:
-        """Turn a ticket down. REFUSED is a last word: where writes may be posted, FAILED must be it."""
-        if room.state in (*_AWAITS_TICKET, RoomState.ENDED):
-            _refuse(link, room.id, reason)
-        self._step(room, RoomEvent.FAILED, reason)
 
     def _finish(self, room: PrefillRoom) -> None:
         """The room is over: end its request, keep a tombstone."""
@@ -413,7 +405,13 @@ class RoomTable:
 
 def _could_post(room: PrefillRoom) -> bool:
     """Where only its lease may stand in the way."""
-    return room.state is RoomState.WRITING and room.delta is not None and room.delta.can_post
+    return room.delta is not None and room.delta.can_post
+
+
+def _stop_writes(room: PrefillRoom) -> None:
+    assert room.delta is not None
+    room.delta.stop()
+    room.digests = None  # nobody will be told
 
 
 def _refuse(link: Link, room_id: Room, reason: str) -> None:

@@ -58,9 +58,9 @@ async def test_who_runs_meanwhile_gets_right_tokens_and_the_pages_come_back(late
     async with pair_with(Lease(write_lease_s=600.0, fence_margin_s=0.5)) as pair:
         watches, begin = [], pair.decode.begin_quarantine
 
-        def note(seq, watch, on_stopped):
+        def note(seq, watch):
             watches.append(watch)
-            begin(seq, watch, on_stopped)
+            begin(seq, watch)
 
         monkeypatch.setattr(pair.decode, "begin_quarantine", note)
         with pytest.raises(PeerFailed, match="connection reset"):

@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from services.kv.handshake import ReservationState
 from services.kv.page_digest import digest_of
 from services.kv.transfer_plan import runs_of
 from services.net import channels
@@ -52,13 +53,13 @@ async def test_the_delta_lands_and_nothing_else_changes(
 
     if ticket_first:
         watch = pair.send_ticket(link, targets, prefix_len=prefix_len)
-        await watch.accepted_or_raise()
+        await until(lambda: prefill.sender.open_rooms == 1)
         ended = prefill.request(watch.room, 10, sources)
     else:
         ended = prefill.request(Room(77), 10, sources)
         watch = pair.send_ticket(link, targets, prefix_len=prefix_len, room=Room(77))
 
-    landed = await watch.landed()
+    landed = await watch.outcome()
     assert landed.bytes_moved == len(targets) * PAGE_BYTES == (await ended).bytes_moved
     assert landed.descriptors == (await ended).descriptors == prefill.sender.descriptors_total
     assert prefill.sender.bytes_moved_total == landed.bytes_moved
@@ -71,7 +72,7 @@ async def test_the_delta_lands_and_nothing_else_changes(
 async def test_digests_come_with_the_last_word_to_who_wants_them(pair, prefill, link, want_digests):
     watch = pair.send_ticket(link, (9, 3), prefix_len=4, want_digests=want_digests)
     prefill.request(watch.room, 10, (5, 6, 30))
-    digests = (await watch.landed()).page_digests
+    digests = (await watch.outcome()).page_digests
     assert digests == tuple(digest_of(memoryview(pair.pool.pages[page])) for page in (9, 3) if want_digests)
 
 
@@ -79,7 +80,7 @@ async def test_a_full_hit_lands_before_anything_is_computed(pair, prefill, link)
     watch = pair.send_ticket(link, [], prompt_len=8, prefix_len=8)
     ends = []
     prefill.sender.open_room(watch.room, 8, DECODE, ends.append)
-    assert (await watch.landed()).bytes_moved == 0
+    assert (await watch.outcome()).bytes_moved == 0
     assert [end.outcome for end in ends] == [Outcome.LANDED]
 
 
@@ -89,7 +90,7 @@ async def test_one_stream_serves_many_requests(pair, prefill, link):
     watches = [pair.send_ticket(link, (i,), prompt_len=3) for i in range(20)]
     for watch in watches:
         prefill.request(watch.room, 3, [1])
-    assert len(await asyncio.gather(*(watch.landed() for watch in watches))) == 20
+    assert len(await asyncio.gather(*(watch.outcome() for watch in watches))) == 20
 
 
 async def test_an_abort_is_acknowledged_after_the_last_write(pair, prefill, link):
@@ -98,8 +99,8 @@ async def test_an_abort_is_acknowledged_after_the_last_write(pair, prefill, link
     ended = prefill.request(watch.room, 10, (1, 2, 3))
     await until(lambda: prefill.sender.writes_in_flight == 1)
     watch.abort()
-    other = pair.send_ticket(link, (4,), prompt_len=3)  # a word after the abort, on the same stream
-    await other.accepted_or_raise()
+    pair.send_ticket(link, (4,), prompt_len=3)  # a word after the abort, on the same stream
+    await until(lambda: prefill.sender.open_rooms == 2)
     assert not ended.done()
 
     stopped = asyncio.create_task(watch.writer_stopped(60.0))
@@ -108,20 +109,20 @@ async def test_an_abort_is_acknowledged_after_the_last_write(pair, prefill, link
     await stopped
     assert (await ended).outcome is Outcome.ABORTED
     with pytest.raises(PeerFailed, match="aborted"):
-        await watch.landed()
+        await watch.outcome()
 
 
 async def test_a_refused_ticket_has_no_writer(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2), prompt_len=10)
     with pytest.raises(PeerFailed, match="refused: the delta covers 3 pages"):
-        await watch.accepted_or_raise()
+        await watch.outcome()
     await watch.writer_stopped(60.0)
 
 
 async def test_a_ticket_that_cannot_be_read_is_refused(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=float("inf"))
     with pytest.raises(PeerFailed, match="must be finite"):
-        await watch.landed()
+        await watch.outcome()
 
 
 async def test_a_lease_that_is_over_fails_the_transfer(pair, prefill, link):
@@ -129,7 +130,7 @@ async def test_a_lease_that_is_over_fails_the_transfer(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=-1.0)
     ended = prefill.request(watch.room, 10, (1, 2, 3))
     with pytest.raises(PeerFailed, match="failed"):
-        await watch.landed()
+        await watch.outcome()
     assert (await ended).outcome is Outcome.FAILED
     assert (pair.pool.pages == before).all()
 
@@ -142,7 +143,7 @@ async def test_a_renewal_lets_the_writer_go_on(pair, prefill, link):
     watch.renew(link.write_until_s(1.0))
     assert watch._lease_end_s > first_end_s + 40  # what was granted stays granted
     prefill.request(watch.room, 10, (1, 2, 3))
-    await watch.landed()
+    await watch.outcome()
 
 
 async def test_the_same_life_is_asked_again_when_the_stream_is_lost(pair, prefill, link):
@@ -153,7 +154,7 @@ async def test_the_same_life_is_asked_again_when_the_stream_is_lost(pair, prefil
     port = prefill.server.port
     await prefill.stop_listening()
     with pytest.raises(PeerFailed, match="lost"):
-        await watch.landed()
+        await watch.outcome()
     with pytest.raises(PeerFailed):
         pair.send_ticket(link, (1, 2, 3))
     watch.abort()
@@ -161,7 +162,8 @@ async def test_the_same_life_is_asked_again_when_the_stream_is_lost(pair, prefil
 
     await prefill.listen(port)
     await until(lambda: pair.links._links and not pair.links._orphans)
-    await (await pair.links.link(link.address)).send_ticket(ticket_of(pair, link)).accepted_or_raise()
+    (await pair.links.link(link.address)).send_ticket(ticket_of(pair, link))
+    await until(lambda: prefill.sender.open_rooms == 2)
     assert not stopped.done(), "the write is under way still"
     prefill.transport.gate.set()
     await stopped
@@ -169,7 +171,7 @@ async def test_the_same_life_is_asked_again_when_the_stream_is_lost(pair, prefil
 
 async def test_the_next_life_proves_the_last_one_dead(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
-    await watch.accepted_or_raise()
+    await until(lambda: prefill.sender.open_rooms == 1)
     port = prefill.server.port
     await prefill.stop_listening()
     stopped = asyncio.create_task(watch.writer_stopped(60.0))
@@ -185,13 +187,13 @@ async def test_the_next_life_proves_the_last_one_dead(pair, prefill, link):
 
 async def test_fence_time_ends_the_wait_for_a_writer_that_says_nothing(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
-    await watch.accepted_or_raise()
+    await until(lambda: prefill.sender.open_rooms == 1)
     await prefill.stop_listening()
     await until(lambda: not link.alive)
     end_s = watch._lease_end_s = links_module.time.monotonic() + 0.2
     await watch.writer_stopped(fence_s=0.1)
     assert links_module.time.monotonic() >= end_s + 0.1
-    assert not watch._stopped.is_set()
+    assert watch.state is ReservationState.EXPIRED
 
 
 async def test_fence_time_ends_nothing_while_the_link_stands(pair, prefill, link, monkeypatch, caplog):
@@ -232,7 +234,7 @@ async def test_a_link_that_is_lost_late_wakes_who_waits_and_leaves_the_posts_the
     async with asyncio.timeout(room_watch._ASK_AGAIN_S + 20):
         await stopped
     assert links_module.time.monotonic() >= began_s + fence_s
-    assert not watch._stopped.is_set()
+    assert watch.state is ReservationState.EXPIRED
 
 
 @pytest.mark.parametrize("news", ["acknowledged", "lost", "lost again"])
@@ -253,7 +255,7 @@ async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(news):
             await asyncio.sleep(0)
             now_s = 30_000.0
             watch.on_lost()
-            assert link.asked == [5]
+            assert link.asked == [5, 5]
         assert sought and not stopped.done()
         now_s += 20_001.0
     async with asyncio.timeout(10):
@@ -270,7 +272,7 @@ async def test_pages_wait_for_the_fence_after_a_word_that_leaves_the_end_open(wo
         watch.abort()
     watch.on_unsettled("cut")
     with pytest.raises(PeerFailed, match="cut"):
-        await watch.landed()
+        await watch.outcome()
     watch.abort()
     assert link.asked == [5] * (word == "acknowledged")  # there is nothing to ask any more
     for now_s in (0.0, 10.0, 14.9, 15.0):
@@ -294,11 +296,11 @@ async def test_a_failed_write_whose_end_is_not_known_keeps_pages_on_both_sides(p
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=600.0)
     ended = prefill.request(watch.room, 10, (1, 2, 3))
     with pytest.raises(PeerFailed, match="failed: the network"):
-        await watch.landed()
+        await watch.outcome()
     prefill.transport.fails = False
     other = pair.send_ticket(link, (4, 5, 6))
     prefill.request(other.room, 10, (1, 2, 3))
-    await other.landed()  # the peer is reached anew
+    await other.outcome()  # the peer is reached anew
     assert link.alive and not watch.is_over(fence_s=60.0) and not ended.done()
     await asyncio.to_thread(prefill.sender.stop)
     assert (await ended).outcome is Outcome.FAILED
@@ -319,7 +321,7 @@ async def test_links_with_an_old_stamp_are_made_anew(pair, prefill, link, monkey
     newer = await pair.links.link(link.address)
     assert newer is not link
     prefill.request(watch.room, 10, (1, 2, 3))
-    await watch.landed()  # the old stream serves its rooms to their end
+    await watch.outcome()  # the old stream serves its rooms to their end
     await until(lambda: not link.alive)
 
 
@@ -372,14 +374,14 @@ async def test_closing_the_links_loses_what_runs(pair, prefill, link):
     waiting = pair.send_ticket(link, (4, 5, 6))
     await pair.links.close()
     with pytest.raises(PeerFailed):
-        await waiting.landed()
+        await waiting.outcome()
     with pytest.raises(Unavailable):
         await pair.links.link(link.address)
 
 
 async def test_a_stopped_sender_ends_every_room_and_takes_no_more(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2, 3))
-    await watch.accepted_or_raise()
+    await until(lambda: prefill.sender.open_rooms == 1)
     ended = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
     prefill.sender.open_room(
@@ -388,7 +390,7 @@ async def test_a_stopped_sender_ends_every_room_and_takes_no_more(pair, prefill,
     await asyncio.to_thread(prefill.sender.stop)
     assert (await ended).error == "the rank is stopping"
     with pytest.raises(PeerFailed, match="the rank is stopping"):
-        await watch.landed()
+        await watch.outcome()
     late = []
     prefill.sender.open_room(Room(99), 10, DECODE, late.append)
     assert [end.outcome for end in late] == [Outcome.FAILED]
@@ -423,7 +425,7 @@ async def test_random_transfers_equal_a_dumb_copy(pair, prefill, link):
         )
         if late:
             prefill.request(Room(room), prompt_len, sources)
-    await asyncio.gather(*(watch.landed() for watch in watches))
+    await asyncio.gather(*(watch.outcome() for watch in watches))
     assert (pair.pool.pages == expected).all()
 
 

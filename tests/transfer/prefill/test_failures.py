@@ -164,7 +164,7 @@ async def test_a_sender_whose_transport_is_broken_says_so_and_ends(make_pool, mo
         watch = pair.send_ticket(link, (1, 2, 3))
         ends.append(prefill.request(watch.room, 10, (1, 2, 3)))
         with pytest.raises(Exception, match="the network is down"):
-            await watch.landed()
+            await watch.outcome()
     async with asyncio.timeout(20):
         assert isinstance(await crashed, TransportBroken)
         await asyncio.gather(*ends)  # nobody waits for it for ever

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.transfer.base import Unsettled
-from services.transfer.decode import links
 from services.transfer.decode.room_watch import Landed, RoomWatch
 from services.transfer.prefill.peers import TransportBroken
 from services.values.errors import PeerFailed
@@ -107,7 +106,7 @@ class TwoRanks(RuleBasedStateMachine):
         self.rank.hear = lambda link_id: self.words.append
         self.rank.link_up(1)
         self.free = [PageId(page) for page in range(NUM_PAGES)]
-        self.transfers = {}
+        self.transfers, self.linked = {}, {}  # linked: those that have not heard their last word
         self.holds = {}  # page -> what landed there last
         self.last_room = 0
 
@@ -129,7 +128,7 @@ class TwoRanks(RuleBasedStateMachine):
             self.network.room_of[page] = room
         end = DecodeEnd(self.rank)
         watch = RoomWatch(room, RankAddress(OWN, ""), end, until_s, self.clock, lambda watch: None)
-        self.transfers[room] = Transfer(room, pages, watch)
+        self.transfers[room] = self.linked[room] = Transfer(room, pages, watch)
         tokens = PAGE * len(pages)
         self.rank.ticket(room, tokens, until_s=until_s, pages=pages)
         self.rank.request(room, tokens)
@@ -151,14 +150,17 @@ class TwoRanks(RuleBasedStateMachine):
         message = self.words.popleft()
         kind = message.WhichOneof("message")
         word = getattr(message, kind)
-        transfer = self.transfers.get(word.room)
-        if transfer is None or (kind == "status" and word.state == pb.Status.STATE_ACCEPTED):
+        if kind == "status" and word.state == pb.Status.STATE_ACCEPTED:
+            return
+        transfer = self.linked.pop(word.room, None)  # the last word on it, as for a link
+        if transfer is None:
             return
         if kind == "status" and word.state == pb.Status.STATE_LANDED:
             transfer.watch.on_landed(Landed(word.bytes_moved, word.descriptors))
             assert all(self.holds[page] == transfer.room for page in transfer.pages)
         else:
-            links._tell_end(transfer.watch, "it failed", word.unsettled)
+            ended = transfer.watch.on_unsettled if word.unsettled else transfer.watch.on_last_word
+            ended("it failed")
         self.give_up(transfer)  # or has used it, which is the same to the pages
 
     def give_up(self, transfer):
