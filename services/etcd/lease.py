@@ -26,7 +26,7 @@ _KEEP_ALIVE = Method(
 _KeepAliveStream = EtcdStream[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeepAliveResponse]
 
 
-class Lease:
+class EtcdLease:
     """A lease under which keys live; `lost` is set once it is gone or may be. Made by `grant`.
 
     `reopened` is set each time it has been kept alive on a new stream; clear it.
@@ -43,7 +43,7 @@ class Lease:
         self._task = asyncio.create_task(self._keep_alive())
 
     @classmethod
-    async def grant(cls, etcd: Etcd, ttl_s: int) -> "Lease":
+    async def grant(cls, etcd: Etcd, ttl_s: int) -> "EtcdLease":
         """Take a lease and keep it alive. Raises Unavailable, EtcdNoSpace."""
         sent = etcd.clock()
         lease_id, granted_s = await etcd.grant_lease(ttl_s)

@@ -12,7 +12,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightsMemory:
     """Parameters by how they are shared out, and bytes of each."""
 
     attention: int  # with embeddings and head: with DP attention each rank has all of them
@@ -30,7 +30,7 @@ class Weights:
         return attention + self.feed_forward * self.feed_forward_item_bytes / (tp_size * dp_size)
 
 
-def weights(config: Mapping[str, Any]) -> Weights:
+def weights(config: Mapping[str, Any]) -> WeightsMemory:
     """Of a decoder of the kinds of Llama, Qwen, Mixtral and DeepSeek. Raises ConfigError.
 
     Layers that only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
@@ -48,7 +48,7 @@ def weights(config: Mapping[str, Any]) -> Weights:
     norms = (2 * layers + 1) * hidden
     # Tables and norms keep their type where the rest is quantized.
     mean_bytes = (attention * linear_bytes + (tables + norms) * item_bytes) / (attention + tables + norms)
-    return Weights(attention + tables + norms, feed_forward, mean_bytes, linear_bytes)
+    return WeightsMemory(attention + tables + norms, feed_forward, mean_bytes, linear_bytes)
 
 
 def _attention(text: Mapping[str, Any], hidden: int) -> int:

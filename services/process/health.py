@@ -36,7 +36,7 @@ DEAF_S = 90.0  # by then its parent should have ended it
 _PROBE_TIMEOUT_S = 5.0
 
 
-class Phase(Enum):
+class ProcessPhase(Enum):
     STARTING = "starting"
     WAITING = "waiting for etcd"
     SERVING = "serving"
@@ -59,7 +59,7 @@ class Lifecycle:
     name: str
     clock: Callable[[], float] = time.monotonic
     restart_timeout_s: float = math.inf  # it may neither wait nor serve for so long once it did
-    phase: Phase = Phase.STARTING
+    phase: ProcessPhase = ProcessPhase.STARTING
     has_started: bool = False  # in this life or in an earlier one
     has_served: bool = False  # likewise
     last_words: str = ""  # why this life ends, or the last one ended, in its own words
@@ -67,24 +67,24 @@ class Lifecycle:
     last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
     _stood: float = 0.0  # if it has started and does not stand: when it last did, in whatever life
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: ProcessPhase) -> None:
         if self.beats:
             self._stood = self.clock()
         self.phase = phase
         self.has_started = self.has_started or self.beats
-        self.has_served = self.has_served or phase is Phase.SERVING
+        self.has_served = self.has_served or phase is ProcessPhase.SERVING
         if self.beats:
             self.last_end = ""
 
     def begin(self) -> None:
         """Another life."""
-        self.enter(Phase.STARTING)
+        self.enter(ProcessPhase.STARTING)
         self.last_beat = None
 
     @property
     def beats(self) -> bool:
         """Is it to be heard of every few seconds?"""
-        return self.phase in (Phase.WAITING, Phase.SERVING)
+        return self.phase in (ProcessPhase.WAITING, ProcessPhase.SERVING)
 
     def health(self) -> Health:
         state = f"{self.name} is {self.phase.value}"
@@ -92,7 +92,7 @@ class Lifecycle:
             state += f"; its last life ended with {self.last_end}"
         return Health(
             startup="" if self.has_started else state,
-            ready="" if self.phase is Phase.SERVING else state,
+            ready="" if self.phase is ProcessPhase.SERVING else state,
             live=self._beyond_help(),
         )
 
@@ -108,7 +108,7 @@ class Lifecycle:
 
 
 @dataclass(slots=True)
-class Silence:
+class SilentLooks:
     """For how long a process has not been heard of, in looks at it.
 
     Not in seconds: whoever looks may have stood still together with it, and has not listened then.

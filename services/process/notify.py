@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.process.health import Lifecycle, Phase
+from services.process.health import Lifecycle, ProcessPhase
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _MAX_MESSAGE_BYTES = 4096
 _WAITING, _READY, _STOPPING = "X_WAITING=1", "READY=1", "STOPPING=1"
 _STATUS = "STATUS="
 _MAX_STATUS_CHARS = 1000
-_PHASES = {_WAITING: Phase.WAITING, _READY: Phase.SERVING, _STOPPING: Phase.STOPPING}
+_PHASES = {_WAITING: ProcessPhase.WAITING, _READY: ProcessPhase.SERVING, _STOPPING: ProcessPhase.STOPPING}
 
 
 @contextlib.contextmanager

@@ -33,7 +33,15 @@ from typing import Any
 from services.host.parent_death import dying_with_us
 from services.host.ports import free_ports
 from services.observe.telemetry import event
-from services.process.health import SILENT_S, Health, Lifecycle, Phase, Silence, answering, joint_health
+from services.process.health import (
+    SILENT_S,
+    Health,
+    Lifecycle,
+    ProcessPhase,
+    SilentLooks,
+    answering,
+    joint_health,
+)
 from services.process.notify import listening
 
 logger = logging.getLogger(__name__)
@@ -65,7 +73,7 @@ class StopAll:
 
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
+class RestartDelays:
     """Delays before restarts: first_s, doubled at each failure in a row, max_s at most."""
 
     first_s: float = 0.5
@@ -74,7 +82,7 @@ class Backoff:
 
 
 def on_exit(
-    exit_code: int, lived_s: float, failures: int, has_served: bool, backoff: Backoff = Backoff()
+    exit_code: int, lived_s: float, failures: int, has_served: bool, delays: RestartDelays = RestartDelays()
 ) -> Restart | StopAll:
     """What follows when a rank ends unasked.
 
@@ -82,9 +90,9 @@ def on_exit(
     """
     if exit_code in _REFUSALS and not has_served:
         return StopAll(os.EX_CONFIG)
-    failures = 1 if lived_s >= backoff.healthy_s else failures + 1
+    failures = 1 if lived_s >= delays.healthy_s else failures + 1
     # The exponent is bounded: after a day of failures the power would overflow.
-    delay_s = min(backoff.first_s * 2.0 ** min(failures - 1, 32), backoff.max_s)
+    delay_s = min(delays.first_s * 2.0 ** min(failures - 1, 32), delays.max_s)
     return Restart(delay_s, failures)
 
 
@@ -153,7 +161,7 @@ async def supervise(
     grace_s: float,
     stopping: asyncio.Event,
     ranks: Sequence[Lifecycle],
-    backoff: Backoff = Backoff(),
+    delays: RestartDelays = RestartDelays(),
 ) -> int:
     """Keep one process per command running until `stopping` is set; returns the exit code.
 
@@ -163,19 +171,19 @@ async def supervise(
     _become_subreaper()
     async with asyncio.TaskGroup() as group:
         keepers = [
-            group.create_task(_Rank(index, command, grace_s, stopping, backoff, rank).keep_running())
+            group.create_task(_RankProcess(index, command, grace_s, stopping, delays, rank).keep_running())
             for index, (command, rank) in enumerate(zip(commands, ranks, strict=True))
         ]
     return max(keeper.result() for keeper in keepers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _RankProcess:
     index: int
     command: Sequence[str]
     grace_s: float
     stopping: asyncio.Event
-    backoff: Backoff
+    delays: RestartDelays
     lifecycle: Lifecycle
 
     async def keep_running(self) -> int:
@@ -193,7 +201,7 @@ class _Rank:
             if self.stopping.is_set():
                 break
             self.lifecycle.last_end = f"exit code {exit_code}" + (f", {why}" if why else "")
-            match on_exit(exit_code, lived_s, failures, self.lifecycle.has_served, self.backoff):
+            match on_exit(exit_code, lived_s, failures, self.lifecycle.has_served, self.delays):
                 case StopAll(supervisor_code):
                     self.stopping.set()
                     return supervisor_code
@@ -228,11 +236,11 @@ class _Rank:
     async def _hangs(self) -> None:
         """Returns when the rank has stood and then fallen silent, or stops for longer than the grace: no
         signal that asks would be heard."""
-        silence, ending = Silence(), 0
+        silence, ending = SilentLooks(), 0
         while silence.looks * _SILENCE_CHECK_S < SILENT_S and ending * _SILENCE_CHECK_S < self.grace_s:
             await asyncio.sleep(_SILENCE_CHECK_S)
             silence.look(self.lifecycle)
-            ending = ending + 1 if self.lifecycle.phase is Phase.STOPPING else 0
+            ending = ending + 1 if self.lifecycle.phase is ProcessPhase.STOPPING else 0
         event(logger, "rank_hangs", logging.ERROR, rank=self.index, phase=self.lifecycle.phase.value)
 
     async def _sleep(self, delay_s: float) -> None:

@@ -11,7 +11,7 @@ from services.host.ports import host_port
 from services.net import servers
 from services.observe import telemetry
 from services.process import health, signals
-from services.process.health import Health, Lifecycle, Phase, joint_health
+from services.process.health import Health, Lifecycle, ProcessPhase, joint_health
 from services.process.notify import Notifier
 from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
@@ -47,7 +47,7 @@ async def _run(config: RouterConfig, name: str) -> None:
         return joint_health([lifecycle.health(), config.tls_health()])
 
     def waits() -> None:
-        lifecycle.enter(Phase.WAITING)
+        lifecycle.enter(ProcessPhase.WAITING)
 
     async with (
         health.answering(config.host, config.health_port, check),
@@ -55,7 +55,7 @@ async def _run(config: RouterConfig, name: str) -> None:
     ):
         if not stopping.is_set():
             _tell_ready(config, router)
-            lifecycle.enter(Phase.SERVING)
+            lifecycle.enter(ProcessPhase.SERVING)
             notifier.serves()
         await _serve_until_stopped(router, stopping, lifecycle, config.grace_s)
     telemetry.event(log, "router_stopped")
@@ -79,7 +79,7 @@ async def _serve_until_stopped(
 
     async def stop_http() -> None:
         await stopping.wait()
-        lifecycle.enter(Phase.STOPPING)
+        lifecycle.enter(ProcessPhase.STOPPING)
         await router.http.stop()
 
     await asyncio.gather(servers.serve_until_stopped(router.server, stopping, grace_s), stop_http())

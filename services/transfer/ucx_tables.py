@@ -40,7 +40,7 @@ def kind_of(lanes: str) -> KvPathKind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _LanesRow:
     first_bytes: int
     last_bytes: float
     reach: str
@@ -52,7 +52,7 @@ class UcxTables:
 
     def __init__(self) -> None:
         self._agent, self._reach, self._is_write = "", "", False
-        self._rows: dict[str, list[_Row]] = {}
+        self._rows: dict[str, list[_LanesRow]] = {}
 
     def feed(self, lines: Iterable[str]) -> list[str]:
         """Read what UCX printed; returns the lines that belong to no table."""
@@ -83,7 +83,7 @@ class UcxTables:
             return
         first = int(size[1]) * _UNITS[size[2]]
         last = first if size[3] is None else _last_bytes(size[3], size[4])
-        self._rows.setdefault(self._agent, []).append(_Row(first, last, self._reach, lanes))
+        self._rows.setdefault(self._agent, []).append(_LanesRow(first, last, self._reach, lanes))
 
 
 def _last_bytes(number: str, unit: str) -> float:

@@ -4,12 +4,12 @@ from etcd.real_etcd import client, until
 from etcd.silent_member import SilentMember
 from services.etcd.client import Etcd
 from services.etcd.embedded import EmbeddedEtcd
-from services.etcd.lease import BucketLease, Lease
+from services.etcd.lease import BucketLease, EtcdLease
 from services.index.keys import ClusterKeys
 
 
 async def test_a_lease_lives_on_and_its_keys_go_with_it(etcd: Etcd, keys: ClusterKeys) -> None:
-    lease = await Lease.grant(etcd, 3)  # a busy machine may be late for a third of that
+    lease = await EtcdLease.grant(etcd, 3)  # a busy machine may be late for a third of that
     key = keys.prefix + b"a"
     await etcd.put(key, b"", lease.id)
     first_deadline = lease._deadline
@@ -20,7 +20,7 @@ async def test_a_lease_lives_on_and_its_keys_go_with_it(etcd: Etcd, keys: Cluste
 
 
 async def test_a_lease_revoked_behind_our_back_is_lost(etcd: Etcd) -> None:
-    lease = await Lease.grant(etcd, 1)
+    lease = await EtcdLease.grant(etcd, 1)
     await etcd.revoke_lease(lease.id)
     await asyncio.wait_for(lease.lost.wait(), 5)
     await lease.revoke()  # harmless
@@ -28,7 +28,7 @@ async def test_a_lease_revoked_behind_our_back_is_lost(etcd: Etcd) -> None:
 
 async def test_when_etcd_is_away_the_deadline_is_the_loss(own_server: EmbeddedEtcd) -> None:
     async with client(own_server.endpoint, timeout_s=2.0) as etcd:
-        lease = await Lease.grant(etcd, 1)
+        lease = await EtcdLease.grant(etcd, 1)
         await own_server.kill()
         await asyncio.wait_for(lease.lost.wait(), 30)
         assert etcd.clock() >= lease._deadline
@@ -36,7 +36,7 @@ async def test_when_etcd_is_away_the_deadline_is_the_loss(own_server: EmbeddedEt
 
 async def test_a_short_outage_loses_nothing(own_server: EmbeddedEtcd) -> None:
     async with client(own_server.endpoint) as etcd:
-        lease = await Lease.grant(etcd, 6)
+        lease = await EtcdLease.grant(etcd, 6)
         before = lease._deadline
         await own_server.kill()
         await own_server.start()
@@ -51,7 +51,7 @@ async def test_a_member_that_falls_silent_is_left_in_time(etcd_endpoint: str) ->
         client(member.endpoint, etcd_endpoint) as etcd,
     ):
         etcd.connection._current = 0
-        lease = await Lease.grant(etcd, 6)
+        lease = await EtcdLease.grant(etcd, 6)
         await until(lambda: lease._streams == 1)
         await member.fall_silent()
         await until(lambda: lease._streams == 2 or lease.lost.is_set())

@@ -8,7 +8,15 @@ import httpx
 import pytest
 
 from ipv6 import LOOPBACKS, needs_ipv6
-from services.process.health import DEAF_S, Health, Lifecycle, Phase, Silence, answering, joint_health
+from services.process.health import (
+    DEAF_S,
+    Health,
+    Lifecycle,
+    ProcessPhase,
+    SilentLooks,
+    answering,
+    joint_health,
+)
 from services.process.notify import NOTIFY_SOCKET, Notifier, listening
 from services.values.errors import ConfigError
 
@@ -34,19 +42,19 @@ def test_starting_is_neither_started_nor_ready_and_lives():
 
 def test_serving_passes_every_probe_and_stopping_all_but_ready():
     lifecycle = Lifecycle("it")
-    lifecycle.enter(Phase.SERVING)
+    lifecycle.enter(ProcessPhase.SERVING)
     assert lifecycle.health() == Health()
-    lifecycle.enter(Phase.STOPPING)
+    lifecycle.enter(ProcessPhase.STOPPING)
     assert lifecycle.health() == Health(ready="it is stopping")
 
 
 def test_one_that_waits_for_etcd_has_started_and_is_not_ready():
     lifecycle = Lifecycle("it")
-    lifecycle.enter(Phase.WAITING)
+    lifecycle.enter(ProcessPhase.WAITING)
     assert lifecycle.health() == Health(ready="it is waiting for etcd")
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SERVING])
+@pytest.mark.parametrize("phase", [ProcessPhase.WAITING, ProcessPhase.SERVING])
 def test_another_life_is_started_for_a_probe_but_not_ready(phase):
     lifecycle = Lifecycle("it")
     lifecycle.enter(phase)
@@ -54,7 +62,7 @@ def test_another_life_is_started_for_a_probe_but_not_ready(phase):
     assert lifecycle.health() == Health(ready="it is starting")
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SERVING])
+@pytest.mark.parametrize("phase", [ProcessPhase.WAITING, ProcessPhase.SERVING])
 def test_only_one_that_has_started_can_be_too_silent(phase):
     clock = Clock()
     lifecycle = Lifecycle("it", clock)
@@ -67,8 +75,8 @@ def test_only_one_that_has_started_can_be_too_silent(phase):
     assert lifecycle.health().live == ""
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SERVING])
-@pytest.mark.parametrize("end", [Phase.STOPPING, None])
+@pytest.mark.parametrize("phase", [ProcessPhase.WAITING, ProcessPhase.SERVING])
+@pytest.mark.parametrize("end", [ProcessPhase.STOPPING, None])
 def test_one_that_stood_must_stand_again_in_time(phase, end):
     """However many lives it takes, and however long it stood."""
     clock = Clock()
@@ -104,16 +112,16 @@ def test_a_first_start_takes_what_time_it_takes():
 def test_etcd_may_be_away_for_as_long_as_it_is():
     clock = Clock()
     lifecycle = Lifecycle("it", clock, restart_timeout_s=600)
-    lifecycle.enter(Phase.SERVING)
+    lifecycle.enter(ProcessPhase.SERVING)
     lifecycle.begin()
-    lifecycle.enter(Phase.WAITING)
+    lifecycle.enter(ProcessPhase.WAITING)
     clock.now += 10_000
     lifecycle.last_beat = clock.now
     assert lifecycle.health() == Health(ready="it is waiting for etcd")
 
 
 def test_silence_is_counted_in_looks_and_ends_with_every_beat():
-    lifecycle, silence, looks = Lifecycle("it", Clock()), Silence(), []
+    lifecycle, silence, looks = Lifecycle("it", Clock()), SilentLooks(), []
 
     def look(beat=None):
         lifecycle.last_beat = beat or lifecycle.last_beat
@@ -122,12 +130,12 @@ def test_silence_is_counted_in_looks_and_ends_with_every_beat():
 
     look(1.0)
     look()
-    lifecycle.enter(Phase.SERVING)
+    lifecycle.enter(ProcessPhase.SERVING)
     for beat in (None, None, None, 2.0, None, None):
         look(beat)
     lifecycle.begin()
     look()
-    lifecycle.enter(Phase.SERVING)
+    lifecycle.enter(ProcessPhase.SERVING)
     look()  # it has said nothing yet in this life
     assert looks == [0, 0, 0, 1, 2, 0, 1, 2, 0, 0]
 
@@ -199,15 +207,15 @@ async def test_a_child_tells_its_parent(monkeypatch):
         assert NOTIFY_SOCKET not in os.environ  # a grandchild must not speak for it
         task = asyncio.create_task(notifier.beat_until(stopping))
         await until(lambda: child.last_beat is not None)
-        assert child.phase is Phase.STARTING
+        assert child.phase is ProcessPhase.STARTING
         notifier.waits()
-        await until(lambda: child.phase is Phase.WAITING)
+        await until(lambda: child.phase is ProcessPhase.WAITING)
         notifier.serves()
-        await until(lambda: child.phase is Phase.SERVING)
+        await until(lambda: child.phase is ProcessPhase.SERVING)
         stopping.set()
-        await until(lambda: child.phase is Phase.STOPPING)
+        await until(lambda: child.phase is ProcessPhase.STOPPING)
         await task
-    assert child.phase is Phase.STARTING
+    assert child.phase is ProcessPhase.STARTING
 
 
 async def test_a_parent_that_is_gone_is_no_reason_to_fail(monkeypatch, caplog):

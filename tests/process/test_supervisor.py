@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.process import supervisor
 from services.process.health import Health, Lifecycle
-from services.process.supervisor import Backoff, Restart, StopAll, on_exit
+from services.process.supervisor import Restart, RestartDelays, StopAll, on_exit
 
 LONG_S = 20.0  # a deadline for conditions, never waited out
 
@@ -94,7 +94,9 @@ def shell(script: str) -> list[str]:
 async def supervising(commands, grace_s=LONG_S):
     """Yields the supervising task; whatever happens, its processes are gone at the end."""
     stopping, ranks = asyncio.Event(), [Lifecycle(f"rank {index}") for index in range(len(commands))]
-    task = asyncio.create_task(supervisor.supervise(commands, grace_s, stopping, ranks, Backoff(0.001, 0.01)))
+    task = asyncio.create_task(
+        supervisor.supervise(commands, grace_s, stopping, ranks, RestartDelays(0.001, 0.01))
+    )
     task.stop, task.ranks = stopping.set, ranks
     try:
         yield task

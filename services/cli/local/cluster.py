@@ -30,7 +30,7 @@ from services.host.parent_death import dying_with_us
 from services.host.ports import host_port, is_wildcard
 from services.net import channels, grpc_errors
 from services.process import supervisor
-from services.process.health import Lifecycle, Phase
+from services.process.health import Lifecycle, ProcessPhase
 from services.process.notify import listening
 from services.router.config import RouterConfig
 from services.settings.cluster import ClusterConfig
@@ -275,7 +275,7 @@ class LocalCluster:
     async def _router_ready(self, index: int) -> None:
         """Our own one has said so, and not who else may listen there."""
         own = self.children[_router_name(index, self.shape.routers)]
-        while not (own.life.phase is Phase.SERVING and await self.is_whole(index)):
+        while not (own.life.phase is ProcessPhase.SERVING and await self.is_whole(index)):
             await asyncio.sleep(0.1)
 
     async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:

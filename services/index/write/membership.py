@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from services.etcd.backoff import Backoff
 from services.etcd.client import Etcd
-from services.etcd.lease import Lease
+from services.etcd.lease import EtcdLease
 from services.index.keys import ClusterKeys
 from services.index.registrations import register
 from services.index.schema import Schema, check_schema
@@ -56,7 +56,7 @@ class Membership:
         self._schema = schema
         self._registration = registration
         self._ttl_s = ttl_s
-        self._lease: Lease | None = None
+        self._lease: EtcdLease | None = None
         self._registering = asyncio.Lock()
 
     async def run(self, events: AsyncIterator[CacheEvents]) -> None:
@@ -137,7 +137,7 @@ class Membership:
             self.publisher.detach()
             checked = False  # with the lease etcd may have lost all else
 
-    async def _lost_or_disputed(self, lease: Lease) -> None:
+    async def _lost_or_disputed(self, lease: EtcdLease) -> None:
         ends = (lease.lost, self.publisher.disputed)
         while not any(event.is_set() for event in ends):
             await _first_of(*ends, lease.reopened)
@@ -151,11 +151,11 @@ class Membership:
         granted_s = self._lease.ttl_s if self._lease else 0
         return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
 
-    async def _register(self, take_over: bool) -> Lease:
+    async def _register(self, take_over: bool) -> EtcdLease:
         # One at a time: draining as a lease is lost, two would be taken, and one of them kept for ever.
         async with self._registering:
             if self._lease is None or self._lease.lost.is_set():
-                self._lease = await Lease.grant(self._etcd, self._ttl_s)
+                self._lease = await EtcdLease.grant(self._etcd, self._ttl_s)
             await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)
             return self._lease
 

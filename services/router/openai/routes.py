@@ -205,7 +205,7 @@ class _OpenAiApi:
         except InvalidRequest as error:
             self._generation.rejected(InvalidRequest(str(error)))  # by the name that all fronts count it by
             raise
-        answer = _Answer(
+        answer = _HttpAnswer(
             call,
             answer_format(self._generation.token_text, self._generation.token_bytes),
             model=call.request.model or await self._only_model(),
@@ -229,7 +229,7 @@ class _OpenAiApi:
         return models[0].id if models else ""
 
 
-class _Answer:
+class _HttpAnswer:
     """One answer in the making."""
 
     def __init__(self, call: GenerationCall, answer_format: AnswerFormat, model: str, created: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from services.cli.local.cluster import Child, LocalCluster, Shape
 from services.cli.up import UpConfig
-from services.process.health import Phase
+from services.process.health import ProcessPhase
 from services.values.errors import ConfigError
 
 WITHIN_S = 60.0
@@ -90,7 +90,7 @@ async def test_a_cluster_whose_routers_somebody_else_answers_for_is_not_ready(sl
     with pytest.raises(TimeoutError):  # it looks ten times a second
         await asyncio.wait_for(asked.get(), 0.5)
     assert not ready.done()
-    router.life.enter(Phase.SERVING)
+    router.life.enter(ProcessPhase.SERVING)
     async with asyncio.timeout(WITHIN_S):
         await ready
     cluster.kill()

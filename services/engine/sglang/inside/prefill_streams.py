@@ -32,7 +32,7 @@ _HOST = "isthmus"  # SGLang prints it where it would print a decode rank's addre
 
 
 @dataclass(slots=True)
-class _Stream:
+class _DecodeProcess:
     """One decode process, for as long as its stream stands."""
 
     back: ReturnAddress
@@ -62,7 +62,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         self._deliver = deliver
         self._refuse = refuse
         self._numbers = itertools.count(1)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _DecodeProcess] = {}
 
     def send(self, endpoint: str, message: _Message) -> None:
         """A last word, to the stream whose ReturnAddress has this endpoint. Unsaid if it has ended."""
@@ -87,21 +87,21 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _greet(self, messages: AsyncIterator[_Message]) -> _Stream:
+    async def _greet(self, messages: AsyncIterator[_Message]) -> _DecodeProcess:
         first = await anext(messages, None)
         if first is None:
             raise ProtocolError("the Handshake stream ended before Hello")
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
         check_tensor_parallel(prefill=self._own.layout, decode=peer.layout)
-        stream = _Stream(ReturnAddress(_HOST, next(self._numbers)), first.hello, peer)
+        stream = _DecodeProcess(ReturnAddress(_HOST, next(self._numbers)), first.hello, peer)
         self._deliver(frames.registration_frames(first.hello, stream.back))
         self._streams[stream.back.endpoint] = stream
         stream.outbox.put_nowait(self._own_message())
         log.info("kv_link_up decode=%s tp_rank=%d", peer.rank, first.hello.tp_rank)
         return stream
 
-    def _take(self, stream: _Stream, message: _Message) -> None:
+    def _take(self, stream: _DecodeProcess, message: _Message) -> None:
         match message.WhichOneof("message"):
             case "ticket":
                 self._take_ticket(stream, message.ticket)
@@ -113,7 +113,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             case other:
                 raise ProtocolError(f"a decode rank does not send {other} after its Hello")
 
-    def _take_ticket(self, stream: _Stream, ticket: handshake_pb2.KvTicket) -> None:
+    def _take_ticket(self, stream: _DecodeProcess, ticket: handshake_pb2.KvTicket) -> None:
         try:
             self._check(stream, ticket)
             agent_name = stream.hello.engine_memory.agent_name
@@ -126,7 +126,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         stream.rooms.add(ticket.room)
         stream.say(status=_Status(room=ticket.room, state=_Status.STATE_ACCEPTED))
 
-    def _check(self, stream: _Stream, ticket: handshake_pb2.KvTicket) -> None:
+    def _check(self, stream: _DecodeProcess, ticket: handshake_pb2.KvTicket) -> None:
         own = self._own
         if not ticket.no_pages:
             typed = convert.ticket_from_proto(ticket)
@@ -136,7 +136,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         if ticket.prefill_generation != own.rank.generation:
             raise StaleGeneration(f"the ticket is for another life of {own.rank}")
 
-    def _lose(self, stream: _Stream) -> None:
+    def _lose(self, stream: _DecodeProcess) -> None:
         del self._streams[stream.back.endpoint]
         for room in stream.rooms:
             self._deliver(frames.abort_frames(handshake_pb2.Abort(room=room), stream.back))

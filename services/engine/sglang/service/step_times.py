@@ -7,7 +7,7 @@ from services.values.step_histogram import NO_STEPS, StepHistogram
 _PACE = 0.2  # of the exponential average
 
 
-class StepTimes:
+class MeanStepTimes:
     """Kept while a rank rests: a router wants to know what one sequence more would cost there."""
 
     def __init__(self) -> None:

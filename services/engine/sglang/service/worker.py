@@ -38,7 +38,7 @@ from services.engine.sglang.service.model_shape import ModelShape
 from services.engine.sglang.service.process import SglangProcess
 from services.engine.sglang.service.run_folder import RunFolder
 from services.engine.sglang.service.settings import SglangSettings
-from services.engine.sglang.service.step_times import StepTimes
+from services.engine.sglang.service.step_times import MeanStepTimes
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import free_ports
@@ -85,7 +85,7 @@ class SglangWorker:
         self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
         self._loads: dict[int, dict[str, Any]] = {}
-        self._step_times = StepTimes()
+        self._step_times = MeanStepTimes()
         self._queue_rates = [QueueRate() for _ in range(settings.dp_size)]
         self._retractions = [0] * settings.dp_size
         # A process of SGLang's has ended, which SGLang itself takes seconds to see.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.engine.sglang.service.step_times import StepTimes
+from services.engine.sglang.service.step_times import MeanStepTimes
 from services.values.step_histogram import StepHistogram
 
 
@@ -11,13 +11,13 @@ def totals(steps, total_us):
 
 
 def test_before_the_first_step_nothing_is_known():
-    times = StepTimes()
+    times = MeanStepTimes()
     times.note(0, None)
     assert times.step_s(0) == 0.0
 
 
 def test_the_first_steps_are_the_average_and_later_ones_move_it():
-    times = StepTimes()
+    times = MeanStepTimes()
     times.note(1, totals(10, 50_000))
     assert times.step_s(1) == pytest.approx(0.005)
     times.note(1, totals(20, 200_000))  # 15 ms each
@@ -26,14 +26,14 @@ def test_the_first_steps_are_the_average_and_later_ones_move_it():
 
 
 def test_a_rank_that_rests_keeps_its_average():
-    times = StepTimes()
+    times = MeanStepTimes()
     for _ in range(3):
         times.note(0, totals(10, 50_000))
     assert times.step_s(0) == pytest.approx(0.005)
 
 
 def test_steps_are_counted_by_the_mean_of_those_between_two_looks():
-    times = StepTimes()
+    times = MeanStepTimes()
     times.note(0, totals(10, 50_000))
     times.note(0, totals(10, 50_000))
     times.note(0, totals(14, 250_000))  # 50 ms each
