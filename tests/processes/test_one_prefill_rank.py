@@ -4,12 +4,14 @@ import asyncio
 import signal
 
 import grpc
+import pytest
 
 from cluster.harness import BLOCK
 from processes.harness import ProcessCluster, prompt_of, until
 from services.engine.fake import continuation
 
 
+@pytest.mark.long
 async def test_where_nothing_stands_in_for_what_is_gone(tmp_path, model_dir):
     async with ProcessCluster(tmp_path, model_dir) as cluster:
         await cluster.play(

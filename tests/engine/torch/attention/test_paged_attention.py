@@ -209,7 +209,8 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
     )
 
 
-@pytest.mark.parametrize("lanes", [8, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [8, 16])
 def test_a_processor_with_other_registers_computes_the_same(lanes):
     """In a process of its own: how many heads at once is compiled into the kernel."""
     program = (
