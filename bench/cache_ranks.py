@@ -26,7 +26,7 @@ from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
 from services.engine.paged.core import Limits
-from services.engine.paged.decode import Lease
+from services.engine.paged.decode import WriteLease
 from services.engine.settings import EngineSettings
 from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -79,7 +79,7 @@ class RankSettings:
             cache_enabled=cache_enabled,
             transport=self.transport,
             limits=Limits(self.max_running_requests, self.chunk_size, itl_target_s=itl_target_s),
-            lease=Lease(),
+            lease=WriteLease(),
             digest_share=self.digest_share,
         )
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
 from services.engine.paged.core import Limits
-from services.engine.paged.decode import Lease
+from services.engine.paged.decode import WriteLease
 from services.engine.settings import EngineSettings
 from services.net import servers
 from services.net.tls import TlsConfig
@@ -33,7 +33,7 @@ FAKE = EngineSettings(
     cache_enabled=True,
     transport="local",
     limits=Limits(max_running_requests=8, chunk_size=8),
-    lease=Lease(write_lease_s=4.0, fence_margin_s=0.5),
+    lease=WriteLease(write_lease_s=4.0, fence_margin_s=0.5),
     digest_share=1.0,
 )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from services.engine.paged.core import Limits
-from services.engine.paged.decode import Lease
+from services.engine.paged.decode import WriteLease
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 
@@ -24,7 +24,7 @@ class EngineSettings:
     cache_enabled: bool
     transport: str
     limits: Limits
-    lease: Lease = field(default_factory=Lease)
+    lease: WriteLease = field(default_factory=WriteLease)
     nixl: NixlSettings = field(default_factory=NixlSettings)
     protected_cache_share: float = 0.3
     digest_share: float = 0.0

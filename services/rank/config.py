@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.engine.paged.core import Limits
-from services.engine.paged.decode import Lease
+from services.engine.paged.decode import WriteLease
 from services.engine.settings import EngineSettings
 from services.host.ports import check_port, is_wildcard
 from services.settings.cluster import ClusterConfig
@@ -192,7 +192,7 @@ class RankConfig(ClusterConfig):
                 itl_target_s=itl_target_ms / 1e3 if itl_target_ms is not None else None,
                 step_limit_s=self.step_limit_s,
             ),
-            lease=Lease(self.write_lease_s, self.fence_margin_s),
+            lease=WriteLease(self.write_lease_s, self.fence_margin_s),
             fake_step_s=self.fake_step_s,
             fake_prompt_token_s=self.fake_prompt_token_s,
             engine_args=self.engine_arg,

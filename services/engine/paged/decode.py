@@ -21,15 +21,14 @@ from services.engine.paged.events import Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import Cancel, EndQuarantine, Landed, Renegotiate
+from services.engine.paged.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
 from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket
 from services.kv.transfer_plan import delta_bytes
 from services.net import channels
 from services.transfer.base import Transport
 from services.transfer.decode.links import PrefillLink, PrefillLinks
-from services.transfer.decode.room_watch import Landed as LandedDelta
-from services.transfer.decode.room_watch import RoomWatch
+from services.transfer.decode.room_watch import Landed, RoomWatch
 from services.values.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
 from services.values.kv import PageId
 from services.values.rank import Plan, RankId, Rendezvous, Room
@@ -46,7 +45,7 @@ _ANSWER_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class WriteLease:
     """How long a prefill rank may write into our pages."""
 
     write_lease_s: float = 10.0  # renewed while the request waits
@@ -82,7 +81,7 @@ class PagedDecodeEngine(PagedEngine):
         *,
         limits: Limits,
         cache: CacheSettings,
-        lease: Lease,
+        lease: WriteLease,
         digest_share: float = 0.0,
         open_channel: OpenChannel = channels.open_channel,
     ) -> None:
@@ -178,7 +177,7 @@ class PagedDecodeEngine(PagedEngine):
         except BaseException:
             delta.give_up()
             raise
-        self.post(Landed(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
+        self.post(DeltaLanded(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
         return _Received(prefill, landed.bytes_moved, digested_pages, began - reserved_at, transfer_s)
@@ -226,7 +225,7 @@ class _Delta:
         seq: Sequence,
         link: PrefillLink,
         room: Room,
-        lease: Lease,
+        lease: WriteLease,
         want_digests: bool,
     ) -> None:
         self._engine = engine
@@ -254,12 +253,12 @@ class _Delta:
         )
         self._watch = self._link.send_ticket(ticket)
 
-    async def landed(self) -> LandedDelta:
+    async def landed(self) -> Landed:
         """Wait until the whole delta is in our pages; if it must start earlier, send another ticket."""
         while True:
             assert self._watch is not None
             outcome = await self._watch.outcome()
-            if isinstance(outcome, LandedDelta):
+            if isinstance(outcome, Landed):
                 return outcome
             _check_earlier(outcome.start, self.start, self._engine.layout.page_size)
             log.info("kv_renegotiated prefix=%d start=%d", self.start, outcome.start)
@@ -267,7 +266,7 @@ class _Delta:
             self._engine.post(Renegotiate(self._seq, self.start))
             self.send_ticket(await self._reserved_again.get())
 
-    async def landed_as_written(self) -> tuple[LandedDelta, int]:
+    async def landed_as_written(self) -> tuple[Landed, int]:
         """As `landed`, and how many pages were found to be as prefill wrote them.
 
         Raises what `landed` and `check_digests` raise, and PeerFailed where too little has landed.
@@ -276,7 +275,7 @@ class _Delta:
         _check_bytes(landed.bytes_moved, delta_bytes(self.start, len(self._seq.ids), self._engine.layout))
         return landed, await self.check_digests(landed)
 
-    async def check_digests(self, landed: LandedDelta) -> int:
+    async def check_digests(self, landed: Landed) -> int:
         """How many pages were compared with what prefill says it wrote: none where it says nothing of that.
 
         Raises:

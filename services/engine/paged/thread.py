@@ -38,7 +38,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class DeltaLanded:
     seq: Sequence
     first_token: Sampled
 
@@ -75,7 +75,7 @@ class Stop:
     free: bool  # the pool too: no transfer touches it any more
 
 
-Command = Submit | Landed | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
+Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class EngineThread:
                     core.submit(seq)
                 except IsthmusError as error:
                     self._failures.append((seq, Failed(error)))
-            case Landed(seq, first_token):
+            case DeltaLanded(seq, first_token):
                 core.landed(seq, first_token)
             case Renegotiate(seq, start):
                 core.renegotiate(seq, start)

@@ -7,7 +7,7 @@ import pytest
 
 from pair import FAKE, Pair
 from services.engine.fake import continuation
-from services.engine.paged.decode import Lease
+from services.engine.paged.decode import WriteLease
 from services.engine.paged.sequence import Phase
 from services.transfer.local import _LandedWrite
 from services.values.rank import Plan
@@ -131,13 +131,13 @@ async def test_quarantine_ends_with_the_writers_word_not_with_the_fence():
 async def test_a_stop_ends_though_a_writer_that_is_there_never_says_that_it_has_stopped(monkeypatch, caplog):
     """Its pages stay set aside while the link stands, long after the fence; a stop ends the link."""
     monkeypatch.setattr(_LandedWrite, "poll", lambda write: False)
-    async with Watched(replace(SLOW, lease=Lease(write_lease_s=600.0, fence_margin_s=0.1))) as pair:
+    async with Watched(replace(SLOW, lease=WriteLease(write_lease_s=600.0, fence_margin_s=0.1))) as pair:
         task, _ = await pair.start(PROMPT)
         await pair.until(lambda: pair.prefill.sender.writes_in_flight)
         (link,) = pair.decode._links._links.values()
         (watch,) = link._watches.values()
         watch._lease_end_s = 0.0
-        pair.decode._lease = Lease(write_lease_s=0.1, fence_margin_s=0.1)
+        pair.decode._lease = WriteLease(write_lease_s=0.1, fence_margin_s=0.1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         (quarantine,) = pair.decode._quarantines

@@ -11,7 +11,7 @@ from engine.paged.core_rank import Prefill, Rank
 from pair import FAKE, Pair
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
-from services.engine.paged.decode import Lease
+from services.engine.paged.decode import WriteLease
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 from services.transfer.base import Unsettled
@@ -182,7 +182,7 @@ async def test_a_sender_on_which_no_write_lands_ends_its_rank(monkeypatch):
 
     monkeypatch.setattr(LocalTransport, "write", broken)
     monkeypatch.setattr(failures_module, "MIN_SPAN_S", 0.0)
-    async with Pair(replace(FAKE, lease=Lease(write_lease_s=0.3, fence_margin_s=0.1))) as pair:
+    async with Pair(replace(FAKE, lease=WriteLease(write_lease_s=0.3, fence_margin_s=0.1))) as pair:
         for _ in range(failures_module.MAX_FAILURES):
             with pytest.raises((PeerFailed, Unavailable)):
                 await pair.generate(PROMPT)
