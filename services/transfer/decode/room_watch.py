@@ -111,9 +111,10 @@ class RoomWatch:
             self._link.send_renewal(self.room, write_until_s)
 
     def abort(self) -> bool:
-        """Give up. True: the writer may write still; the pages are for quarantine until `writer_stopped`."""
+        """Give up. True, once: the writer may write still, and the pages must wait for `writer_stopped`."""
+        before = self._quarantined
         self._step(ReservationEvent.GIVEN_UP)
-        return self._quarantined
+        return self._quarantined and not before
 
     async def writer_stopped(self, fence_s: float) -> None:
         """Give up, and return once no byte of this room can be written any more.

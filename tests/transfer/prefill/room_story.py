@@ -3,6 +3,7 @@
 The transport lands when told to, and the clock stands still but for `wait`.
 
     ticket ROOM [prompt=] [from=] [until=] [link=]     decode's KvTicket; pages 500 and on
+    garbled ROOM                                       a ticket that cannot be read
     request ROOM [prompt=]                             the Prefill call came
     computed ROOM UPTO                                 the engine offers the pages of the next tokens
     abort ROOM [link=], link NUMBER, lose NUMBER       decode's stream
@@ -28,7 +29,7 @@ class Rooms(Rank):
 
     def perform(self, command):
         room = Room(int(command.words[0], 16)) if command.words and command.name in _OF_A_ROOM else None
-        getattr(self, f"do_{command.name}")(command, room)
+        getattr(self, f"do_{command.name.replace('-', '_')}")(command, room)
         self.turn()
         yield from self.news()
 
@@ -56,6 +57,9 @@ class Rooms(Rank):
             numbers.get("link", 1),
             float(numbers.get("until", 110)),
         )
+
+    def do_garbled(self, command, room):
+        self.rooms.refuse(int(command.options.get("link", 1)), room, "it cannot be read")
 
     def do_request(self, command, room):
         self.request(room, int(command.options.get("prompt", 10)))
@@ -88,7 +92,7 @@ class Rooms(Rank):
         self.now_s += float(command.words[0])
 
 
-_OF_A_ROOM = ("ticket", "request", "computed", "abort", "cancel")
+_OF_A_ROOM = ("ticket", "garbled", "request", "computed", "abort", "cancel", "ask", "give-up", "renew")
 
 
 def words_of(message):

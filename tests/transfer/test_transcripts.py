@@ -1,0 +1,34 @@
+"""The handshake as stories, from both its ends; two_ends.py says what their commands are."""
+
+from pathlib import Path
+
+import pytest
+
+from services.kv import handshake
+from transcripts import played, stem, transcripts_beside
+from transfer.prefill.room_story import Rooms
+from transfer.two_ends import TwoEnds
+
+STORIES = transcripts_beside(__file__)
+OF_ROOMS = transcripts_beside(str(Path(__file__).parent / "prefill" / "test_transcripts.py"))
+
+
+@pytest.mark.parametrize("path", STORIES, ids=stem)
+def test_the_handshake(path, play):
+    play(path, TwoEnds().perform)
+
+
+def test_the_stories_go_through_every_row_of_both_tables(monkeypatch):
+    """A row that no story reaches is one too many, or a story is missing."""
+    look_up, reached = handshake._look_up, set()
+
+    def note(table, state, event):
+        reached.add((state, event))
+        return look_up(table, state, event)
+
+    monkeypatch.setattr(handshake, "_look_up", note)
+    for path in STORIES:
+        played(path.read_text(), TwoEnds().perform)
+    for path in OF_ROOMS:
+        played(path.read_text(), Rooms().perform)
+    assert {*handshake.RESERVATION, *handshake.ROOM} - reached == set()

@@ -1,0 +1,150 @@
+"""Both ends of transfers as a story: a decode rank's watches, a prefill rank's rooms, a stream between them.
+
+What decode says arrives at once; what prefill says is on its way until `hear`. Time is 100 at first; a
+lease is for 10 s, and the fence's margin is 5 s.
+
+    ask ROOM [prompt=] [from=]         decode reserves pages and sends its ticket
+    give-up ROOM, renew ROOM           decode's request
+    hear                               all that is on its way
+    lose, link                         the stream; the next one to the same life of prefill
+    next-life                          another life answers at prefill's endpoint
+    wait SECONDS                       who awaits a writer's end looks at the clock
+
+and those of the prefill rank: request, computed, cancel, land, cut (transfer/prefill/room_story.py).
+"""
+
+import asyncio
+from collections import deque
+
+from services.transfer.decode.room_watch import Landed, Renegotiated, RoomWatch
+from services.values.rank import RankAddress
+from services.wire.isthmus.v1 import handshake_pb2 as pb
+from transfer.prefill.room_rank import OWN
+from transfer.prefill.room_story import Rooms, words_of
+
+LEASE_S, MARGIN_S = 10.0, 5.0
+
+
+class TwoEnds(Rooms):
+    """The link of every watch itself; its `watches` are those of the stream, as in a PrefillLink."""
+
+    def __init__(self):
+        self.stream, self.words = 1, deque()
+        self.watches, self.orphans, self.given_up = {}, [], []
+        self.known = {}  # watch -> the state that was told last
+        super().__init__()
+
+    def hear(self, link_id):
+        def send(message):
+            lost = link_id != self.stream
+            self.told.append(f"prefill: {words_of(message)}" + ", which nobody hears" * lost)
+            if not lost:
+                self.words.append(message)
+
+        return send
+
+    def news(self):
+        told = list(super().news())
+        for watch, before in self.known.items():
+            if watch.state is not before:
+                told.append(f"reservation {watch.room:X}: {before.name} -> {watch.state.name}")
+                self.known[watch] = watch.state
+        return told
+
+    # -- as a WriterLink ----------------------------------------------------------------------------------
+
+    def send_abort(self, room):
+        self.told.append(f"decode: abort {room:X}")
+        self.rooms.abort(self.stream, room)
+
+    def send_renewal(self, room, write_until_s):
+        self.told.append(f"decode: renew {room:X} until {write_until_s:.0f}")
+        self.rooms.renew(self.stream, room, write_until_s)
+
+    def lease_end_s(self, write_until_s):
+        return write_until_s
+
+    def seek(self, watch):
+        self.told.append(f"decode: seeks the writer of {watch.room:X}")
+        self.orphans.append(watch)
+
+    # -- commands -----------------------------------------------------------------------------------------
+
+    def do_ask(self, command, room):
+        until_s = self.now_s + LEASE_S
+        watch = RoomWatch(room, RankAddress(OWN, ""), self, until_s, lambda: self.now_s, self.seek)
+        self.watches[room] = watch
+        self.known[watch] = watch.state
+        command.options.update(until=str(int(until_s)), link=str(self.stream))
+        self.do_ticket(command, room)
+
+    def do_give_up(self, command, room):
+        watch = next(watch for watch in reversed(self.known) if watch.room == room)
+        if watch.abort():
+            self.told.append(f"decode: pages of {room:X} go to quarantine")
+            self.given_up.append(watch)
+
+    def do_renew(self, command, room):
+        self.watches[room].renew(self.now_s + LEASE_S)
+
+    def do_hear(self, command, room):
+        while self.words:
+            self.take(self.words.popleft())
+        self.end_quarantines()
+
+    def take(self, message):
+        kind = message.WhichOneof("message")
+        word = getattr(message, kind)
+        if kind == "status" and word.state == pb.Status.STATE_ACCEPTED:
+            return
+        if (watch := self.watches.pop(word.room, None)) is None:
+            self.told.append(f"decode: has heard the last word on {word.room:X} before")
+        elif kind == "status" and word.state == pb.Status.STATE_LANDED:
+            watch.on_landed(Landed(word.bytes_moved, word.descriptors))
+        elif kind == "status" and word.state == pb.Status.STATE_RENEGOTIATE:
+            watch.on_renegotiated(Renegotiated(word.start))
+        elif word.unsettled:
+            watch.on_unsettled("it failed")
+        else:
+            watch.on_last_word("it failed")
+
+    def do_lose(self, command, room):
+        self.words.clear()
+        lost, self.watches = self.watches, {}
+        self.stream += 1
+        self.rooms.link_lost(self.stream - 1)
+        for watch in lost.values():
+            watch.on_lost()
+
+    def do_link(self, command, room):
+        self.link_up(self.stream)
+        orphans, self.orphans = self.orphans, []
+        for watch in orphans:
+            self.watches[watch.room] = watch
+            watch.on_linked(self)
+
+    def do_next_life(self, command, room):
+        orphans, self.orphans = self.orphans, []
+        for watch in orphans:
+            watch.on_writer_dead()
+        self.end_quarantines()
+
+    def do_wait(self, command, room):
+        super().do_wait(command, room)
+        for watch in self.given_up:
+            asyncio.run(look(watch))
+        self.end_quarantines()
+
+    def end_quarantines(self):
+        for watch in [watch for watch in self.given_up if watch.is_over(MARGIN_S)]:
+            self.given_up.remove(watch)
+            self.told.append(f"decode: pages of {watch.room:X} are free again")
+
+
+async def look(watch):
+    """Who awaits a writer's end does so for one turn of the loop."""
+    task = asyncio.create_task(watch.writer_stopped(MARGIN_S))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
