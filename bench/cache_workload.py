@@ -150,18 +150,6 @@ def renamed(workload: Workload, suffix: str) -> Workload:
     return replace(workload, conversations=conversations)
 
 
-def reused_share(workload: Workload) -> float:
-    """Of the tokens of all prompts but first ones, how many are the conversation's own past."""
-    prompts, past = 0, 0
-    for conversation in workload.conversations:
-        history = 0
-        for turn, question in enumerate(conversation.questions):
-            if turn:
-                prompts, past = prompts + history + len(question), past + history
-            history += len(question) + conversation.answer_tokens
-    return past / prompts if prompts else 0.0
-
-
 def prompt_of(conversation: Conversation, answers: Sequence[TokenIds]) -> TokenIds:
     """The prompt of the turn that follows `answers`."""
     prompt: list[int] = []

@@ -21,11 +21,6 @@ def decode_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
 
-def decode_role(config: RankConfig, own_id: RankId) -> RankRole:
-    """Of a rank that has the process to itself."""
-    return decode_roles(config, [own_id])[0]
-
-
 def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         metrics = DecodeMetrics(registry, engine)

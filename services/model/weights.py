@@ -20,10 +20,6 @@ class WeightsMemory:
     attention_item_bytes: float
     feed_forward_item_bytes: float
 
-    @property
-    def num_parameters(self) -> int:
-        return self.attention + self.feed_forward
-
     def bytes_per_gpu(self, tp_size: int = 1, dp_size: int = 1) -> float:
         """`tp_size` GPUs share a rank's attention; with DP attention `dp_size` such ranks share the rest."""
         attention = self.attention * self.attention_item_bytes / tp_size

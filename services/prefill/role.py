@@ -22,11 +22,6 @@ def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRol
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
 
-def prefill_role(config: RankConfig, own_id: RankId) -> RankRole:
-    """Of a rank that has the process to itself."""
-    return prefill_roles(config, [own_id])[0]
-
-
 def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         metrics = PrefillMetrics(registry, engine, expects_rdma=config.expect_kv_path == "rdma")

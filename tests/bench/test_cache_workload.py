@@ -2,7 +2,19 @@ from statistics import fmean
 
 import pytest
 
-from bench.cache_workload import groups, idle, prompt_of, renamed, reused_share, shared, turns
+from bench.cache_workload import groups, idle, prompt_of, renamed, shared, turns
+
+
+def reused_share(workload):
+    """Of the tokens of all prompts but first ones, how many are the conversation's own past."""
+    prompts, past = 0, 0
+    for conversation in workload.conversations:
+        history = 0
+        for turn, question in enumerate(conversation.questions):
+            if turn:
+                prompts, past = prompts + history + len(question), past + history
+            history += len(question) + conversation.answer_tokens
+    return past / prompts if prompts else 0.0
 
 
 @pytest.mark.parametrize("make", [shared, groups, turns])

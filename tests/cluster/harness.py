@@ -9,9 +9,9 @@ from types import MappingProxyType
 import grpc
 
 from pair import settled
-from services.decode.role import decode_role
+from services.decode.role import decode_roles
 from services.net import channels
-from services.prefill.role import prefill_role
+from services.prefill.role import prefill_roles
 from services.rank.config import RankConfig
 from services.rank.main import open_rank, own_rank_id, serving_metrics
 from services.router.app import open_router
@@ -100,7 +100,7 @@ class FakeCluster:
         kv_pages = self.pools.get(worker, self.base.kv_pages)
         config = replace(self.base, worker=worker, rank_index=index, port=port, kv_pages=kv_pages)
         own_id = own_rank_id(config)
-        own_role = (decode_role if role == "decode" else prefill_role)(config, own_id)
+        (own_role,) = (decode_roles if role == "decode" else prefill_roles)(config, [own_id])
         stack = AsyncExitStack()
         page = await stack.enter_async_context(serving_metrics(config, own_role.role, own_id))
         self.ranks[f"{worker}/{index}"] = await stack.enter_async_context(

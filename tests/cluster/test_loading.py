@@ -5,7 +5,7 @@ import urllib.request
 from dataclasses import replace
 
 from cluster.harness import FAKE_RANK
-from services.decode.role import decode_role
+from services.decode.role import decode_roles
 from services.engine.paged.decode import PagedDecodeEngine
 from services.host.ports import free_ports
 from services.process import signals
@@ -30,7 +30,7 @@ async def test_every_rank_of_a_process_can_be_scraped_while_the_first_engine_sta
     base = replace(FAKE_RANK, etcd=("127.0.0.1:1",), cluster="c")
     configs = [replace(base, rank_index=index, metrics_port=port) for index, port in enumerate(ports)]
     own_ids = [rank.own_rank_id(config) for config in configs]
-    roles = [decode_role(config, own_id) for config, own_id in zip(configs, own_ids, strict=True)]
+    roles = [role for own_id in own_ids for role in decode_roles(base, [own_id])]
     running = asyncio.create_task(rank.run_ranks(configs, own_ids, roles))
     try:
         async with asyncio.timeout(20):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.decode.role import decode_role
+from services.decode.role import decode_roles
 from services.engine.paged.decode import PagedDecodeEngine
-from services.prefill.role import prefill_role
+from services.prefill.role import prefill_roles
 from services.process.supervisor import rank_commands
 from services.rank.config import RankConfig
 from services.rank.main import own_rank_id
@@ -59,15 +59,16 @@ def test_the_limit_of_a_step_reaches_the_engine():
 
 def test_a_rank_without_a_cache_says_so_to_the_routers():
     without = config_of("--decode-cache=off", "--prefill-cache=off")
-    for make_role in (decode_role, prefill_role):
-        assert make_role(without, own_rank_id(without)).capabilities == (NO_CACHE,)
-        assert make_role(config_of(), own_rank_id(without)).capabilities == ()
+    for make_roles in (decode_roles, prefill_roles):
+        for config, expected in ((without, (NO_CACHE,)), (config_of(), ())):
+            (role,) = make_roles(config, [own_rank_id(config)])
+            assert role.capabilities == expected
 
 
 def test_a_rank_says_what_its_engine_lacks(monkeypatch):
     monkeypatch.setattr(PagedDecodeEngine, "plans", frozenset({Plan.REMOTE}))
     monkeypatch.setattr(PagedDecodeEngine, "moves_penalties", False)
-    role = decode_role(config_of(), own_rank_id(config_of()))
+    (role,) = decode_roles(config_of(), [own_rank_id(config_of())])
     assert role.capabilities == (REMOTE_ONLY, NO_MOVED_PENALTIES)
 
 
