@@ -159,6 +159,12 @@ def over_the_wire(pb: Message) -> Message:
     return type(pb).FromString(pb.SerializeToString())
 
 
+@given(layouts, uint32)
+def test_a_layout_round_trips_beside_its_version(layout, version):
+    pb = over_the_wire(convert.layout_to_proto(layout))
+    assert convert.layout_from_proto(pb, version) == replace(layout, handshake_version=version)
+
+
 @pytest.mark.parametrize(
     ("noun", "values"),
     [
@@ -166,7 +172,6 @@ def over_the_wire(pb: Message) -> Message:
         ("address", addresses),
         ("rendezvous", rendezvous),
         ("run", runs),
-        ("layout", layouts),
         ("memory", memories),
         ("ticket", tickets),
         ("load", loads),
