@@ -1,7 +1,7 @@
 """Whether requests meet the KV that is there, and whether the index tells routers the truth."""
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from panels import CLUSTER, RANK, Query, board, graph
+from panels import CLUSTER, RANK, Query, board, graph, highest, lowest
 
 _RATE = "[$__rate_interval]"
 _NAME = "{{role}} {{worker}}/{{rank}}"
@@ -31,18 +31,18 @@ def cache() -> Dashboard:
         "Whether requests go where their prefix is, what that saves, and whether the index is to be trusted.",
         [
             (
-                "Hits",
+                "Cache hits",
                 [
                     graph(
-                        "Hit rate by rank",
+                        "Cache hit rate by rank",
                         "percentunit",
                         "Share of the prompt tokens sent to the rank that it held already. Decode ranks: KV "
                         "that need not move; prefill ranks: KV that need not be computed.",
-                        Query(_share("isthmus_delivered_hit_tokens_total", _BY_RANK), _NAME),
+                        lowest(_share("isthmus_delivered_hit_tokens_total", _BY_RANK), _NAME),
                         maximum=1,
                     ),
                     graph(
-                        "Predicted, delivered and available hits",
+                        "Hit rate: predicted, delivered, available",
                         "percentunit",
                         "Predicted: what the routers believed of the chosen ranks. Delivered: what they held. "
                         "Available: what the best rank was believed to hold. Far apart: runbook IsthmusHitRateFell.",
@@ -53,11 +53,11 @@ def cache() -> Dashboard:
                         maximum=1,
                     ),
                     graph(
-                        "How far hits are trusted",
+                        "Hit prediction accuracy by rank",
                         "percentunit",
                         "Of the tokens that the index said the rank held, the share that it had. Below 100 %: "
                         "it evicts faster than the index hears, or its publisher lags.",
-                        Query(f"min by ({_BY_RANK}) (isthmus_rank_trust{{{RANK}}})", _NAME),
+                        lowest(f"min by ({_BY_RANK}) (isthmus_rank_trust{{{RANK}}})", _NAME),
                         maximum=1,
                     ),
                     graph(
@@ -69,7 +69,7 @@ def cache() -> Dashboard:
                         stacked=True,
                     ),
                     graph(
-                        "Drift",
+                        "Token drift",
                         "percentunit",
                         "Tokens of past turns that came back other than they were generated, as a share of "
                         "prompt tokens: hits lost because clients send text instead of token_ids.",
@@ -81,10 +81,10 @@ def cache() -> Dashboard:
                 ],
             ),
             (
-                "Decisions",
+                "Placement",
                 [
                     graph(
-                        "Why ranks were chosen",
+                        "Placements by plan and reason",
                         "reqps",
                         "Decisions by plan and reason. pinned and longest_prefix keep a conversation at home; "
                         "cheapest means that home was too busy or there was none; share, that of several "
@@ -93,20 +93,20 @@ def cache() -> Dashboard:
                         stacked=True,
                     ),
                     graph(
-                        "How evenly prompts are spread",
+                        "Load imbalance by role",
                         "short",
                         "Prompt tokens of the busiest rank against the mean of those of its role that are up: 1 is even, "
                         "the number of ranks means that one takes everything.",
                         Query(f"max by (role) ({placed}) / (sum by (role) ({placed}) / {ranks})", "{{role}}"),
                     ),
                     graph(
-                        "Conversations with a pin",
+                        "Pinned conversations",
                         "short",
                         "Conversations that routers remember a home for.",
                         Query(f"max(isthmus_index_pins{{{CLUSTER}}})", "pinned"),
                     ),
                     graph(
-                        "What became of pins",
+                        "Pin writes by outcome",
                         "short",
                         "Pins per minute: written to etcd, dropped because too many waited, or lost to another "
                         "router that was first.",
@@ -118,7 +118,7 @@ def cache() -> Dashboard:
                 "Index",
                 [
                     graph(
-                        "How old the index is",
+                        "Index staleness",
                         "s",
                         "How far each router's index is behind the ranks, and the age of 99 of 100 updates "
                         "when they arrived. Runbook: IsthmusIndexStale.",
@@ -129,24 +129,26 @@ def cache() -> Dashboard:
                         Query(
                             "histogram_quantile(0.99, sum by (le) (rate("
                             f"isthmus_index_update_staleness_seconds_bucket{{{CLUSTER}}}{_RATE})))",
-                            "99 % of updates",
+                            "p99 of updates",
                         ),
                     ),
                     graph(
-                        "How old what is known of each rank is",
+                        "Index staleness by rank",
                         "s",
                         "How far the routers' knowledge of each rank's cache is behind it, where it is farthest. "
                         "One rank above the others: its CPU or network. Runbook: IsthmusIndexStale.",
-                        Query(f"max by ({_BY_RANK}) (isthmus_index_rank_staleness_seconds{{{RANK}}})", _NAME),
+                        highest(
+                            f"max by ({_BY_RANK}) (isthmus_index_rank_staleness_seconds{{{RANK}}})", _NAME
+                        ),
                     ),
                     graph(
-                        "What ranks are known to hold",
+                        "Index blocks by rank",
                         "short",
                         "Index blocks by rank, as the routers know them.",
-                        Query(f"max by ({_BY_RANK}) (isthmus_index_rank_blocks{{{RANK}}})", _NAME),
+                        highest(f"max by ({_BY_RANK}) (isthmus_index_rank_blocks{{{RANK}}})", _NAME),
                     ),
                     graph(
-                        "Gaps and repairs",
+                        "Index gaps and resyncs",
                         "short",
                         "Records of ranks that routers missed, ranks they read again, listings of the whole "
                         "index, and values they could not read. All rare; a listing at each start is normal.",
@@ -156,7 +158,7 @@ def cache() -> Dashboard:
                         Query(_increase("isthmus_index_torn_values_total"), "unreadable values"),
                     ),
                     graph(
-                        "Routers without the index",
+                        "Degraded routers",
                         "short",
                         "Routers that cannot follow etcd, by reason; they place by what they remember and by "
                         "load. Runbook: IsthmusRouterDegraded.",
@@ -169,7 +171,7 @@ def cache() -> Dashboard:
                 "etcd",
                 [
                     graph(
-                        "Etcd round trips",
+                        "etcd latency p95",
                         "s",
                         "95 of 100 calls were answered within this time, by kind of call. No request waits for "
                         "them.",
@@ -180,7 +182,7 @@ def cache() -> Dashboard:
                         ),
                     ),
                     graph(
-                        "Trouble with etcd",
+                        "etcd failures",
                         "short",
                         "Calls that failed, writes that had to be tried again, and leases that were lost, each "
                         "over the last interval. Runbook: IsthmusEtcdLeaseLosses.",

@@ -23,8 +23,22 @@ _ERRORS = (
 )
 
 
+# In the order of a request, each in a colour of its own.
+_STAGES = {
+    "router_queue": "#8e8e8e",
+    "tokenize": "#fade2a",
+    "route": "#73bf69",
+    "decode_queue": "#f2495c",
+    "prefill_queue": "#ff9830",
+    "prefill_compute": "#3274d9",
+    "transfer": "#b877d9",
+    "first_decode_step": "#37c8c3",
+    "relay": "#9c5f2f",
+}
+
+
 def _lengths(metric: str) -> tuple[Query, ...]:
-    shares = ((0.5, "half"), (0.95, "95 %"), (0.99, "99 %"))
+    shares = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
     return tuple(Query(_quantile(share, metric), legend) for share, legend in shares)
 
 
@@ -35,70 +49,70 @@ def overview() -> Dashboard:
         "Whether users are served well, and what it costs. Start here.",
         [
             (
-                "Are we fine?",
+                "At a glance",
                 [
                     tile(
-                        "Prompt tokens from cache",
+                        "Cache hit rate",
                         "percentunit",
                         "Share of prompt tokens that no rank had to compute. Higher is cheaper and faster; what "
                         "is usual depends on the traffic. Runbook: IsthmusHitRateFell.",
                         _HITS,
-                        Limits(yellow=0.3, red=0.1, low=True),
+                        Limits(amber=0.3, red=0.1, low=True),
                     ),
                     tile(
-                        "Wait for the first token (95 %)",
+                        "TTFT p95",
                         "s",
                         "95 of 100 requests got their first token within this time. The chart's goal is 2.5 s, unless it was given another. Runbook: "
                         "IsthmusTtftBudgetBurnsFast.",
                         _quantile(0.95, "isthmus_ttft_seconds"),
-                        Limits(yellow=1.5, red=2.5),
+                        Limits(amber=1.5, red=2.5),
                     ),
                     tile(
-                        "Pause between tokens (95 %)",
+                        "ITL p95",
                         "s",
                         "95 of 100 tokens came within this time after the one before.",
                         _quantile(0.95, "isthmus_itl_seconds"),
-                        Limits(yellow=0.1, red=0.25),
+                        Limits(amber=0.1, red=0.25),
                     ),
                     tile(
-                        "Requests that fail",
+                        "Error rate",
                         "percentunit",
                         "Share of requests that ended with an error of ours, refusals for want of room included. "
                         "What clients ask wrongly or cancel does not count. Runbook: IsthmusRequestsFail.",
                         _ERRORS,
-                        Limits(yellow=0.01, red=0.05),
+                        Limits(amber=0.01, red=0.05),
                     ),
                     tile(
-                        "Tokens generated per second",
+                        "Output tokens/s",
                         "short",
                         "Output of all streams of the cluster together.",
                         _rate("isthmus_completion_tokens_total"),
                     ),
                     tile(
-                        "Ranks that are down",
+                        "Ranks down",
                         "short",
                         "Ranks that no router can use. Runbook: IsthmusRankDown.",
                         f"count(max by (cluster, isthmus_cluster, role, worker, rank) (isthmus_rank_up{{{RANK}}}) == 0)"
                         " or vector(0)",
-                        Limits(yellow=1, red=2),
+                        Limits(amber=1, red=2),
                     ),
                 ],
             ),
             (
-                "What users feel",
+                "Latency",
                 [
                     graph(
-                        "Wait for the first token",
+                        "TTFT p50, p95, p99",
                         "s",
-                        "From a request's arrival at the router to its first token: half, 95 and 99 of 100 "
+                        "From a request's arrival at the router to its first token: 50, 95 and 99 of 100 "
                         "requests were faster than this.",
-                        Query(_quantile(0.5, "isthmus_ttft_seconds"), "half"),
-                        Query(_quantile(0.95, "isthmus_ttft_seconds"), "95 %"),
-                        Query(_quantile(0.99, "isthmus_ttft_seconds"), "99 %"),
+                        Query(_quantile(0.5, "isthmus_ttft_seconds"), "p50"),
+                        Query(_quantile(0.95, "isthmus_ttft_seconds"), "p95"),
+                        Query(_quantile(0.99, "isthmus_ttft_seconds"), "p99"),
                         exemplars=True,
                     ),
                     graph(
-                        "Where the time to first token goes",
+                        "TTFT by stage",
                         "s",
                         "The mean request, stage by stage; together they are its wait for the first token. The "
                         "runbook IsthmusTtftBudgetBurnsFast says what to do about each stage.",
@@ -108,30 +122,31 @@ def overview() -> Dashboard:
                             "{{stage}}",
                         ),
                         stacked=True,
+                        colors=_STAGES,
                     ),
                     graph(
-                        "Pause between tokens",
+                        "ITL p50, p95, p99",
                         "s",
-                        "Between two tokens of a stream: half, 95 and 99 of 100 pauses were shorter than this.",
-                        Query(_quantile(0.5, "isthmus_itl_seconds"), "half"),
-                        Query(_quantile(0.95, "isthmus_itl_seconds"), "95 %"),
-                        Query(_quantile(0.99, "isthmus_itl_seconds"), "99 %"),
+                        "Between two tokens of a stream: 50, 95 and 99 of 100 pauses were shorter than this.",
+                        Query(_quantile(0.5, "isthmus_itl_seconds"), "p50"),
+                        Query(_quantile(0.95, "isthmus_itl_seconds"), "p95"),
+                        Query(_quantile(0.99, "isthmus_itl_seconds"), "p99"),
                     ),
                     graph(
-                        "Whole requests",
+                        "Request latency p50, p95",
                         "s",
                         "From a request's arrival to its last token; long answers take long.",
-                        Query(_quantile(0.5, "isthmus_request_seconds"), "half"),
-                        Query(_quantile(0.95, "isthmus_request_seconds"), "95 %"),
+                        Query(_quantile(0.5, "isthmus_request_seconds"), "p50"),
+                        Query(_quantile(0.95, "isthmus_request_seconds"), "p95"),
                         exemplars=True,
                     ),
                 ],
             ),
             (
-                "Load and cost",
+                "Load",
                 [
                     graph(
-                        "Requests per second",
+                        "Requests by outcome",
                         "reqps",
                         "Requests that ended, by how: finished, cancelled by the client, or the error's name.",
                         Query(_rate("isthmus_requests_total", by="outcome"), "{{outcome}}"),
@@ -145,7 +160,7 @@ def overview() -> Dashboard:
                         Query(f"sum(isthmus_waiting_requests{{{CLUSTER}}})", "waiting on ranks"),
                     ),
                     graph(
-                        "Prompt tokens computed",
+                        "Prompt tokens, computed and cached",
                         "short",
                         "Prompt tokens per second: computed is what the hardware is paid for, the rest came "
                         "from a cache.",
@@ -154,34 +169,34 @@ def overview() -> Dashboard:
                         stacked=True,
                     ),
                     graph(
-                        "Tokens generated",
+                        "Output token throughput",
                         "short",
                         "Output tokens per second over all streams.",
                         Query(_rate("isthmus_completion_tokens_total"), "generated"),
                     ),
                     graph(
-                        "Length of prompts",
+                        "Prompt length",
                         "short",
-                        "Prompt tokens: half, 95 and 99 of 100 requests had no more. Longer prompts cost prefill "
+                        "Prompt tokens: 50, 95 and 99 of 100 requests had no more. Longer prompts cost prefill "
                         "time and KV pages.",
                         *_lengths("isthmus_request_prompt_tokens"),
                     ),
                     graph(
-                        "Length of answers",
+                        "Output length",
                         "short",
-                        "Tokens generated for a request: half, 95 and 99 of 100 had no more. Longer answers hold "
+                        "Tokens generated for a request: 50, 95 and 99 of 100 had no more. Longer answers hold "
                         "places in decode batches for longer.",
                         *_lengths("isthmus_request_output_tokens"),
                     ),
                     graph(
-                        "Requests that had to move",
+                        "Retries and migrations",
                         "reqps",
                         "Requests that left a failed rank for another one: retries before their first token, "
                         "migrations after it. Users notice a pause, no error.",
                         Query(_rate("isthmus_request_moves_total", by="kind"), "{{kind}}"),
                     ),
                     graph(
-                        "Requests refused",
+                        "Rejected requests",
                         "reqps",
                         "Requests that ended before any rank had taken them, by the error's name. "
                         "InvalidRequest and NotFound are the clients' mistakes.",

@@ -1,6 +1,6 @@
 """The few kinds of panel that our dashboards are made of, and the dashboards' frame."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -16,6 +16,9 @@ CLUSTER = 'cluster=~"$cluster", isthmus_cluster=~"$isthmus_cluster"'
 _ROLE, _WORKER = f'{CLUSTER}, role=~"$role"', f'{CLUSTER}, role=~"$role", worker=~"$worker"'
 RANK = f'{_WORKER}, rank=~"$rank"'
 _WIDTH, _HEIGHT, _TILE_HEIGHT = 24, 8, 4
+_AXIS_WIDTH = 76  # pixels: "0.35 req/s" in full
+# Grounds on which digits are white, whatever the theme.
+_FINE, _ODD, _WRONG = "#22252b", "#8a5a00", "#8f1d2c"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,20 @@ class Query:
 
     expr: str
     legend: str = ""
+    shown: str = ""  # of many series these alone
+
+
+_SHOWN = 10  # series of one query in a graph by rank: a legend of 64 is not read
+
+
+def highest(expr: str, legend: str) -> Query:
+    """The ranks of which most is to be seen."""
+    return Query(f"topk({_SHOWN}, {expr})", legend, "highest")
+
+
+def lowest(expr: str, legend: str) -> Query:
+    """The ranks of which least is to be seen, where that is what is wrong."""
+    return Query(f"bottomk({_SHOWN}, {expr})", legend, "lowest")
 
 
 def graph(
@@ -34,26 +51,33 @@ def graph(
     stacked: bool = False,
     maximum: float | None = None,
     exemplars: bool = False,
+    colors: Mapping[str, str] | None = None,
 ) -> timeseries.Panel:
-    """Lines over time; `stacked`: areas that add up. `exemplars` of the histograms lead to traces."""
+    """Lines over time, from zero, with their last and highest value in the legend.
+
+    `stacked`: areas that add up. `exemplars` of the histograms lead to traces. `colors` are by legend.
+    """
     panel = (
         timeseries.Panel()
         .title(title)
         .unit(unit)
-        .description(description)
+        .description(description + _of_many(queries))
         .datasource(SOURCE)
         .height(_HEIGHT)
         .span(_WIDTH // 2)
         .min(0)
+        .axis_width(_AXIS_WIDTH)
         .line_width(1 if stacked else 2)
         .fill_opacity(60 if stacked else 8)
         .show_points(common_models.VisibilityMode.NEVER)
         .legend(
             common.VizLegendOptions()
             .show_legend(True)
-            .display_mode(common_models.LegendDisplayMode.LIST)
-            .placement(common_models.LegendPlacement.BOTTOM)
-            .calcs([])
+            .display_mode(common_models.LegendDisplayMode.TABLE)
+            .placement(common_models.LegendPlacement.RIGHT)
+            .calcs(["lastNotNull", "max"])
+            .sort_by("Max")
+            .sort_desc(True)
         )
         .tooltip(
             common.VizTooltipOptions()
@@ -65,21 +89,32 @@ def graph(
         panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     if maximum is not None:
         panel.max(maximum)
+    for legend, color in (colors or {}).items():
+        panel.override_by_name(legend, [_colored(color)])
     return _with_targets(panel, queries, exemplars)
+
+
+def _of_many(queries: Sequence[Query]) -> str:
+    shown = next((query.shown for query in queries if query.shown), "")
+    return f" Shown are the {_SHOWN} {shown}." if shown else ""
+
+
+def _colored(color: str) -> dashboard_models.DynamicConfigValue:
+    return dashboard_models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": color})
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a tile turns yellow and red; `low`: when the value falls to it."""
+    """Where a tile's ground turns amber and red; `low`: when the value falls to it."""
 
-    yellow: float
+    amber: float
     red: float
     low: bool = False
 
     def thresholds(self) -> dashboard.ThresholdsConfig:
         if self.low:
-            return _thresholds([("red", None), ("yellow", self.red), ("green", self.yellow)])
-        return _thresholds([("green", None), ("yellow", self.yellow), ("red", self.red)])
+            return _thresholds([(_WRONG, None), (_ODD, self.red), (_FINE, self.amber)])
+        return _thresholds([(_FINE, None), (_ODD, self.amber), (_WRONG, self.red)])
 
 
 def _thresholds(steps: Sequence[tuple[str, float | None]]) -> dashboard.ThresholdsConfig:
@@ -90,7 +125,7 @@ def _thresholds(steps: Sequence[tuple[str, float | None]]) -> dashboard.Threshol
 def tile(
     title: str, unit: str, description: str, expr: str, limits: Limits | None = None, span: int = 4
 ) -> stat.Panel:
-    """One number, green, yellow or red, over its recent course."""
+    """One number, in white on a plain ground: dark, amber or red."""
     panel = (
         stat.Panel()
         .title(title)
@@ -99,15 +134,11 @@ def tile(
         .datasource(SOURCE)
         .height(_TILE_HEIGHT)
         .span(span)
-        .color_mode(
-            common_models.BigValueColorMode.BACKGROUND_SOLID
-            if limits
-            else common_models.BigValueColorMode.VALUE
-        )
-        .graph_mode(common_models.BigValueGraphMode.AREA)
+        .color_mode(common_models.BigValueColorMode.BACKGROUND_SOLID)
+        .graph_mode(common_models.BigValueGraphMode.NONE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     )
-    panel.thresholds(limits.thresholds() if limits else _thresholds([("blue", None)]))
+    panel.thresholds(limits.thresholds() if limits else _thresholds([(_FINE, None)]))
     return _with_targets(panel, [Query(expr)])
 
 

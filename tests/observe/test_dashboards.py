@@ -7,6 +7,7 @@ import pytest
 from observe.boards import ALERTS, BOARDS, PANELS, REPOSITORY, RULES, metrics_in
 from services.router.request.stages import STAGES
 
+GRAPHS = [panel for panel in PANELS if panel.json["type"] == "timeseries"]
 RUNBOOKS = (REPOSITORY / "docs/runbooks.md").read_text()
 
 
@@ -49,7 +50,7 @@ def test_every_metric_that_is_asked_for_exists():
 
 
 def test_dashboard_and_alert_count_the_same_failures():
-    (tile,) = [panel for panel in PANELS if panel.title == "Requests that fail"]
+    (tile,) = [panel for panel in PANELS if panel.title == "Error rate"]
     (alert,) = [rule for rule in ALERTS if rule["alert"] == "IsthmusRequestsFail"]
     counted = [
         set(re.findall(r'outcome!~"(.*?)"', expr)) for expr in (tile.targets[0]["expr"], alert["expr"])
@@ -60,9 +61,43 @@ def test_dashboard_and_alert_count_the_same_failures():
 def test_what_is_slow_leads_to_its_trace():
     """Grafana asks for exemplars only where a target says so."""
     shown = {panel.title: [t.get("exemplar", False) for t in panel.targets] for panel in PANELS}
-    assert shown["Wait for the first token"] == [True, True, True]
-    assert shown["Whole requests"] == [True, True]
-    assert "an exemplar on *Wait for the first token* or *Whole requests* on Overview" in RUNBOOKS
+    assert shown["TTFT p50, p95, p99"] == [True, True, True]
+    assert shown["Request latency p50, p95"] == [True, True]
+    assert "an exemplar on *TTFT p50, p95, p99* or *Request latency p50, p95* on Overview" in RUNBOOKS
+
+
+def test_numbers_are_white_on_a_plain_ground():
+    for panel in (panel for panel in PANELS if panel.json["type"] == "stat"):
+        options = panel.json["options"]
+        assert (options["colorMode"], options["graphMode"]) == ("background_solid", "none")
+        grounds = [step["color"] for step in panel.json["fieldConfig"]["defaults"]["thresholds"]["steps"]]
+        assert all(luminance(ground) < 0.15 for ground in grounds), panel.title
+
+
+def luminance(color):
+    """Relative, as in WCAG 2.2; white on less than 0.18 has a contrast of 4.5 and more."""
+    parts = (int(color[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("panel", GRAPHS, ids=str)
+def test_a_graph_can_be_read_with_64_ranks(panel):
+    defaults, legend = panel.json["fieldConfig"]["defaults"], panel.json["options"]["legend"]
+    assert defaults["min"] == 0 and defaults["custom"]["axisWidth"] >= 70
+    assert legend["calcs"] == ["lastNotNull", "max"] and legend["displayMode"] == "table"
+    for target in panel.targets:
+        by_rank = "{{rank}}" in target["legendFormat"]
+        assert target["expr"].startswith(("topk(10, ", "bottomk(10, ")) == by_rank, target["expr"]
+
+
+def test_each_stage_has_a_colour_of_its_own():
+    (panel,) = [panel for panel in PANELS if panel.title == "TTFT by stage"]
+    colors = {
+        override["matcher"]["options"]: override["properties"][0]["value"]["fixedColor"]
+        for override in panel.json["fieldConfig"]["overrides"]
+    }
+    assert tuple(colors) == STAGES and len(set(colors.values())) == len(STAGES)
 
 
 def test_the_runbooks_speak_of_panels_and_stages_that_exist():

@@ -21,7 +21,7 @@ def rank(metric, number, values):
 @pytest.mark.parametrize(("busy", "spread"), [([600], 4), ([600, 600], 2), ([600, 600, 600, 600], 1)])
 def test_how_evenly_prompts_are_spread_counts_ranks_that_get_none(tmp_path, busy, spread):
     """Four ranks are up and one is down; those that nothing was ever sent to have no series of tokens."""
-    (panel,) = [panel for panel in PANELS if panel.title == "How evenly prompts are spread"]
+    (panel,) = [panel for panel in PANELS if panel.title == "Load imbalance by role"]
     placed = [
         rank("isthmus_placed_prompt_tokens_total", i, f"0+{tokens}x30") for i, tokens in enumerate(busy)
     ]

@@ -42,7 +42,7 @@ type Typed<Kind extends string, Options, Custom> = Omit<
     defaults: Omit<NonNullable<Plain<Panel>["fieldConfig"]>["defaults"], "custom"> & {
       custom?: Plain<Custom>;
     };
-    overrides: [];
+    overrides: NonNullable<Plain<Panel>["fieldConfig"]>["overrides"];
   };
 };
 type Ours =

@@ -38,12 +38,22 @@ function rangeOf(series: Series) {
   return { min, max, delta: max - min };
 }
 
+function overridden(panel: any, name: string) {
+  const ours = (panel.fieldConfig.overrides ?? []).filter(
+    (override: any) => override.matcher.id === "byName" && override.matcher.options === name,
+  );
+  return Object.fromEntries(
+    ours.flatMap((override: any) => override.properties.map((one: any) => [one.id, one.value])),
+  );
+}
+
 function framesOf(panel: any, series: Series[]): DataFrame[] {
   return series.map((one, seriesIndex) => {
     // What the panels' plugins have as their defaults.
     const config = {
       color: { mode: panel.type === "stat" ? "thresholds" : "palette-classic" },
       ...panel.fieldConfig.defaults,
+      ...overridden(panel, one.name),
       displayNameFromDS: one.name,
     };
     const value: any = {
