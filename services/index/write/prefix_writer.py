@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 class LogLimits:
     """A log is summed up by a snapshot when a reader would rather read that.
 
-    It may grow to twice the snapshot, so that rewriting costs at most half as much again as the deltas,
-    and a reader who comes anew reads at most three times what the rank holds.
+    It may grow to twice the snapshot, so that rewriting costs about half as much again as the deltas, and a
+    reader who comes anew reads about three times what the rank holds. The other limits break both: of a small
+    pool `max_deltas` has more rewritten and `min_bytes` more read, of a very large one `max_bytes` has more
+    rewritten.
     """
 
     max_deltas: int = 512
