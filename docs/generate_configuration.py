@@ -4,7 +4,6 @@
 """
 
 import argparse
-import importlib
 import inspect
 import json
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli.__main__ import COMMANDS
+from services.cli.__main__ import COMMANDS, module_of
 from services.engine.sglang.service.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank.config import RankConfig
 from services.router.config import RouterConfig
@@ -104,7 +103,7 @@ def sections() -> list[Section]:
         ),
     ]
     for command in COMMANDS:
-        module = importlib.import_module(f"services.cli.{command.replace('-', '_')}")
+        module = module_of(command)
         cls = getattr(module, f"{command.title().replace('-', '')}Config")
         flags = describe(cls)
         text = inspect.cleandoc(str(cls.__doc__))

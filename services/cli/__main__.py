@@ -3,21 +3,23 @@
 import importlib
 import os
 import sys
+from types import ModuleType
 
 from services.observe import build_info, json_lines, telemetry
 from services.values.errors import ConfigError, IsthmusError
 
+# Name -> the room of its module, and what it does.
 COMMANDS = {
-    "up": "start a whole cluster on this machine",
-    "demo": "watch a conversation go through a cluster on this machine",
-    "generate": "send a prompt to a router and stream the answer",
-    "explain": "show where a prompt would go and why",
-    "index": "show what every rank holds",
-    "drain": "take ranks out of service in peace, or put them back",
-    "check": "fail unless a conversation's second turn finds its KV again",
-    "size": "tell how much KV a model's conversations need",
-    "health": "ask a service on this machine how it is",
-    "make-model": "write a small random checkpoint",
+    "up": (".local", "start a whole cluster on this machine"),
+    "demo": (".local", "watch a conversation go through a cluster on this machine"),
+    "generate": ("", "send a prompt to a router and stream the answer"),
+    "explain": (".look", "show where a prompt would go and why"),
+    "index": (".look", "show what every rank holds"),
+    "drain": ("", "take ranks out of service in peace, or put them back"),
+    "check": (".look", "fail unless a conversation's second turn finds its KV again"),
+    "size": (".look", "tell how much KV a model's conversations need"),
+    "health": (".look", "ask a service on this machine how it is"),
+    "make-model": ("", "write a small random checkpoint"),
 }
 
 
@@ -63,15 +65,19 @@ def _stop_writing() -> None:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    # A command's libraries (torch, for one) are loaded only when it is used: help answers at once.
-    command = importlib.import_module(f"services.cli.{name.replace('-', '_')}")
-    code: int = command.run(arguments)
+    code: int = module_of(name).run(arguments)
     return code
+
+
+def module_of(name: str) -> ModuleType:
+    """A command's libraries (torch, for one) are loaded only when it is used: help answers at once."""
+    room, _ = COMMANDS[name]
+    return importlib.import_module(f"services.cli{room}.{name.replace('-', '_')}")
 
 
 def _usage() -> str:
     lines = ["usage: isthmus COMMAND [--help]", "       isthmus --version", ""]
-    lines += [f"  {name:<12}{meaning}" for name, meaning in COMMANDS.items()]
+    lines += [f"  {name:<12}{meaning}" for name, (_, meaning) in COMMANDS.items()]
     return "\n".join(lines)
 
 

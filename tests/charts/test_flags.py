@@ -146,7 +146,7 @@ def test_no_flag_comes_twice():
 
 
 def test_the_command_of_helm_test_is_accepted():
-    from services.cli.check import CheckConfig
+    from services.cli.look.check import CheckConfig
     from services.settings.flags import load
 
     for name in NAMES:

@@ -8,7 +8,7 @@ import pytest
 
 from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
 from model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
-from services.cli.size import SizeConfig, fit_of
+from services.cli.look.size import SizeConfig, fit_of
 
 GIB = 2**30
 GENERATED = {  # `isthmus make-model`, which needs torch

@@ -7,7 +7,8 @@ from importlib import metadata
 import pytest
 
 from services.cli import __main__ as isthmus
-from services.cli import client, up
+from services.cli import client
+from services.cli.local import up
 from services.cli.local.cluster import LocalCluster
 from services.settings.flags import load
 from services.values.errors import ConfigError, InvalidRequest, Unavailable

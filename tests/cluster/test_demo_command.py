@@ -3,7 +3,7 @@
 import re
 
 from cluster.harness import FakeCluster
-from services.cli import demo
+from services.cli.local import demo
 from services.net import channels
 
 

@@ -7,7 +7,8 @@ import grpc
 import pytest
 
 from cluster.harness import FakeCluster
-from services.cli import drain, index
+from services.cli import drain
+from services.cli.look import index
 from services.engine.fake import FakeRunner, continuation
 from services.values.rank import RankAddress, Role
 from services.wire.isthmus.v1 import generation_pb2

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.harness import FakeCluster
-from services.cli import index
+from services.cli.look import index
 from services.index.read.mirror import Mirror
 from services.values.errors import ConfigError, Unavailable
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster
-from services.cli import explain, generate
+from services.cli import generate
+from services.cli.look import explain
 from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
 from services.router.ranks.balance import Balance

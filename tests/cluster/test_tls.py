@@ -10,7 +10,8 @@ import pytest
 
 from certificates import Mounted, make_another, make_certificates
 from cluster.harness import FakeCluster
-from services.cli import explain, generate
+from services.cli import generate
+from services.cli.look import explain
 from services.engine.fake import continuation
 from services.net import channels
 from services.net.tls import TlsConfig

@@ -4,8 +4,8 @@ import pytest
 
 from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
-from services.cli import check
-from services.cli.check import CheckConfig, verdict
+from services.cli.look import check
+from services.cli.look.check import CheckConfig, verdict
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 

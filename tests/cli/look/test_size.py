@@ -6,8 +6,8 @@ import pytest
 
 from checkpoints import tiny_checkpoint
 from model_configs import DEEPSEEK_V3
+from services.cli.look.size import SizeConfig, report, run
 from services.cli.make_model import ARCHITECTURES
-from services.cli.size import SizeConfig, report, run
 from services.engine.torch.runner import TorchRunner
 from services.model.sizing import Pool, kv_dtype, kv_shape
 from services.values.errors import ConfigError

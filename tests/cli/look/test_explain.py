@@ -1,7 +1,7 @@
 """What `isthmus explain` and `isthmus index` print."""
 
-from services.cli.explain import format_explanation
-from services.cli.index import format_answer
+from services.cli.look.explain import format_explanation
+from services.cli.look.index import format_answer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 HOME = common_pb2.RankId(worker="d0", rank=1, generation=7)

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from services.cli.health import run
+from services.cli.look.health import run
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The table of `isthmus index`."""
 
-from services.cli.index import format_answer
+from services.cli.look.index import format_answer
 from services.values.kv_path import KvPath, KvPathKind
 from services.values.load import RankLoad
 from services.wire import convert
