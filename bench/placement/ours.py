@@ -11,9 +11,9 @@ from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
-from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import Weights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
@@ -45,7 +45,7 @@ class Ours:
         )
         settings = PlacerSettings(BLOCK_TOKENS, timing.chunk_tokens, fleet.weights)
         self._deltas: Counter[RankKey] = Counter()  # taken in
-        self._placer = Placer(settings, self.index, self._balance, self._deltas.__getitem__)
+        self._placer = Placer(settings, self.index, self._balance, self._deltas.__getitem__, lambda _: True)
         self._placer.set_ranks(
             [_registration(rank, Role.DECODE, timing) for rank in fleet.decodes],
             [_registration(rank, Role.PREFILL, timing) for rank in fleet.prefills],
@@ -69,7 +69,7 @@ class Ours:
     def _asked(self, request: TraceRequest) -> Asked:
         hashes = sequence_hashes(request.blocks, 1, _SEED)
         pinned = self._pins.of(request.session, self._router)
-        return Asked(hashes, request.prompt_tokens, self._plans, pinned, lambda _: "")
+        return Asked(hashes, request.prompt_tokens, self._plans, pinned)
 
     def sent(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]

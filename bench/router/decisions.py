@@ -29,8 +29,9 @@ import numpy as np
 from bench.report import Row, verdict
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision
-from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import Weights
 from services.router.ranks.balance import Balance
 from services.values.errors import NoCapacity
@@ -125,7 +126,7 @@ class _Router:
         self._prefills = [_registration(Role.PREFILL, number) for number in range(prefill)]
         self._balance = Balance(lambda: self._now)
         settings = PlacerSettings(_INDEX_BLOCK, 2_048, Weights())
-        self.placer = Placer(settings, index, self._balance, lambda rank: None)
+        self.placer = Placer(settings, index, self._balance, lambda rank: None, lambda rank: True)
         self.placer.set_ranks(self._decodes, self._prefills)
         for rank in (*self._decodes, *self._prefills):
             self._report(rank)
@@ -238,7 +239,7 @@ def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
         began = time.thread_time_ns()
         hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
         hashed = time.thread_time_ns()
-        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, lambda rank: "")
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned)
         decision = router.placer.place(asked, tie)
         placed = time.thread_time_ns()
         spent.hash.append(hashed - began - _CLOCK_NS)
@@ -255,7 +256,7 @@ def _refuse(router: _Router) -> list[int]:
     for _ in range(_REFUSALS):
         prompt, tie = router.next_prompt(), rng.random()
         hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
-        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, lambda rank: "", _MAX_WAIT_S)
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, max_wait_s=_MAX_WAIT_S)
         began = time.thread_time_ns()
         with suppress(NoCapacity):
             router.placer.place(asked, tie)

@@ -19,10 +19,11 @@ from services.net.tls import TlsConfig
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
 from services.router.links.prefill_watch import PrefillWatch
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
-from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.pool_ends import length_means
-from services.router.ranks.balance import Balance, RankNow
+from services.router.ranks.balance import Balance, Liveness, RankNow
 from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash
@@ -120,10 +121,12 @@ class Cluster:
         self._mirror = mirror
         self._pins = pins
         self._balance = balance
-        self._placer = Placer(settings.placer, mirror.index, balance, mirror.progress)
         self._tls = tls
         self._tie = tie
         self._connections = Connections(self._open_client, self._open_watch)
+        self._placer = Placer(
+            settings.placer, mirror.index, balance, mirror.progress, self._connections.is_connected
+        )
         self._lives: dict[RankKey, RankId] = {}
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
         self._placeable: list[list[Registration]] = []
@@ -174,11 +177,8 @@ class Cluster:
         rank = view.registration.id.key
         if view.registration.role is Role.DECODE and not self._connections.is_connected(rank):
             return False
-        return view.state is RankState.LIVE and self._balance.excluded(rank) not in (
-            "silent",
-            "failed",
-            "stalled",
-        )
+        is_well = self._balance.liveness(rank) in (Liveness.LIVE, Liveness.DRAINING)
+        return is_well and view.state is RankState.LIVE
 
     def status(self) -> list[RankStatus]:
         """Of every rank of our model, decode ranks first."""
@@ -220,10 +220,7 @@ class Cluster:
     def check_room(self, max_wait_s: float) -> None:
         """Raises NoCapacity if requests wait longer than that wherever they can go."""
         self._refresh()
-        shortest = Asked(
-            (), 1, self._known_plans, None, lambda rank: self._exclusion(rank, 1, frozenset()), max_wait_s
-        )
-        self._placer.check_waits(shortest)
+        self._placer.check_waits(Asked((), 1, self._known_plans, max_wait_s=max_wait_s))
 
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
@@ -319,15 +316,14 @@ class Cluster:
     ) -> Asked:
         self._refresh()
         self._placer.set_share(Share(*self._mirror.place_among_routers()))
-        num_tokens = len(prompt.ids)
         return Asked(
             prompt.hashes,
-            num_tokens,
+            len(prompt.ids),
             self._plans(),
-            self._pinned(conversation_id),
-            lambda rank: self._exclusion(rank, num_tokens, excluded),
-            max_wait_s,
-            self._most_tokens(prompt),
+            pinned=self._pinned(conversation_id),
+            tried=excluded,
+            max_wait_s=max_wait_s,
+            most_tokens=self._most_tokens(prompt),
         )
 
     def _most_tokens(self, prompt: HashedPrompt) -> int | None:
@@ -361,26 +357,10 @@ class Cluster:
             self._mirror.progress(key),
             self.trust(key),
             balance.now(key),
-            self._exclusion(view.registration, 1, frozenset()),
+            self._placer.exclusion(view.registration),
             self._mirror.unregistered_s(view),
             self._mirror.rank_staleness_s(key),
         )
-
-    def _exclusion(self, rank: Registration, prompt_tokens: int, excluded: frozenset[RankId]) -> str:
-        """Why a rank cannot be chosen; empty when it can."""
-        key = rank.id.key
-        if rank.id in excluded:  # in this life
-            return "it failed this request"
-        if rank.draining:
-            return "draining"
-        if rank.role is Role.DECODE and not self._connections.is_connected(key):
-            return "not connected"
-        # A decode rank needs room for one more token.
-        if prompt_tokens > rank.max_context_tokens - (rank.role is Role.DECODE):
-            return "the prompt is longer than its context"
-        # A lapsed lease alone excludes nobody: a decode rank whose stream is up is alive, and a prefill
-        # rank is left alone by the balance for a while if it fails, and until it speaks if it is silent.
-        return self._balance.excluded(key)
 
     def _pin_name(self, conversation_id: str) -> str:
         """Routers of other models keep their pins in the same place."""

@@ -13,8 +13,8 @@ from cluster.metrics_page import samples, value
 from reference import count_near_ties, random_prompt, reference_generation
 from services.engine import fake
 from services.engine.fake import continuation
-from services.router.cluster import Cluster
-from services.router.placement.pool_ends import TOO_SMALL
+from services.router.placement.exclusion import TOO_SMALL
+from services.router.placement.placer import Placer
 from services.router.request import failover
 from services.values.rank import RankKey, Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -40,19 +40,19 @@ def pools_of(*num_tokens):
 @pytest.fixture
 def smallest_first(monkeypatch):
     """Of the ranks that hold the prompt the smallest is chosen, whatever it costs."""
-    exclusion = Cluster._exclusion
+    exclusion = Placer._exclusion
 
-    def of_smallest(cluster, rank, prompt_tokens, excluded):
-        if reason := exclusion(cluster, rank, prompt_tokens, excluded):
+    def of_smallest(placer, rank, asked):
+        if reason := exclusion(placer, rank, asked):
             return reason
-        if prompt_tokens < len(PROMPT):
+        if asked.prompt_tokens < len(PROMPT):
             return ""  # a probe
-        holds = [view.registration.max_context_tokens for view in cluster.ranks(Role.DECODE)]
-        smallest = min((tokens for tokens in holds if tokens > prompt_tokens), default=0)
+        holds = [decode.max_context_tokens for decode in placer._decodes.ranks.values()]
+        smallest = min((tokens for tokens in holds if tokens > asked.prompt_tokens), default=0)
         is_larger = rank.role is Role.DECODE and rank.max_context_tokens > smallest
         return "larger than need be" if is_larger else ""
 
-    monkeypatch.setattr(Cluster, "_exclusion", of_smallest)
+    monkeypatch.setattr(Placer, "_exclusion", of_smallest)
 
 
 async def generate(cluster, max_tokens, prompt=PROMPT, **sampling):
@@ -163,19 +163,19 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
 ):
     monkeypatch.setattr(failover, "_STUMBLE_S", 0.01)
     monkeypatch.setattr(failover, "_LARGER_RANK_S", 9.0 if comes_back else 0.02)
-    exclusion, asked = Cluster._exclusion, []
+    exclusion, prompts = Placer._exclusion, []
 
-    def stumbles(cluster, rank, prompt_tokens, excluded):
+    def stumbles(placer, rank, asked):
         if rank.id.worker == "decode-1":
-            if prompt_tokens < 100:
+            if asked.prompt_tokens < 100:
                 return "not yet"
-            asked.append(prompt_tokens)
-            if not comes_back or len(asked) < 6:
+            prompts.append(asked.prompt_tokens)
+            if not comes_back or len(prompts) < 6:
                 return "not connected"
-        return exclusion(cluster, rank, prompt_tokens, excluded)
+        return exclusion(placer, rank, asked)
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools_of(100, 400)) as cluster:
-        monkeypatch.setattr(Cluster, "_exclusion", stumbles)
+        monkeypatch.setattr(Placer, "_exclusion", stumbles)
         if comes_back:
             assert (await generate(cluster, 100))[0] == continuation(PROMPT, 100)
         else:

@@ -16,7 +16,7 @@ from services.router.cluster import Cluster, ClusterSettings
 from services.router.links import connections
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import Weights
-from services.router.ranks.balance import Balance
+from services.router.ranks.balance import Balance, Liveness
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import KvLayout
 from services.values.load import RankLoad
@@ -154,7 +154,7 @@ async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror):
     mirror.set(replace(D0, registered=False))
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == []
-    assert two_decodes._balance.excluded(D0_KEY) == "failed"
+    assert two_decodes._balance.liveness(D0_KEY) is Liveness.FAILED
     two_decodes._connections.clients[D0_KEY].connected.clear()
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == [D0_KEY]
@@ -328,13 +328,6 @@ async def test_the_models_context_is_that_of_the_rank_that_knows_most_of_it(clus
     mirror.set(view(Role.DECODE, 0, **said))
     assert cluster._asked(prompt, "", frozenset()).most_tokens == 1_000
     assert cluster._asked(await cluster.hash((1, 2), ""), "", frozenset()).most_tokens is None
-
-
-@pytest.mark.parametrize(("num_tokens", "is_excluded"), [(100, False), (101, True)])
-async def test_the_bound_is_what_placing_excludes_by(cluster, num_tokens, is_excluded):
-    """One more than the longest prompt: there must be room for a token of the answer, if not on prefill."""
-    prefill = view(Role.PREFILL, 0, max_context_tokens=100).registration
-    assert bool(cluster._exclusion(prefill, num_tokens, frozenset())) is is_excluded
 
 
 async def test_what_is_refused_is_explained_so(two_decodes):

@@ -1,14 +1,96 @@
-"""How long a request may be expected to wait and still be let in. Pure.
+"""Admission control: how long a request would wait for its turn, and whether it may. Pure.
+
+It waits for room at the decode rank, and behind the prompts that are computed before its own:
+
+    remote   room(D) + compute(P)        it comes to the prefill rank with its pages in hand
+    local    max(room(D), compute(D))    those that wait for room there are among those that will be computed
 
 A cluster that takes in more than it serves makes everybody wait until deadlines end them, and then has worked
 for nobody. So who would wait too long is refused at the door, with the time after which it may come again.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
 from services.values.errors import NoCapacity
+from services.values.rank import Plan
 
 # Of the time that a request has. The rest is for its prompt and its answer, and for what is foretold wrongly.
 _WAIT_SHARE = 0.5
 _SOONEST_S = 1.0
+_LOOKED_AT = 64  # of a role, when what is wanted is any rank in time
+
+
+class Computing(Protocol):
+    """A rank that computes prompts, as the next one sees it."""
+
+    @property
+    def compute_wait_s(self) -> float:
+        """Until it computes the prompt; 0 where its rate is not known."""
+
+
+class Receiving(Computing, Protocol):
+    """A decode rank."""
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Until it has room."""
+
+    @property
+    def receives(self) -> bool:
+        """The prefill ranks' KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Of a request for its turn, in seconds; infinite where the plan cannot be."""
+
+    plans: frozenset[Plan]
+
+    def local_s(self, decode: Receiving) -> float:
+        return max(decode.queue_wait_s, decode.compute_wait_s) if Plan.LOCAL in self.plans else inf
+
+    def remote_s(self, decode: Receiving, compute_s: float) -> float:
+        """With a prefill rank that computes it in `compute_s`."""
+        is_able = Plan.REMOTE in self.plans and decode.receives
+        return decode.queue_wait_s + compute_s if is_able else inf
+
+    def shortest_s(self, decode: Receiving, compute_s: float) -> float:
+        """At this decode rank; `compute_s` as above, of the prefill rank that is soonest."""
+        return min(self.local_s(decode), self.remote_s(decode, compute_s))
+
+    def about_s(self, decodes: Iterable[Receiving], prefills: Iterable[Computing], enough_s: float) -> float:
+        """At the best of the ranks, told by looking at few; infinite: there is nowhere to go.
+
+        It is 0 as soon as a rank is found, or each of a pair, with a wait of `enough_s` or less. Where ranks
+        are many they come in the order of load: if the first ones do not compute in time, neither do the
+        others, unless what they lack is room. When a decode rank has room is in no order.
+        """
+        compute_s = self._soonest_s(prefills, enough_s)
+        shortest_s, looked_at = inf, 0
+        for decode in decodes:
+            room_s = decode.queue_wait_s
+            if room_s >= shortest_s:
+                continue
+            local_s, theirs_s = self.local_s(decode), compute_s if decode.receives else inf
+            if min(local_s, max(room_s, theirs_s)) <= enough_s:
+                return 0.0
+            shortest_s = min(shortest_s, local_s, self.remote_s(decode, compute_s))
+            looked_at += room_s <= enough_s
+            if looked_at == _LOOKED_AT and compute_s > enough_s:
+                break
+        return shortest_s
+
+    def _soonest_s(self, prefills: Iterable[Computing], enough_s: float) -> float:
+        soonest_s = inf
+        if Plan.REMOTE in self.plans:
+            for prefill, _ in zip(prefills, range(_LOOKED_AT), strict=False):
+                soonest_s = min(soonest_s, prefill.compute_wait_s)
+                if soonest_s <= enough_s:
+                    break
+        return soonest_s
 
 
 def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:

@@ -1,9 +1,26 @@
-"""The ranks that a request may go to, as it sees them, and what it asks for. Pure."""
+"""What a request asks for, and the ranks that it may go to as it sees them. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from services.router.placement.admission import Waits
+from services.values.kv import BlockHash
 from services.values.rank import Plan, RankId, RankKey
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt to be placed."""
+
+    hashes: Sequence[BlockHash]  # of its full index blocks
+    prompt_tokens: int
+    plans: frozenset[Plan]
+    pinned: RankKey | None = None  # the conversation's decode rank
+    tried: frozenset[RankId] = frozenset()  # lives that failed it
+    max_wait_s: float = inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says
+    must_hold: int = 0  # tokens of it, for a decode rank to be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +86,7 @@ class PlacementRequest:
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:
             raise ValueError(f"a prompt, a chunk and a plan are needed to place a request: {self}")
+
+    @property
+    def waits(self) -> Waits:
+        return Waits(self.plans)

@@ -12,17 +12,16 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from services.router.placement.admission import refusal
+from services.router.placement.admission import Waits, refusal
 from services.router.placement.candidates import (
     Candidate,
     DecodeCandidate,
     PlacementRequest,
     PrefillCandidate,
 )
-from services.router.placement.pool_ends import holding_all
+from services.router.placement.exclusion import beside_others, shortest_wait_s
 from services.router.placement.price import Bandwidth, Option, Priced, PriceList, Receiver, Sender, Weights
 from services.router.placement.shortlist import best_few, least_crowded_first, shortlist
-from services.router.placement.waits import local_wait_s, pass_over, remote_wait_s, shortest_wait_s
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 
@@ -90,10 +89,10 @@ def place(
         Unavailable: no rank can serve; the message says why.
     """
     if request.max_wait_s < inf:
-        if request.max_wait_s < (wait_s := shortest_wait_s(request, decodes, prefills)) < inf:
+        wait_s = shortest_wait_s(request, decodes, prefills)
+        if request.max_wait_s < wait_s < inf:
             raise refusal(wait_s, request.max_wait_s)
-        decodes, prefills = pass_over(request, decodes, prefills)
-    decodes = holding_all(request, decodes)
+    decodes, prefills = beside_others(request, decodes, prefills)
     open_decodes = [decode for decode in decodes if not decode.excluded]
     open_prefills = [prefill for prefill in prefills if not prefill.excluded]
     if not open_decodes:
@@ -127,14 +126,15 @@ def _options(
 ) -> list[Option]:
     """What is worth comparing, the home's own among it; at least one option."""
     request, options = pricing.request, list[Option]()
+    waits, max_wait_s = request.waits, request.max_wait_s
     receivers = [pricing.receiver(decode) for decode in decodes]
     if Plan.LOCAL in request.plans:
-        in_time = [each for each in receivers if local_wait_s(each.decode) <= request.max_wait_s]
+        in_time = [each for each in receivers if waits.local_s(each.decode) <= max_wait_s]
         options += _local_options(pricing, in_time, home, tie, spare_ranks) if in_time else []
     if Plan.REMOTE in request.plans and prefills:
-        soonest = min(prefills, key=lambda prefill: prefill.compute_wait_s)
+        compute_s = min(prefill.compute_wait_s for prefill in prefills)
         receivers = [each for each in receivers if each.decode.receives]
-        in_time = [each for each in receivers if remote_wait_s(each.decode, soonest) <= request.max_wait_s]
+        in_time = [each for each in receivers if waits.remote_s(each.decode, compute_s) <= max_wait_s]
         senders = [pricing.sender(prefill) for prefill in prefills]
         options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
     return options
@@ -167,8 +167,8 @@ def _remote_options(
     spare_ranks: int,
 ) -> list[Option]:
     """At least one, for each receiver has a sender with which it is in time."""
-    max_wait_s = pricing.request.max_wait_s
-    queue_waits_s, compute_waits_s = _waits_that_matter(receivers, senders, max_wait_s)
+    waits, max_wait_s = pricing.request.waits, pricing.request.max_wait_s
+    queue_waits_s, compute_waits_s = _waits_that_matter(waits, receivers, senders, max_wait_s)
     chosen = best_few(
         [sender.fixed_s for sender in senders],
         [sender.compute_s for sender in senders],
@@ -193,17 +193,18 @@ def _remote_options(
         Option(pricing.remote_s(receiver, sender), receiver.decode, sender.prefill)
         for receiver in _with_home(receivers, chosen, home)
         for sender in senders
-        if remote_wait_s(receiver.decode, sender.prefill) <= max_wait_s
+        if waits.remote_s(receiver.decode, sender.prefill.compute_wait_s) <= max_wait_s
     ]
 
 
 def _waits_that_matter(
-    receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
+    waits: Waits, receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
 ) -> tuple[list[float], list[float]]:
     """Theirs where some pair would make one wait too long; else nothing, for any of them may be paired."""
     queue_waits_s = [receiver.decode.queue_wait_s for receiver in receivers]
     compute_waits_s = [sender.prefill.compute_wait_s for sender in senders]
-    if max(queue_waits_s) + max(compute_waits_s) <= max_wait_s:
+    fullest = max(receivers, key=lambda receiver: receiver.decode.queue_wait_s)
+    if waits.remote_s(fullest.decode, max(compute_waits_s)) <= max_wait_s:
         return [0.0] * len(receivers), [0.0] * len(senders)
     return queue_waits_s, compute_waits_s
 

@@ -15,15 +15,13 @@ from itertools import islice
 
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.ticket import difference
-from services.router.placement.admission import refusal
-from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement import exclusion
+from services.router.placement.admission import Waits, refusal
+from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
-from services.router.placement.pool_ends import TOO_SMALL
 from services.router.placement.price import Weights
-from services.router.placement.queues import Queues
-from services.router.placement.waits import pass_over
 from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
@@ -39,7 +37,6 @@ _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in an
 _USUAL_TOKENS = 4_096  # for which a rank should have room
 _SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
 _EXPLAINED = 64  # a side; more are not shown
-_OTHER_LAYOUT = "its KV layout differs from that of most ranks in"  # what
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +46,7 @@ class PlacerSettings:
     weights: Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt to be placed. `exclusion` says why a rank cannot be chosen; empty: it can."""
-
-    hashes: Sequence[BlockHash]  # of its full index blocks
-    prompt_tokens: int
-    plans: frozenset[Plan]
-    pinned: RankKey | None
-    exclusion: Callable[[Registration], str]
-    max_wait_s: float = math.inf  # for its turn
-    most_tokens: int | None = None  # prompt and output together; None: nobody says
-
-
+_SHORTEST = Asked((), 1, frozenset(Plan))
 _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
 
 
@@ -76,7 +61,7 @@ class _Side:
 
 class Placer:
     """One router's; `index` is its mirror's. `progress` of a rank changes with every record of it that the
-    index takes in."""
+    index takes in; `is_connected`: whether the stream to a decode rank is up."""
 
     def __init__(
         self,
@@ -84,10 +69,12 @@ class Placer:
         index: PrefixIndex,
         balance: Balance,
         progress: Callable[[RankKey], object],
+        is_connected: Callable[[RankKey], bool],
     ) -> None:
         self._settings = settings
         self._index = index
         self._balance = balance
+        self._is_connected = is_connected
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
         self._longest_tokens = self._shortest_tokens = 0  # that a decode rank holds of one request
@@ -131,32 +118,26 @@ class Placer:
         most = asked.most_tokens
         if most is None or not self._shortest_tokens < most <= self._longest_tokens:
             return asked
-
-        def exclusion(rank: Registration) -> str:
-            fits = rank.role is not Role.DECODE or rank.max_context_tokens >= most
-            return asked.exclusion(rank) or ("" if fits else TOO_SMALL)
-
-        return replace(asked, exclusion=exclusion)
+        return replace(asked, must_hold=most)
 
     def check_waits(self, asked: Asked) -> None:
         """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
         if asked.max_wait_s == math.inf:
             return
-        balance = self._balance
-        queues = Queues(
-            plans=asked.plans,
-            receives=lambda key: key not in self._apart,
-            room_s=balance.queue_wait_s,
-            compute_s=lambda key: balance.now(key).compute_wait_s,
-        )
-        decodes, prefills = self._able(self._decodes, asked), self._able(self._prefills, asked)
-        wait_s = queues.shortest_s(decodes, prefills, asked.max_wait_s)
+        decodes, prefills = self._queues(self._decodes, asked), self._queues(self._prefills, asked)
+        wait_s = Waits(asked.plans).about_s(decodes, prefills, asked.max_wait_s)
         if asked.max_wait_s < wait_s < math.inf:
             raise refusal(wait_s, asked.max_wait_s)
 
-    def _able(self, side: _Side, asked: Asked) -> Iterator[Registration]:
+    def _queues(self, side: _Side, asked: Asked) -> Iterator["_Queue"]:
+        """Of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
-        return (rank for key in keys if not self._exclusion(rank := side.ranks[key], asked))
+        able = (key for key in keys if not self._exclusion(side.ranks[key], asked))
+        return (_Queue(self._balance, key, key not in self._apart) for key in able)
+
+    def exclusion(self, rank: Registration) -> str:
+        """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
+        return self._exclusion(rank, _SHORTEST)
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """As `place`, with every rank looked at and enough of them compared."""
@@ -165,7 +146,7 @@ class Placer:
         try:
             return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
         except (NoCapacity, Unavailable) as error:
-            all_decodes, all_prefills = pass_over(request, decodes, prefills)
+            all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
 
     def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
@@ -294,23 +275,21 @@ class Placer:
         )
 
     def _may_serve(self, rank: Registration, asked: Asked) -> bool:
-        """As far as can be told of it alone."""
+        """As far as can be told of it alone: its own part of the wait comes whatever the other rank adds."""
         if self._exclusion(rank, asked):
             return False
-        key, balance = rank.id.key, self._balance
-        is_decode = rank.role is Role.DECODE
-        wait_s = balance.queue_wait_s(key) if is_decode else balance.now(key).compute_wait_s
+        queue = _Queue(self._balance, rank.id.key)
+        wait_s = queue.queue_wait_s if rank.role is Role.DECODE else queue.compute_wait_s
         return wait_s <= asked.max_wait_s
 
     def _holds_most(self, rank: Registration) -> bool:
         return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
 
     def _exclusion(self, rank: Registration, asked: Asked) -> str:
-        if exclusion := asked.exclusion(rank):
-            return exclusion
-        computes_alone = rank.role is Role.DECODE and Plan.LOCAL in asked.plans
-        what = "" if computes_alone else self._apart.get(rank.id.key, "")
-        return f"{_OTHER_LAYOUT} {what}" if what else ""
+        key = rank.id.key
+        liveness, differs_in = self._balance.liveness(key), self._apart.get(key, "")
+        standing = exclusion.Standing(liveness, self._is_connected(key), differs_in)
+        return exclusion.of_rank(rank, standing, asked)
 
     def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
         """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
@@ -372,3 +351,20 @@ class Placer:
             if rank.role is Role.DECODE:
                 load_s += (lacking - evicted) * now.load.step_s / max(1, now.running)
         return load_s, now.running
+
+
+class _Queue:
+    """A rank's waits, looked up when they are asked for: where all are full, a thousand are."""
+
+    __slots__ = ("_balance", "_rank", "receives")
+
+    def __init__(self, balance: Balance, rank: RankKey, receives: bool = True) -> None:
+        self._balance, self._rank, self.receives = balance, rank, receives
+
+    @property
+    def queue_wait_s(self) -> float:
+        return self._balance.queue_wait_s(self._rank)
+
+    @property
+    def compute_wait_s(self) -> float:
+        return self._balance.now(self._rank).compute_wait_s

@@ -1,32 +1,6 @@
-"""Decode ranks whose pools end before a request may. Pure.
+"""What the end of a decode rank's pool means to a request. Pure."""
 
-What outgrows its rank goes on at a larger one, but its KV is computed there once more. So who cannot hold all
-that was asked for is left out as long as somebody can. Where nobody can, or nobody has said how long the
-answer may be, the move is priced by how likely it is (price.py, `outgrow`).
-"""
-
-from collections.abc import Sequence
-from dataclasses import replace
-
-from services.router.placement.candidates import DecodeCandidate, PlacementRequest
 from services.values.request import FinishReason
-
-TOO_SMALL = "prompt and max_tokens do not fit its pool"
-
-
-def holding_all(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> Sequence[DecodeCandidate]:
-    """The same, with those excluded that cannot hold all of the request, if one that can may be chosen."""
-    most = request.most_tokens
-    if most is None or not any(_holds(decode, most) for decode in decodes if not decode.excluded):
-        return decodes
-    return [
-        decode if decode.excluded or _holds(decode, most) else replace(decode, excluded=TOO_SMALL)
-        for decode in decodes
-    ]
-
-
-def _holds(decode: DecodeCandidate, num_tokens: int) -> bool:
-    return decode.holds_tokens >= num_tokens
 
 
 def length_means(

@@ -12,6 +12,7 @@ in seconds. Nothing here does I/O. A request in flight:
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from services.router.ranks.predictions import Predictions
 from services.router.ranks.speeds import Speeds
@@ -44,6 +45,16 @@ class RankNow:
         return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
 
 
+class Liveness(StrEnum):
+    """Whether a rank takes requests, or why not."""
+
+    LIVE = ""
+    SILENT = "silent"  # it did report and does so no more
+    FAILED = "failed"  # a request, a moment ago
+    STALLED = "stalled"  # by its own word
+    DRAINING = "draining"  # likewise
+
+
 class Balance:
     """Memory is bounded by the requests in flight and the ranks that were not forgotten.
 
@@ -72,8 +83,8 @@ class Balance:
 
     def __repr__(self) -> str:
         ranks = {*self._failures, *self._silent, *self._ranks}
-        excluded = {str(rank): why for rank in ranks if (why := self.excluded(rank))}
-        return f"<Balance in_flight={len(self._flights)} excluded={excluded}>"
+        troubled = {str(rank): why.value for rank in ranks if (why := self.liveness(rank))}
+        return f"<Balance in_flight={len(self._flights)} troubled={troubled}>"
 
     # -- speeds -----------------------------------------------------------------------------------
 
@@ -201,15 +212,16 @@ class Balance:
             penalty_s = min(2 * last.penalty_s, _LONGEST_PENALTY_S)
             self._failures[rank] = _Failure(penalty_s, now + penalty_s)
 
-    def excluded(self, rank: RankKey) -> str:
-        """Why the rank must not be chosen now: "silent", "failed", "stalled" or "draining"; empty: it may."""
+    def liveness(self, rank: RankKey) -> Liveness:
         if rank in self._silent:
-            return "silent"
+            return Liveness.SILENT
         failure = self._failures.get(rank)
         if failure is not None and self.clock() < failure.until_s:
-            return "failed"
+            return Liveness.FAILED
         load = self.load(rank)
-        return "stalled" if load.stalled else "draining" if load.draining else ""
+        if load.stalled:
+            return Liveness.STALLED
+        return Liveness.DRAINING if load.draining else Liveness.LIVE
 
     def forget(self, rank: RankKey) -> None:
         """The rank went away or began a new life: nothing known of it holds any longer.

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.index.read.prefix_index import PrefixIndex
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
-from services.router.placement.placer import Asked, Placer, PlacerSettings
-from services.router.placement.pool_ends import TOO_SMALL
+from services.router.placement.exclusion import TOO_SMALL
+from services.router.placement.layouts import common_layout
+from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import Weights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
@@ -45,7 +47,11 @@ class Router:
         self.balance = Balance(lambda: self.now)
         self.records: Counter[RankKey] = Counter()
         self.placer = Placer(
-            PlacerSettings(BLOCK, 512, weights), self.index, self.balance, self.records.__getitem__
+            PlacerSettings(BLOCK, 512, weights),
+            self.index,
+            self.balance,
+            self.records.__getitem__,
+            lambda rank: True,
         )
         self.decodes, self.prefills = (
             [registration(role, i) for i in range(number)]
@@ -64,11 +70,14 @@ class Router:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
         self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load))
 
+    def all_but(self, *ranks: Registration) -> frozenset[RankId]:
+        return frozenset(rank.id for rank in (*self.decodes, *self.prefills) if rank not in ranks)
+
     def place(self, num_blocks: int = 40, **changes):
         return self.placer.place(self.asked(num_blocks, **changes), 0.5)
 
     def asked(self, num_blocks: int = 40, **changes) -> Asked:
-        asked = Asked(HASHES[:num_blocks], num_blocks * BLOCK + 7, BOTH, None, lambda rank: "")
+        asked = Asked(HASHES[:num_blocks], num_blocks * BLOCK + 7, BOTH)
         return replace(asked, **changes)
 
 
@@ -170,13 +179,10 @@ def test_excluded_ranks_among_many_are_passed_over():
     for rank in router.decodes:
         router.holds(rank, 40)
     only = router.decodes[33].id
-
-    def exclusion(rank: Registration) -> str:
-        return "" if rank.role is Role.PREFILL or rank.id == only else "draining"
-
-    assert router.place(exclusion=exclusion).chosen.decode.id == only
-    with pytest.raises(Unavailable, match="40 failed"):
-        router.place(exclusion=lambda rank: "failed" if rank.role is Role.DECODE else "")
+    others = router.all_but(router.decodes[33], *router.prefills)
+    assert router.place(tried=others).chosen.decode.id == only
+    with pytest.raises(Unavailable, match="40 it failed this request"):
+        router.place(tried=others | {only})
 
 
 def test_the_pinned_rank_is_looked_at_however_busy():
@@ -191,13 +197,13 @@ def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
     liar = router.decodes[0]
     for number in range(30):
         router.holds(liar, 40)
-        decision = router.placer.place(router.asked(exclusion=lambda r: "" if r is liar else "not now"), 0.5)
+        decision = router.placer.place(router.asked(tried=router.all_but(liar)), 0.5)
         router.placer.sent(str(number), HASHES, 2_567, decision)
         router.placer.outcomes.admitted(str(number), HASHES, decision.chosen, admitted(0))
         router.placer.outcomes.ended(str(number))
         router.now += 7  # what was predicted has ended
     router.holds(liar, 40)
-    asked = router.asked(exclusion=lambda rank: "" if rank is liar else "not now")
+    asked = router.asked(tried=router.all_but(liar))
     chosen = router.placer.place(asked, 0.5).chosen.decode
     assert chosen.matched_tokens == 40 * BLOCK
     assert chosen.hit_tokens < 0.4 * chosen.matched_tokens
@@ -259,9 +265,8 @@ def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
     cacheless = [replace(side[0], capabilities=(NO_CACHE,)) for side in (router.decodes, router.prefills)]
     router.placer.set_ranks([cacheless[0], router.decodes[1]], [cacheless[1], router.prefills[1]])
     for index in range(2):
-        decision = router.place(
-            plans=plans, exclusion=lambda rank, index=index: "" if rank.id.rank == index else "x"
-        )
+        others = router.all_but(router.decodes[index], router.prefills[index])
+        decision = router.place(plans=plans, tried=others)
         router.placer.sent("a", HASHES, 2_567, decision)
         router.placer.outcomes.admitted("a", HASHES, decision.chosen, admitted(0, 0, plan))
         router.placer.outcomes.finished(HASHES, decision.chosen, range(42 * BLOCK), 0)
@@ -394,7 +399,10 @@ def test_the_layout_that_counts_is_that_of_the_ranks_that_stay(new, drained, lay
     excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5)
     candidates = excluded.candidates if isinstance(excluded, Nowhere) else excluded.excluded
     apart = {rank.id for rank in candidates if "layout differs" in rank.excluded}
-    assert apart == {rank.id for rank in (*decodes, *prefills) if rank.layout != layout}
+    staying = [rank for rank in (*decodes, *prefills) if not rank.draining]
+    assert apart == {rank.id for rank in staying if rank.layout != layout}
+    drained_keys = {rank.id.key for rank in (*decodes, *prefills) if rank.draining}
+    assert common_layout(decodes, prefills, drained_keys) == layout
 
 
 @pytest.mark.parametrize("half", [2, 30])
@@ -404,11 +412,8 @@ def test_prefill_computes_for_the_new_ranks_once_the_old_ones_drain(half):
     decodes, prefills = of_other_layout(router.decodes, half), of_other_layout(router.prefills, half)
     router.placer.set_ranks([*decodes[half:], *decodes[:half]], [*prefills[half:], *prefills[:half]])
 
-    def exclusion(rank: Registration) -> str:
-        return router.balance.excluded(rank.id.key)
-
     def place() -> set[int]:
-        chosen = router.place(plans=REMOTE, exclusion=exclusion).chosen
+        chosen = router.place(plans=REMOTE).chosen
         return {chosen.decode.id.rank // half, chosen.prefill.id.rank // half}
 
     assert place() == {1}
@@ -443,11 +448,8 @@ def test_of_many_ranks_those_that_hold_all_of_it_are_looked_at(decodes, plans):
     assert router.place(plans=plans, most_tokens=fits_nowhere).chosen.decode.id.rank < decodes - 1
     excluded = {c.excluded for c in router.placer.explain(router.asked(most_tokens=outgrows), 0.5).excluded}
     assert excluded == {TOO_SMALL}
-
-    def no_large_one(rank: Registration) -> str:
-        return "failed" if rank.max_context_tokens > 5_000 and rank.role is Role.DECODE else ""
-
-    chosen = router.place(plans=plans, most_tokens=outgrows, exclusion=no_large_one).chosen
+    large = frozenset({router.decodes[-1].id})
+    chosen = router.place(plans=plans, most_tokens=outgrows, tried=large).chosen
     assert dict(chosen.terms)["outgrow"] > 0
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.placement.placement_ranks import LOCAL, REMOTE, choose, decode, prefill, request
-from services.router.placement.pool_ends import TOO_SMALL, holding_all, length_means
+from services.router.placement.exclusion import TOO_SMALL, beside_others
+from services.router.placement.pool_ends import length_means
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import FinishReason
@@ -62,8 +63,8 @@ def test_a_long_prompt_that_may_become_any_length_goes_to_the_larger_pool():
 
 def test_nothing_is_left_out_that_already_is():
     gone = replace(SMALL, excluded="draining")
-    assert holding_all(request(most_tokens=6_000), [gone, LARGE]) == [gone, LARGE]
-    assert holding_all(request(), [SMALL, LARGE]) == [SMALL, LARGE]
+    assert beside_others(request(most_tokens=6_000), [gone, LARGE], []) == ([gone, LARGE], [])
+    assert beside_others(request(), [SMALL, LARGE], []) == ([SMALL, LARGE], [])
 
 
 def at_end(rank, num_tokens: int):

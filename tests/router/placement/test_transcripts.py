@@ -7,7 +7,7 @@ otherwise. Of ranks that are equal in all the first one is taken.
     index RANK blocks=                          it holds so many blocks of the one text that all ask about
     load RANK [pending=] [waiting=] ...         its report; what is not said is as of an idle rank
     rank RANK [draining=] [holds=] [layout=]    it registers anew; it holds so many tokens of one request
-    fails RANK, silent RANK                     what the routers find out themselves
+    fails RANK, silent RANK, lost RANK          what the routers find out themselves; lost: the stream to it
     ask NAME [blocks=] [own=] [router=] ...     where a prompt of so many blocks and more tokens would go
     place NAME ...                              as `ask`, and it goes there
     wait SECONDS
@@ -19,8 +19,9 @@ from dataclasses import replace
 import pytest
 
 from services.index.read.prefix_index import PrefixIndex
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
-from services.router.placement.placer import Asked, Placer, PlacerSettings
+from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import Weights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
@@ -39,12 +40,12 @@ PLANS = {"local": {Plan.LOCAL}, "remote": {Plan.REMOTE}, "both": set(Plan)}
 
 
 class Router:
-    def __init__(self, clock, share):
+    def __init__(self, clock, share, is_connected):
         self.index = PrefixIndex()
         self.balance = Balance(clock)
         self.share = share
         settings = PlacerSettings(BLOCK, 2_048, Weights())
-        self.placer = Placer(settings, self.index, self.balance, Counter().__getitem__)
+        self.placer = Placer(settings, self.index, self.balance, Counter().__getitem__, is_connected)
 
     def knows(self, ranks):
         of_role = ([rank for rank in ranks if rank.role is role] for role in ROLES.values())
@@ -57,13 +58,18 @@ class Story:
         self.now = 100.0
         self.ranks = {}
         self.routers = []
+        self.lost = set()
 
     def perform(self, command):
         words, options = command.words, command.options
         return getattr(self, f"do_{command.name}")(*words, **options) or ()
 
     def do_cluster(self, decode, prefill="0", routers="1"):
-        self.routers = [Router(lambda: self.now, Share(i, int(routers))) for i in range(int(routers))]
+        self.lost = set()
+        self.routers = [
+            Router(lambda: self.now, Share(i, int(routers)), lambda rank: rank not in self.lost)
+            for i in range(int(routers))
+        ]
         names = [
             f"{role}{number}" for role, many in (("d", decode), ("p", prefill)) for number in range(int(many))
         ]
@@ -104,6 +110,9 @@ class Story:
         for router in self.routers:
             router.balance.fell_silent(self.ranks[name].id.key)
 
+    def do_lost(self, name):
+        self.lost.add(self.ranks[name].id.key)
+
     def do_wait(self, seconds):
         self.now += float(seconds)
 
@@ -118,20 +127,16 @@ class Story:
         own.placer.sent(name, asked.hashes, asked.prompt_tokens, own.placer.place(asked, 0.0))
         return told
 
-    def asked(self, router, blocks="0", own="100", plans="both", pinned="", most="", max_wait="inf"):
+    def asked(
+        self, router, blocks="0", own="100", plans="both", pinned="", most="", tried="", max_wait="inf"
+    ):
         hashes = HASHES[: int(blocks)]
-
-        def exclusion(rank):
-            needs = len(hashes) * BLOCK + int(own) + (rank.role is Role.DECODE)
-            too_long = "the prompt is longer than its context" if needs > rank.max_context_tokens else ""
-            return "draining" if rank.draining else too_long or router.balance.excluded(rank.id.key)
-
         return Asked(
             hashes,
             len(hashes) * BLOCK + int(own),
             frozenset(PLANS[plans]),
             self.ranks[pinned].id.key if pinned else None,
-            exclusion,
+            frozenset(self.ranks[name].id for name in filter(None, tried.split(","))),
             float(max_wait),
             int(most) if most else None,
         )

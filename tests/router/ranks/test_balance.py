@@ -12,7 +12,7 @@ from services.router.placement.decision import place
 from services.router.placement.price import Weights
 from services.router.ranks import predictions as predictions_module
 from services.router.ranks import speeds as speeds_module
-from services.router.ranks.balance import Balance
+from services.router.ranks.balance import Balance, Liveness
 from services.values.kv import BlockHash
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId, RankKey
@@ -313,17 +313,17 @@ def test_penalties_double_up_to_half_a_minute(balance, clock):
     for penalty_s in (1, 2, 4, 8, 16, 30, 30):
         balance.failed(P0)
         clock.now += penalty_s - 0.01
-        assert balance.excluded(P0) == "failed"
+        assert balance.liveness(P0) is Liveness.FAILED
         clock.now += 0.01
-        assert balance.excluded(P0) == ""
-    assert balance.excluded(P1) == ""
+        assert balance.liveness(P0) is Liveness.LIVE
+    assert balance.liveness(P1) is Liveness.LIVE
 
 
 def test_many_failures_at_once_are_one(balance, clock):
     for _ in range(10):
         balance.failed(P0)
     clock.now += 1
-    assert balance.excluded(P0) == ""
+    assert balance.liveness(P0) is Liveness.LIVE
 
 
 @pytest.mark.parametrize("rank", [D0, P0])
@@ -332,25 +332,25 @@ def test_a_success_ends_the_penalty_and_its_doubling(balance, clock, rank):
     clock.now += 1
     balance.failed(rank)
     balance.observe_admitted(D0, P0, took())
-    assert balance.excluded(rank) == ""
+    assert balance.liveness(rank) is Liveness.LIVE
     balance.failed(rank)
     clock.now += 1
-    assert balance.excluded(rank) == ""
+    assert balance.liveness(rank) is Liveness.LIVE
 
 
 def test_a_local_success_says_nothing_of_a_prefill_rank(balance):
     balance.failed(P0)
     balance.observe_admitted(D0, None, took(plan=Plan.LOCAL))
-    assert balance.excluded(P0) == "failed"
+    assert balance.liveness(P0) is Liveness.FAILED
 
 
 def test_a_rank_that_drains_is_excluded(balance):
     balance.report(D0, RankLoad(stalled=True))
-    assert balance.excluded(D0) == "stalled"
+    assert balance.liveness(D0) is Liveness.STALLED
     balance.report(D0, RankLoad(draining=True))
-    assert balance.excluded(D0) == "draining"
+    assert balance.liveness(D0) is Liveness.DRAINING
     balance.failed(D0)
-    assert balance.excluded(D0) == "failed"
+    assert balance.liveness(D0) is Liveness.FAILED
     assert "decode/0" in repr(balance)
 
 
@@ -359,12 +359,12 @@ def test_a_rank_that_fell_silent_is_excluded_until_it_reports(balance, clock):
     balance.fell_silent(P0)
     balance.unreported(P0)
     clock.now += 1_000.0
-    assert balance.excluded(P0) == "silent" and balance.excluded(P1) == ""
+    assert balance.liveness(P0) is Liveness.SILENT and balance.liveness(P1) is Liveness.LIVE
     balance.report(P0, RankLoad())
-    assert balance.excluded(P0) == ""
+    assert balance.liveness(P0) is Liveness.LIVE
     balance.fell_silent(P0)
     balance.forget(P0)  # a new life may be one that never reports
-    assert balance.excluded(P0) == ""
+    assert balance.liveness(P0) is Liveness.LIVE
 
 
 def test_before_a_report_the_load_is_nil(balance):
@@ -383,7 +383,7 @@ def test_a_forgotten_rank_begins_anew(balance):
     slow = balance.bandwidth(P1, D0)
     for rank in (D0, P0):
         balance.forget(rank)
-        assert balance.excluded(rank) == ""
+        assert balance.liveness(rank) is Liveness.LIVE
         assert balance.load(rank) == RankLoad()
         assert (balance.now(rank).pending_tokens, balance.now(rank).running) == (0, 0)
     assert balance.predicted_match(D0, hashes(1, 2)) == 0

@@ -1,0 +1,111 @@
+"""May this rank be chosen for a request? The reason where it may not. Pure.
+
+    of_rank          what the rank itself tells: it failed this request, drains, is not connected, holds too
+                     little, is not live, has another KV layout
+    beside_others    what the others add: another one could hold all of it, or the request would wait too long
+                     here whichever rank it is paired with
+
+An empty reason is none. Nothing else excludes a rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple, TypeVar
+
+from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.ranks.balance import Liveness
+from services.values.rank import Plan, Role
+from services.values.registration import Registration
+
+TOO_SMALL = "prompt and max_tokens do not fit its pool"
+TOO_LONG = "its queue is too long"
+
+_Candidate = TypeVar("_Candidate", DecodeCandidate, PrefillCandidate)
+
+
+class Standing(NamedTuple):
+    """What a router knows of a rank, of all that can exclude it."""
+
+    liveness: Liveness
+    is_connected: bool  # the stream to a decode rank
+    differs_in: str = ""  # its KV layout from the one that plan remote goes by
+
+
+def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
+    """A lapsed lease alone excludes nobody: a decode rank whose stream is up is alive, and a prefill rank is
+    left alone for a while if it fails, and until it speaks if it is silent."""
+    is_decode = rank.role is Role.DECODE
+    if rank.id in asked.tried:
+        return "it failed this request"
+    if rank.draining:
+        return "draining"
+    if is_decode and not standing.is_connected:
+        return "not connected"
+    # A decode rank needs room for one more token.
+    if asked.prompt_tokens > rank.max_context_tokens - is_decode:
+        return "the prompt is longer than its context"
+    if standing.liveness:
+        return standing.liveness.value
+    if standing.differs_in and not (is_decode and Plan.LOCAL in asked.plans):
+        return f"its KV layout differs from that of most ranks in {standing.differs_in}"
+    return TOO_SMALL if is_decode and rank.max_context_tokens < asked.must_hold else ""
+
+
+def beside_others(
+    request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
+) -> tuple[Sequence[DecodeCandidate], Sequence[PrefillCandidate]]:
+    """The same, those excluded that the others rule out."""
+    if request.max_wait_s < inf:
+        decodes, prefills = _in_time(request, decodes, prefills)
+    return _holding_all(request, decodes), prefills
+
+
+def shortest_wait_s(
+    request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
+) -> float:
+    """Where the request would wait least of all ranks that may be chosen; infinite: there is none."""
+    compute_s = _soonest_s(prefills)
+    waits = (request.waits.shortest_s(decode, compute_s) for decode in decodes if not decode.excluded)
+    return min(waits, default=inf)
+
+
+def _in_time(
+    request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
+) -> tuple[Sequence[DecodeCandidate], Sequence[PrefillCandidate]]:
+    """Each judged beside the rank of the other role that adds least to the wait."""
+    waits, compute_s = request.waits, _soonest_s(prefills)
+    receiving = [decode for decode in decodes if decode.receives and not decode.excluded]
+    roomiest = min(receiving, key=lambda decode: decode.queue_wait_s, default=None)
+
+    def at_prefill_s(prefill: PrefillCandidate) -> float:
+        return inf if roomiest is None else waits.remote_s(roomiest, prefill.compute_wait_s)
+
+    def judged(rank: _Candidate, wait_s: float) -> _Candidate:
+        is_too_long = not rank.excluded and request.max_wait_s < wait_s < inf
+        return replace(rank, excluded=TOO_LONG) if is_too_long else rank
+
+    return (
+        [judged(decode, waits.shortest_s(decode, compute_s)) for decode in decodes],
+        [
+            judged(p, inf if roomiest is None else waits.remote_s(roomiest, p.compute_wait_s))
+            for p in prefills
+        ],
+    )
+
+
+def _soonest_s(prefills: Sequence[PrefillCandidate]) -> float:
+    return min((prefill.compute_wait_s for prefill in prefills if not prefill.excluded), default=inf)
+
+
+def _holding_all(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> Sequence[DecodeCandidate]:
+    """What outgrows its rank goes on at a larger one, but its KV is computed there once more. So who cannot
+    hold all that was asked for is excluded as long as somebody else can. Where nobody can, or nobody has said
+    how long the answer may be, the move is priced by how likely it is (price.py, `outgrow`)."""
+    most = request.most_tokens
+    if most is None or not any(decode.holds_tokens >= most for decode in decodes if not decode.excluded):
+        return decodes
+    return [
+        decode if decode.excluded or decode.holds_tokens >= most else replace(decode, excluded=TOO_SMALL)
+        for decode in decodes
+    ]
