@@ -35,7 +35,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
 from services.values.load import RankLoad
@@ -165,7 +165,7 @@ class Planner:
             chunk_tokens=self._settings.chunk_size,
             plans=plans,
         )
-        decision = place(wanted, [decode], [prefill], self._balance.bandwidth, Weights(), 0.0)
+        decision = place(wanted, [decode], [prefill], self._balance.bandwidth, PriceWeights(), 0.0)
         is_remote = decision.chosen.plan is Plan.REMOTE
         hit = prefill.hit_tokens if is_remote else decode.hit_tokens
         self._balance.sent(

@@ -14,7 +14,7 @@ from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
 from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
 from services.values.kv import BlockHash, CacheEvents, KvLayout
@@ -30,7 +30,7 @@ class Fleet:
     decodes: Sequence[DecodeRank]
     prefills: Sequence[Rank]
     timing: Timing
-    weights: Weights
+    weights: PriceWeights
     plans: frozenset[Plan]
 
 

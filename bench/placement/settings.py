@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.placement.ranks import Timing
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Setting:
     copies: int = 1
     duration_s: float | None = None
     timing: Timing = field(default_factory=Timing)
-    weights: Weights = field(default_factory=Weights)
+    weights: PriceWeights = field(default_factory=PriceWeights)
 
     @property
     def layout(self) -> str:

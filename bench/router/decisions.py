@@ -32,7 +32,7 @@ from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision
 from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.values.errors import NoCapacity
 from services.values.kv import KvLayout, PageBooks
@@ -125,7 +125,7 @@ class _Router:
         self._decodes = [_registration(Role.DECODE, number) for number in range(decode)]
         self._prefills = [_registration(Role.PREFILL, number) for number in range(prefill)]
         self._balance = Balance(lambda: self._now)
-        settings = PlacerSettings(_INDEX_BLOCK, 2_048, Weights())
+        settings = PlacerSettings(_INDEX_BLOCK, 2_048, PriceWeights())
         self.placer = Placer(settings, index, self._balance, lambda rank: None, lambda rank: True)
         self.placer.set_ranks(self._decodes, self._prefills)
         for rank in (*self._decodes, *self._prefills):

@@ -38,7 +38,7 @@ from services.router.openai.metrics import HttpMetrics
 from services.router.openai.routes import openai_app
 from services.router.openai.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.placement.placer import PlacerSettings
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.metrics import RankCollector, RouterMetrics
@@ -186,7 +186,9 @@ def _cluster_settings(config: RouterConfig) -> ClusterSettings:
     return ClusterSettings(
         model_name=config.served_name,
         plans=config.plan_set,
-        placer=PlacerSettings(config.index_block, config.chunk_size, Weights(itl_weight=config.itl_weight)),
+        placer=PlacerSettings(
+            config.index_block, config.chunk_size, PriceWeights(itl_weight=config.itl_weight)
+        ),
     )
 
 

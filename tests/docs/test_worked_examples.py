@@ -10,7 +10,7 @@ from services.kv.ticket import make_ticket
 from services.kv.transfer_plan import merge_moves
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
-from services.router.placement.price import PriceList, Weights
+from services.router.placement.price import PriceList, PriceWeights
 from services.values.kv import PageId
 from services.values.rank import Generation, RankId, Room
 
@@ -49,8 +49,8 @@ def prices():
     ]
     p0 = PrefillCandidate(RankId("p0", 0, Generation(3)), 512, 0, TOKENS_PER_S, 50_000)
     request = PlacementRequest(2_000, 128 * 2**10, 512)
-    decision = place(request, decodes, [p0], bandwidth, Weights(), tie=0.5)
-    listed = PriceList(request, Weights(), bandwidth, decodes, [p0])
+    decision = place(request, decodes, [p0], bandwidth, PriceWeights(), tie=0.5)
+    listed = PriceList(request, PriceWeights(), bandwidth, decodes, [p0])
     sender = listed.sender(p0)
     ways = []
     for decode in decodes:

@@ -15,7 +15,7 @@ from services.net.tls import TlsConfig
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.links import connections
 from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance, Liveness
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import KvLayout
@@ -92,7 +92,7 @@ def mirror():
 
 @pytest.fixture
 async def cluster(mirror, clock):
-    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
+    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
     opened = Cluster(settings, mirror, NoPins(), Balance(lambda: clock[0]), None)
     await opened.start()
     yield opened
@@ -400,7 +400,9 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
     async with AsyncExitStack() as stack:
         routers = []
         for model in "mn":
-            settings = ClusterSettings(model, frozenset({Plan.LOCAL}), PlacerSettings(16, 512, Weights()))
+            settings = ClusterSettings(
+                model, frozenset({Plan.LOCAL}), PlacerSettings(16, 512, PriceWeights())
+            )
             router = Cluster(settings, mirror, pins, Balance(lambda: 0.0), None)
             await router.start()
             stack.push_async_callback(router.close)
@@ -417,7 +419,7 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
 
 async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "_RETRY_S", 0.01)
-    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
+    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
     tls = TlsConfig(ca=tmp_path / "ca.pem")
     opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), tls)
     mirror.set(D0, P0)
@@ -432,7 +434,7 @@ async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_pa
 
 
 async def test_ranks_may_leave_while_a_router_closes(mirror):
-    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, Weights()))
+    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
     opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), None)
     await opened.start()
     mirror.set(D0, view(Role.DECODE, 1), P0)

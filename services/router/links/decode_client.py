@@ -19,7 +19,7 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
-from services.router.links.silence import Silence
+from services.router.links.silence import SilenceLimit
 from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
@@ -112,7 +112,7 @@ class DecodeClient:
         self._streams: dict[str, OutputStream] = {}
         self._idle = asyncio.Event()  # no request runs
         self._idle.set()
-        self._silence = Silence()
+        self._silence = SilenceLimit()
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
 

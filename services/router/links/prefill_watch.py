@@ -17,7 +17,7 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
-from services.router.links.silence import Silence
+from services.router.links.silence import SilenceLimit
 from services.values.errors import IsthmusError
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
@@ -49,7 +49,7 @@ class PrefillWatch:
         self._on_lost = on_lost
         self._on_silent = on_silent
         self._heard = self._silent = False
-        self._silence = Silence()
+        self._silence = SilenceLimit()
         self._retry_s = _FIRST_RETRY_S
         self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 _TICK_S = 0.5
 
 
-class Silence:
+class SilenceLimit:
     """Of one stream. Whoever reads it says what it has `heard`."""
 
     def __init__(self) -> None:

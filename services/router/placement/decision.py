@@ -20,7 +20,15 @@ from services.router.placement.candidates import (
     PrefillCandidate,
 )
 from services.router.placement.exclusion import beside_others, shortest_wait_s
-from services.router.placement.price import Bandwidth, Option, Priced, PriceList, Receiver, Sender, Weights
+from services.router.placement.price import (
+    Bandwidth,
+    Option,
+    Priced,
+    PriceList,
+    PriceWeights,
+    Receiver,
+    Sender,
+)
 from services.router.placement.shortlist import best_few, least_crowded_first, shortlist
 from services.values.errors import Unavailable
 from services.values.rank import Plan
@@ -72,7 +80,7 @@ def place(
     decodes: Sequence[DecodeCandidate],
     prefills: Sequence[PrefillCandidate],
     bandwidth: Bandwidth,
-    weights: Weights,
+    weights: PriceWeights,
     tie: float,
     spare_ranks: int = _SPARE_RANKS,
 ) -> Decision:
@@ -221,7 +229,7 @@ def _with_home(
 def _choose(
     options: Sequence[Option],
     home: "_Home | None",
-    weights: Weights,
+    weights: PriceWeights,
     tie: float,
 ) -> tuple[Option, str]:
     best_s = min(option.total_s for option in options)

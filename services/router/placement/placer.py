@@ -21,7 +21,7 @@ from services.router.placement.candidates import Asked, DecodeCandidate, Placeme
 from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
@@ -43,7 +43,7 @@ _EXPLAINED = 64  # a side; more are not shown
 class PlacerSettings:
     index_block: int  # tokens
     chunk_tokens: int
-    weights: Weights
+    weights: PriceWeights
 
 
 _SHORTEST = Asked((), 1, frozenset(Plan))

@@ -30,7 +30,7 @@ _MAX_QUEUE = 20  # requests; a longer queue makes nothing more urgent
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class PriceWeights:
     """How much of what a request costs others counts as if it waited so long itself. See bench.placement."""
 
     # Of the seconds for which a rank computes the prompt, counted once for each request that waits even where
@@ -120,7 +120,7 @@ class PriceList:
     def __init__(
         self,
         request: PlacementRequest,
-        weights: Weights,
+        weights: PriceWeights,
         bandwidth: Bandwidth,
         decodes: Sequence[DecodeCandidate],
         prefills: Sequence[PrefillCandidate],
@@ -237,7 +237,7 @@ class PriceList:
         return Priced(option.decode, prefill, option.plan, tuple(terms.items()))
 
 
-def _occupy(weights: Weights, candidates: Sequence[Candidate]) -> float:
+def _occupy(weights: PriceWeights, candidates: Sequence[Candidate]) -> float:
     waits = [(rank.pending_tokens / rank.prefill_tokens_per_s, rank.queued) for rank in candidates]
     _, queued = min(waits, default=(0.0, 0))
     return weights.occupy_weight * min(queued, _MAX_QUEUE)

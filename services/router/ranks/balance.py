@@ -77,7 +77,7 @@ class Balance:
         self._chunk_tokens = chunk_tokens
         self._speeds = Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
         self._flights: dict[str, _Flight] = {}
-        self._ranks: dict[RankKey, _Rank] = {}
+        self._ranks: dict[RankKey, _KnownRank] = {}
         self._failures: dict[RankKey, _Failure] = {}
         self._silent: set[RankKey] = set()
 
@@ -169,10 +169,10 @@ class Balance:
             return 0.0
         return (known.load.waiting + len(known.arriving_s)) / known.load.admitted_per_s
 
-    def _of(self, rank: RankKey) -> "_Rank":
+    def _of(self, rank: RankKey) -> "_KnownRank":
         known = self._ranks.get(rank)
         if known is None:
-            known = self._ranks[rank] = _Rank()
+            known = self._ranks[rank] = _KnownRank()
         return known
 
     # -- health -----------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _KnownRank:
     """One rank's report and our requests there. `unseen` came too late to be in the report."""
 
     load: RankLoad = _NO_LOAD

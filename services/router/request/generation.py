@@ -144,7 +144,7 @@ class Generator:
             with self._track(checked, span, deadline) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
-                answer = _Answer(self, checked, prompt, progress, deadline)
+                answer = _ResponseStream(self, checked, prompt, progress, deadline)
                 response = await answer.next_response()
                 if tells_prompt:
                     response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
@@ -260,7 +260,7 @@ class Generator:
         )
 
 
-class _Answer:
+class _ResponseStream:
     """The responses of one request, made of its tokens."""
 
     def __init__(

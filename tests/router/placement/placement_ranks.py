@@ -6,12 +6,12 @@ import pytest
 
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.values.rank import Generation, Plan, RankId, RankKey
 
 REMOTE, LOCAL = frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})
 BANDWIDTH = 1e9
-WEIGHTS = Weights()
+WEIGHTS = PriceWeights()
 NO_SLACK = replace(WEIGHTS, slack_ratio=0.0, slack_s=0.0)
 
 

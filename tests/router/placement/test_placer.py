@@ -14,7 +14,7 @@ from services.router.placement.decision import Nowhere
 from services.router.placement.exclusion import TOO_SMALL
 from services.router.placement.layouts import common_layout
 from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
@@ -29,7 +29,7 @@ HASHES = [BlockHash(number) for number in range(1, 41)]
 LAYOUT = KvLayout(page_size=BLOCK, page_bytes=1 << 20, model_fingerprint=1)
 ROOMY = PageBooks(total=10_000, free=5_000, cached=5_000, locked=0, private=0, quarantined=0)
 BOTH = frozenset(Plan)
-NO_SLACK = Weights(slack_ratio=0.0, slack_s=0.0)
+NO_SLACK = PriceWeights(slack_ratio=0.0, slack_s=0.0)
 
 
 def registration(role: Role, index: int) -> Registration:
@@ -41,7 +41,7 @@ def registration(role: Role, index: int) -> Registration:
 class Router:
     """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
 
-    def __init__(self, decodes: int, prefills: int, weights: Weights = NO_SLACK) -> None:
+    def __init__(self, decodes: int, prefills: int, weights: PriceWeights = NO_SLACK) -> None:
         self.now = 100.0
         self.index = PrefixIndex()
         self.balance = Balance(lambda: self.now)
@@ -164,7 +164,7 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(deco
     for plan, side in ((Plan.LOCAL, "decode"), (Plan.REMOTE, "prefill")):
         chosen: list[RankKey] = []
         for index in range(2):
-            router = Router(decodes, prefills, Weights())
+            router = Router(decodes, prefills, PriceWeights())
             router.placer.set_share(Share(index, 2))
             for number in range(2):
                 asked = router.asked(1, hashes=(), plans=frozenset({plan}))
@@ -186,7 +186,7 @@ def test_excluded_ranks_among_many_are_passed_over():
 
 
 def test_the_pinned_rank_is_looked_at_however_busy():
-    router = Router(40, 1, Weights())
+    router = Router(40, 1, PriceWeights())
     pinned = router.decodes[20]
     router.waits(pinned, 100)
     assert router.place(pinned=pinned.id.key).reason == "pinned"
@@ -278,7 +278,7 @@ def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
 
 
 def test_a_hot_prefix_spreads_when_its_rank_is_busy():
-    router = Router(4, 0, Weights())
+    router = Router(4, 0, PriceWeights())
     router.holds(router.decodes[0], 40)
     chosen = []
     for number in range(80):  # at once, each with 40 blocks in common and 200 tokens of its own

@@ -22,7 +22,7 @@ from services.index.read.prefix_index import PrefixIndex
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
 from services.values.kv import BlockHash, KvLayout, PageBooks
@@ -44,7 +44,7 @@ class Router:
         self.index = PrefixIndex()
         self.balance = Balance(clock)
         self.share = share
-        settings = PlacerSettings(BLOCK, 2_048, Weights())
+        settings = PlacerSettings(BLOCK, 2_048, PriceWeights())
         self.placer = Placer(settings, self.index, self.balance, Counter().__getitem__, is_connected)
 
     def knows(self, ranks):

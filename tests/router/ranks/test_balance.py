@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
-from services.router.placement.price import Weights
+from services.router.placement.price import PriceWeights
 from services.router.ranks import predictions as predictions_module
 from services.router.ranks import speeds as speeds_module
 from services.router.ranks.balance import Balance, Liveness
@@ -146,7 +146,7 @@ def test_the_bandwidth_learned_is_the_one_placement_would_have_needed(bandwidth,
         [DecodeCandidate(RankId("decode", 0, Generation(1)), 0, 0, 1.0, 0, 0.0, 9_999, 0)],
         [PrefillCandidate(RankId("prefill", 0, Generation(1)), 0, 0, 2_000 / compute_s)],
         balance.bandwidth,
-        Weights(remote_overhead_s=0.0, evict_weight=0.0),
+        PriceWeights(remote_overhead_s=0.0, evict_weight=0.0),
         0.0,
     ).chosen
     assert chosen.total_s == pytest.approx(compute_s + max(1e-4, admitted.transfer_s), rel=1e-3)
