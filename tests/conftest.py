@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.etcd.embedded import EmbeddedEtcd
 from services.observe import telemetry
 
-pytest_plugins = ["longest", "mutations", "pytester", "transcripts"]
+pytest_plugins = ["plugins.longest", "plugins.mutations", "plugins.transcripts", "pytester"]
 
 # Before anyone imports torch. Its threads wait for each other by spinning: with two of them in each of
 # several processes on two cores, a model as small as ours takes ten times the CPU.

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-import alert_rules
+from observe import alert_rules
 from services.router.request.metrics import RouterMetrics
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
-from model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
+from exactness.model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
 from services.cli.look.size import SizeConfig, fit_of
 
 GIB = 2**30

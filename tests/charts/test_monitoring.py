@@ -7,8 +7,8 @@ import helm_python
 import pytest
 import yaml
 
-import alert_rules
 from charts.rendering import CHART, LEAST, merged, render, rendered
+from observe import alert_rules
 
 ON = merged(LEAST, {"monitoring": {"serviceMonitors": True, "prometheusRules": True}})
 ALERTS = {

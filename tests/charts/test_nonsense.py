@@ -9,7 +9,7 @@ import helm_python
 import pytest
 
 from charts.rendering import LEAST, merged, render
-from nonsense import EVERY_SERVICE, RANK, ROUTER
+from settings.nonsense import EVERY_SERVICE, RANK, ROUTER
 
 GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}
 SGLANG = {"prefill": GPU, "decode": GPU}

@@ -3,8 +3,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from checkpoints import tiny_checkpoint
-from reference import random_prompt, reference_generations
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import random_prompt, reference_generations
 from services.cli.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
 from services.values.errors import ConfigError
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import tiny_checkpoint
+from exactness.checkpoints import tiny_checkpoint
 from services.router.ranks.balance import Balance
 from services.transfer.prefill import rooms
 from services.values.errors import ProtocolError

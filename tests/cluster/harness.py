@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import grpc
 
-from pair import settled
+from engine.pair import settled
 from services.decode.role import decode_roles
 from services.net import channels
 from services.prefill.role import prefill_roles

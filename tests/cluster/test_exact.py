@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
-from reference import count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 
 TURNS, ANSWER = 5, 10
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from certificates import make_certificates
-from checkpoints import tiny_checkpoint
-from pair import FAKE, Pair
-from reference import count_near_ties, random_prompt, reference_generation
+from engine.pair import FAKE, Pair
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
+from net.certificates import make_certificates
 from services.engine.fake import continuation
 from services.engine.settings import EngineSettings
 from services.engine.sglang.directory import look_up

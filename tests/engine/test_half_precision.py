@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoints import tiny_checkpoint
-from pair import FAKE, Pair
-from reference import check_half_precision, random_prompt
+from engine.pair import FAKE, Pair
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import check_half_precision, random_prompt
 from services.engine.paged.core import Limits
 from services.values.rank import Plan
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import SHAPES, shaped_checkpoint
-from pair import FAKE, Pair
-from reference import count_near_ties, random_prompt, reference_generation
+from engine.pair import FAKE, Pair
+from exactness.checkpoints import SHAPES, shaped_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.core import Limits
 from services.values.rank import Plan
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import certificates as shared
 from etcd.etcd_users import require_users
 from etcd.real_etcd import FAST, client
+from net import certificates as shared
 from services.etcd.client import _RANGE, Etcd, delete_range_op, prefix_end, put_op, unchanged
 from services.etcd.embedded import EmbeddedEtcd
 from services.etcd.errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from checkpoints import shaped_checkpoint
 from cluster.harness import FakeCluster
+from exactness.checkpoints import shaped_checkpoint
 
 SHAPES = (
     *("llama3-rope", "yarn", "tied-qwen3", "biased", "head-dim-128", "one-kv-head"),

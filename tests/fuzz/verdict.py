@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plain_sampling import sample_row
+from exactness.plain_sampling import sample_row
 from services.engine.paged.runner import Chunk
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2

@@ -2,9 +2,9 @@
 
 import pytest
 
-from checkpoints import tiny_checkpoint
 from engine.torch.sequences import PageTables, Sequence, generate
-from reference import count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.values.request import SamplingParams

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from checkpoints import tiny_checkpoint
 from engine.torch.sequences import PageTables, Sequence, generate
-from reference import check_half_precision, random_prompt
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import check_half_precision, random_prompt
 from services.engine.torch.runner import TorchRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.cache_ranks import RankSettings, open_side
-from checkpoints import tiny_checkpoint
-from reference import count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.values.rank import Plan
 from services.values.request import GenerationRequest, SamplingParams
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ipv6 import needs_ipv6
+from net.ipv6 import needs_ipv6
 from services.host import ports
 from services.values.errors import ConfigError
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from safetensors import safe_open
 
-from checkpoints import tiny_checkpoint
-from model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
+from exactness.checkpoints import tiny_checkpoint
+from exactness.model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
 from services.cli.make_model import ARCHITECTURES
 from services.model.weights import weights
 from services.values.errors import ConfigError

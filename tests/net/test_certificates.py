@@ -10,7 +10,7 @@ import threading
 import pytest
 from prometheus_client import CollectorRegistry
 
-from certificates import Mounted, make_another, make_certificates
+from net.certificates import Mounted, make_another, make_certificates
 from services.net.certificates import CertificateCollector, Certificates, certificate_health
 from services.values.errors import ConfigError
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import grpc
 import pytest
 
-from certificates import Mounted, make_another, make_certificates
+from net.certificates import Mounted, make_another, make_certificates
 from services.net import channels, grpc_errors, servers
 from services.net.reloading_channel import ReloadingChannel
 from services.net.tls import TlsConfig

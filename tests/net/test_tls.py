@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from certificates import make_certificates
+from net.certificates import make_certificates
 from net.echo import NAMES, Service, call, serving
 from services.net import channels, servers
 from services.net.tls import TlsConfig

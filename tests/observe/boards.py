@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import alert_rules
+from observe import alert_rules
 
 REPOSITORY = Path(__file__).parents[2]
 BOARDS = {

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-import alert_rules
-from checkpoints import tiny_checkpoint
+from exactness.checkpoints import tiny_checkpoint
+from observe import alert_rules
 from observe.load import kill, run_load
+from observe.otlp_collector import running_collector
 from observe.prometheus import SCRAPE_S, Prometheus
-from otlp_collector import running_collector
 from processes.harness import parse_line
 from services.cli.local.cluster import LocalCluster, Shape
 from services.net import channels

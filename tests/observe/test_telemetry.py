@@ -18,8 +18,8 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ipv6 import LOOPBACKS, needs_ipv6
-from otlp_collector import running_collector
+from net.ipv6 import LOOPBACKS, needs_ipv6
+from observe.otlp_collector import running_collector
 from services.observe import telemetry
 from services.values.errors import ConfigError, NoCapacity
 

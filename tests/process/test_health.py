@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from ipv6 import LOOPBACKS, needs_ipv6
+from net.ipv6 import LOOPBACKS, needs_ipv6
 from services.process.health import (
     DEAF_S,
     Health,

@@ -11,9 +11,9 @@ The parent looks once a second. It may be away for 60 s once it has stood.
 
 import pytest
 
+from plugins.transcripts import stem, transcripts_beside
 from services.process.health import SILENT_S, Lifecycle, ProcessPhase, SilentLooks
 from services.process.supervisor import Restart, on_exit
-from transcripts import stem, transcripts_beside
 
 PHASES = {"waiting": ProcessPhase.WAITING, "serving": ProcessPhase.SERVING, "stopping": ProcessPhase.STOPPING}
 

@@ -1,6 +1,6 @@
 import pytest
 
-from checkpoints import tiny_checkpoint
+from exactness.checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

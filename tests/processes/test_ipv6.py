@@ -6,7 +6,7 @@ import contextlib
 import httpx
 
 from cluster.harness import ids_request
-from ipv6 import LOOPBACKS, needs_ipv6
+from net.ipv6 import LOOPBACKS, needs_ipv6
 from processes.harness import LONG_S, ProcessCluster
 from services.engine.fake import continuation
 from services.host.ports import free_ports

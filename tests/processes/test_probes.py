@@ -5,7 +5,7 @@ import signal
 
 import httpx
 
-from certificates import make_certificates
+from net.certificates import make_certificates
 from processes.harness import LONG_S, ProcessCluster, until
 from services.host.ports import free_ports
 

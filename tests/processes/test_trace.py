@@ -4,7 +4,7 @@ import itertools
 import time
 
 from cluster.harness import ids_request
-from otlp_collector import running_collector
+from observe.otlp_collector import running_collector
 from processes.harness import ProcessCluster, prompt_of, until
 
 _PROMPT_TOKEN_S = 0.01

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.left_behind import marked_processes
-from certificates import make_certificates
 from cluster.harness import ids_request
+from net.certificates import make_certificates
 from processes.harness import COMMON_FLAGS, LONG_S, MARK, RANK_FLAGS, until
 from services.engine.fake import continuation
 from services.net import channels

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from certificates import make_certificates
+from net.certificates import make_certificates
 from services.index.pins import Pin
 from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import RankState, RankView

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from engine.sglang.real_cluster import SglangCluster
 from services.cli.make_model import make_model
-from sglang_cluster import SglangCluster
 
 # These import what is only installed with SGLang.
 _WITH_SGLANG = [

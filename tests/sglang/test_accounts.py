@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.sglang.settings import sglang_settings
 from services.engine.sglang.reports import TicketSent
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
-from sglang_settings import sglang_settings
 
 OWN = RankId("w", 0, Generation(1))
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from random_ids import random_ids
-from sglang_cluster import PAGE, AggregatedSglang
+from engine.sglang.random_ids import random_ids
+from engine.sglang.real_cluster import PAGE, AggregatedSglang
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 
+from engine.sglang.settings import sglang_settings
 from services.values.rank import Role
-from sglang_settings import sglang_settings
 
 SCRIPT = """
 import threading

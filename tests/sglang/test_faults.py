@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from random_ids import random_ids
+from engine.sglang.random_ids import random_ids
+from engine.sglang.real_cluster import ERROR_WITHIN_S
 from services.values.errors import IsthmusError
 from services.values.rank import Role
-from sglang_cluster import ERROR_WITHIN_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

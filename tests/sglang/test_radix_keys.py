@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from engine.sglang.settings import sglang_settings
 from services.engine.sglang.service import settings
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.kv import CacheEvents
-from sglang_settings import sglang_settings
 
 PAGE = 4
 TOKENS = list(range(100, 117))

@@ -2,10 +2,10 @@
 
 import pytest
 
+from engine.sglang.stand_in import OWN, worker_on
 from services.engine.sglang.service.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
 from services.values.errors import InvalidRequest, NoCapacity
 from services.values.request import GenerationRequest, SamplingParams
-from sglang_stand_in import OWN, worker_on
 
 
 @pytest.mark.parametrize("engine", [SglangDecodeEngine, SglangPrefillEngine])

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine.sglang.settings import sglang_settings
+from engine.sglang.stand_in import active
 from services.engine.sglang.service import worker
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, Role
-from sglang_settings import sglang_settings
-from sglang_stand_in import active
 
 EXIT_S = 120.0
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from engine.sglang.settings import sglang_settings
 from services.values.errors import ConfigError, Unavailable
 from services.values.rank import Generation, RankId
-from sglang_settings import sglang_settings
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sglang_cluster import PAGE
+from engine.sglang.real_cluster import PAGE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

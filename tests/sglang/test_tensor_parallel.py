@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import tiny_checkpoint
-from pair import FAKE, Pair
-from random_ids import random_ids
-from reference import count_near_ties, reference_generation
+from engine.pair import FAKE, Pair
+from engine.sglang.random_ids import random_ids
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, reference_generation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

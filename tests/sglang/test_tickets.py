@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from random_ids import random_ids
+from engine.sglang.frames import registration
+from engine.sglang.random_ids import random_ids
+from engine.sglang.real_cluster import ERROR_WITHIN_S, PAGE
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.sglang.directory import look_up
 from services.engine.sglang.inside import frames
@@ -23,8 +25,6 @@ from services.values.rank import Generation, RankId, Rendezvous, Role, Room
 from services.values.request import GenerationRequest, SamplingParams
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
-from sglang_cluster import ERROR_WITHIN_S, PAGE
-from sglang_frames import registration
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 
+from engine.sglang.stand_in import PAGE, worker_on
 from services.engine.sglang.reports import TreeEvents
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.errors import ProtocolError
 from services.values.kv import CacheEvents
-from sglang_stand_in import PAGE, worker_on
 
 SECONDS = 60.0
 

@@ -5,11 +5,11 @@ from contextlib import aclosing
 
 import pytest
 
+from engine.sglang.stand_in import OWN, PAGE_BYTES, chunk, worker_on
 from services.engine.sglang.service.engine import SglangDecodeEngine
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
-from sglang_stand_in import OWN, PAGE_BYTES, chunk, worker_on
 
 PREFILL = RankAddress(RankId("p", 0, Generation(2)), "127.0.0.1:9")
 ABORTED = {"type": "abort", "status_code": 500, "message": "KVTransferError"}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from plugins.transcripts import played, stem, transcripts_beside
 from services.kv import handshake
-from transcripts import played, stem, transcripts_beside
 from transfer.prefill.room_story import Rooms
 from transfer.two_ends import TwoEnds
 

@@ -1,9 +1,9 @@
 import pytest
 
 from bench.chaos.oracle import FakeOracle, Oracle
-from checkpoints import tiny_checkpoint
-from plain_sampling import sample_row
-from reference import random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.plain_sampling import sample_row
+from exactness.reference import random_prompt, reference_generation
 from services.engine.fake import continuation
 from services.engine.paged.runner import Chunk
 from services.values.request import SamplingParams

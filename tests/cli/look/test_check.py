@@ -2,8 +2,8 @@
 
 import pytest
 
-from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
+from exactness.checkpoints import tiny_checkpoint
 from services.cli.look import check
 from services.cli.look.check import CheckConfig, verdict
 from services.wire.isthmus.v1 import common_pb2, generation_pb2

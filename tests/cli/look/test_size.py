@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from checkpoints import tiny_checkpoint
-from model_configs import DEEPSEEK_V3
+from exactness.checkpoints import tiny_checkpoint
+from exactness.model_configs import DEEPSEEK_V3
 from services.cli.look.size import SizeConfig, report, run
 from services.cli.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pair import FAKE, Pair
+from engine.pair import FAKE, Pair
 from services.engine import choose
 from services.engine.fake import continuation
 from services.engine.paged import decode
@@ -13,7 +13,7 @@ from services.transfer.prefill.room import PrefillRoom
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.rank import Plan
 from services.wire import convert
-from spoiling_transport import SpoilingTransport
+from transfer.spoiling_transport import SpoilingTransport
 
 PROMPT = list(range(40, 63))  # 6 pages
 PAGES = 6

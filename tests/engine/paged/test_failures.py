@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from engine.paged.core_rank import Prefill, Rank
-from pair import FAKE, Pair
+from engine.pair import FAKE, Pair
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
 from services.engine.paged.decode import WriteLease

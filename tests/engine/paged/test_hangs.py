@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pair import FAKE, Pair, settled
+from engine.pair import FAKE, Pair, settled
 from services.engine.fake import FakeRunner, continuation
 from services.process.turn_watch import TurnWatch
 from services.transfer.local import LocalTransport

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pair import FAKE, Pair
+from engine.pair import FAKE, Pair
 from services.engine.fake import continuation
 from services.engine.paged import prefill as prefill_module
 from services.engine.paged.decode import WriteLease

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pair import FAKE, Pair, settled
+from engine.pair import FAKE, Pair, settled
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import VOCAB_SIZE as FAKE_VOCABULARY
 from services.engine.fake import FakeRunner, continuation

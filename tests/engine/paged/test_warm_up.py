@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import tiny_checkpoint
-from pair import FAKE, Pair
+from engine.pair import FAKE, Pair
+from exactness.checkpoints import tiny_checkpoint
 from services.engine.choose import decode_engine
 from services.engine.fake import FakeRunner
 from services.engine.paged.warm_up import warm_up

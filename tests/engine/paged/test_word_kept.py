@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pair import FAKE, Pair, settled
+from engine.pair import FAKE, Pair, settled
 from services.engine.fake import continuation
 from services.kv.ticket import StartsWithinPage
 from services.transfer.prefill import rooms

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints import tiny_checkpoint
+from exactness.checkpoints import tiny_checkpoint
 from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
 from services.values.errors import ConfigError, Unavailable
 

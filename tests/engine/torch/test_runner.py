@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import tiny_checkpoint
 from engine.torch.sequences import PageTables, Sequence, generate, step
-from reference import check_half_precision, count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import check_half_precision, count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import runner as torch_runner

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plain_sampling import sample_row
+from exactness.plain_sampling import sample_row
 from services.engine.paged.runner import Chunk
 from services.engine.torch import sampling
 from services.engine.torch.sampling import sample

@@ -12,10 +12,10 @@ Revisions count up, unless `at` says otherwise. Blocks are letters.
 
 import pytest
 
+from plugins.transcripts import stem, transcripts_beside
 from services.index.read.rank_history import RankHistory, Verdict
 from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
 from services.values.rank import Generation
-from transcripts import stem, transcripts_beside
 
 
 class Router:

@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from certificates import make_certificates
 from etcd.real_etcd import client, running, until
 from index.cluster import registration
+from net.certificates import make_certificates
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.net import servers

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from openai_backend import FakeBackend, finished, response
+from router.openai.backend import FakeBackend, finished, response
 from services.router.openai.connection import BoundedConnection, HttpBounds
 from services.router.openai.routes import openai_app
 

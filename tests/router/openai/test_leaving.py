@@ -9,7 +9,7 @@ import httpx
 import pytest
 import uvicorn
 
-from openai_backend import DEADLINE_S, HI, FakeBackend, chat, finished, response
+from router.openai.backend import DEADLINE_S, HI, FakeBackend, chat, finished, response
 from services.router.openai.routes import openai_app
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 

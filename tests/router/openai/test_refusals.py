@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from openai_backend import HI, FakeBackend, chat, client, complete, events, finished, response
+from router.openai.backend import HI, FakeBackend, chat, client, complete, events, finished, response
 from services.router.openai import refused as openai_refused
 from services.router.openai import request as openai_request
 from services.router.openai import routes as openai

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from openai_backend import (
+from router.openai.backend import (
     HI,
     FakeBackend,
     chat,

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import pytest
 
+from plugins.transcripts import stem, transcripts_beside
 from services.index.read.prefix_index import PrefixIndex
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
@@ -29,7 +30,6 @@ from services.values.kv import BlockHash, KvLayout, PageBooks
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, Role
 from services.values.registration import Registration
-from transcripts import stem, transcripts_beside
 
 BLOCK = 64
 HASHES = [BlockHash(number) for number in range(1, 101)]

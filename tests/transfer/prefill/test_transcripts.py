@@ -2,7 +2,7 @@
 
 import pytest
 
-from transcripts import stem, transcripts_beside
+from plugins.transcripts import stem, transcripts_beside
 from transfer.prefill.room_story import Rooms
 
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.sglang.frames import metadata, registration
 from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.frames import ReturnAddress
 from services.values.errors import ProtocolError
 from services.wire.isthmus.v1 import handshake_pb2
-from sglang_frames import metadata, registration
 
 BACK = ReturnAddress("isthmus", 7)
 

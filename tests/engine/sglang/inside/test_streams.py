@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from engine.sglang.frames import metadata, registration
 from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.decode_streams import DecodeStreams
 from services.engine.sglang.inside.frames import ReturnAddress
@@ -16,7 +17,6 @@ from services.values.errors import ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PoolMemory
 from services.values.rank import Generation, RankId
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
-from sglang_frames import metadata, registration
 
 PAGE = 16
 LAYOUT = KvLayout(page_size=PAGE, page_bytes=4096, model_fingerprint=7)

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from engine.sglang.settings import sglang_settings
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
 from services.engine.sglang.service.settings import IDLE_CONNECTION_S
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
-from sglang_settings import sglang_settings
 
 
 def settings(tmp_path, **changes):

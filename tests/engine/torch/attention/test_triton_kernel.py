@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints import tiny_checkpoint
 from engine.torch.attention.kernel_cases import Layout, attended, expected_attention, single_token, steps
-from reference import count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.runner import Chunk
 from services.engine.torch import runner as torch_runner
 from services.engine.torch.attention.agreement import require_agreement

@@ -2,8 +2,8 @@
 
 import pytest
 
+from plugins.transcripts import Command, played
 from services.values.errors import ProtocolError
-from transcripts import Command, played
 
 STORY = """\
 # It begins.
@@ -53,7 +53,7 @@ def test_a_line_that_would_end_the_block_is_a_fault_of_the_test():
 
 def test_a_story_that_changed_fails_and_is_rewritten_by_the_flag(pytester):
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
-    pytester.makeconftest('pytest_plugins = ["transcripts"]')
+    pytester.makeconftest('pytest_plugins = ["plugins.transcripts"]')
     story = pytester.path / "story.txt"
     story.write_text("count to=1\n----\n3\n")
     pytester.makepyfile(

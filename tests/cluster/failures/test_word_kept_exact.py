@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
-from reference import count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.decode.prefill_leg import PrefillLeg
 from services.kv.ticket import StartsWithinPage
 from services.rank import main as rank

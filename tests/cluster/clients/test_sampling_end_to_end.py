@@ -9,9 +9,9 @@ import math
 import pytest
 import pytest_asyncio
 
-from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
-from reference import random_prompt
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import random_prompt
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

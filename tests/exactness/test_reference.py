@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import tiny_checkpoint
-from reference import (
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import (
     NEAR_TIE,
     check_half_precision,
     count_near_ties,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-CHART = Path(__file__).parents[1] / "charts/isthmus"
+CHART = Path(__file__).parents[2] / "charts/isthmus"
 RUNBOOKS = "https://wiki.example.com/runbooks"
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from checkpoints import tiny_checkpoint
 from cluster.harness import FakeCluster
+from exactness.checkpoints import tiny_checkpoint
 from services.engine.fake import continuation
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2

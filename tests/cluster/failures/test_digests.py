@@ -8,7 +8,7 @@ from cluster.harness import FakeCluster
 from cluster.metrics_page import samples, value
 from services.engine import choose
 from services.engine.fake import continuation
-from spoiling_transport import SpoilingTransport
+from transfer.spoiling_transport import SpoilingTransport
 
 PROMPTS = [[(i * 7 + n) % 500 for i in range(41)] for n in range(6)]
 

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from engine.sglang.settings import sglang_settings
 from services.engine.sglang.reports import Active, TicketSent
 from services.engine.sglang.service.http_client import SglangHttp
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.rank import Generation, RankId
-from sglang_settings import sglang_settings
 
 OWN = RankId("w", 0, Generation(1))
 PAGE = 16

@@ -8,8 +8,8 @@ import grpc
 import httpx
 import pytest
 
-from certificates import Mounted, make_another, make_certificates
 from cluster.harness import FakeCluster
+from net.certificates import Mounted, make_another, make_certificates
 from services.cli import generate
 from services.cli.look import explain
 from services.engine.fake import continuation

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.sglang.settings import sglang_settings
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
 from services.engine.sglang.service.run_folder import RunFolder
@@ -22,7 +23,6 @@ from services.net import channels
 from services.values.errors import IsthmusError
 from services.values.rank import RankKey
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from sglang_settings import sglang_settings
 
 PAGE = 16
 START_S = 400.0

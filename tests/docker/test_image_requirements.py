@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 # They differ by target. nixl asks for both of its builds; nobody imports setuptools.
 NIXL = {"nixl-cu12", "nixl-cu13"}
 ELSEWHERE = {"torch", "setuptools", "nixl"}

@@ -7,10 +7,10 @@ import grpc
 import httpx
 import pytest
 
-from checkpoints import tiny_checkpoint
 from cluster.harness import BLOCK, FakeCluster, ids_request
 from cluster.metrics_page import samples, value
-from reference import count_near_ties, random_prompt, reference_generation
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine import fake
 from services.engine.fake import continuation
 from services.router.placement.exclusion import TOO_SMALL

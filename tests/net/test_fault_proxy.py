@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from fault_proxy import FaultProxy
+from net.fault_proxy import FaultProxy
 
 LONG_S = 30.0  # a deadline, never waited out
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mutations import MUTATIONS
+from plugins.mutations import MUTATIONS
 
 # Each run imports torch, and compiles a kernel.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
@@ -40,7 +40,7 @@ def run_pytest(*arguments):
         *arguments,
     ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
 
 
