@@ -63,13 +63,13 @@ async def _watch(folder, stack, collector):
         print(f"{name}| {line}")  # shown by pytest with a test that fails
         lines.append(parse_line(name, line))
 
-    async with LocalCluster(shape, note) as cluster, AsyncExitStack() as stack:
+    async with LocalCluster(shape, note) as cluster, AsyncExitStack() as calls:
         found = [line for line in lines if line is not None]
         prometheus = Prometheus(folder, _targets(found), alert_rules.write(_made(folder / "rules")))
         stack.enter_context(prometheus)
         stubs = []
         for index in range(shape.routers):
-            channel = await stack.enter_async_context(channels.open_channel(cluster.router_endpoint(index)))
+            channel = await calls.enter_async_context(channels.open_channel(cluster.router_endpoint(index)))
             stubs.append(generation_pb2_grpc.GenerationStub(channel))
         start_s = time.time()
         victim = next(line for line in found if line.event == "rank_started" and line.service == "prefill-1")
