@@ -31,7 +31,9 @@ class RankConfig(ClusterConfig):
 
     model: str = setting("", "directory of the checkpoint")
     worker: str = setting(help="name of this worker, unique in the cluster")
-    dp_size: int = setting(1, "number of DP ranks, one process each", bounds=Bounds(at_least=1))
+    dp_size: int = setting(
+        1, "number of DP ranks; a process each, but with engine sglang", bounds=Bounds(at_least=1)
+    )
     rank_index: int | None = setting(
         None, "be this one rank instead of the supervisor of all", bounds=Bounds(at_least=0)
     )
@@ -39,7 +41,7 @@ class RankConfig(ClusterConfig):
     advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
     restart_timeout_s: float | None = setting(
         None,
-        "seconds in which a rank that had started must have started again, or /live fails; default: any",
+        "seconds in which a rank that had started must be up again, or /live fails; default: no limit",
         bounds=Bounds(above=0),
     )
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
@@ -65,9 +67,11 @@ class RankConfig(ClusterConfig):
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
     prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
     protected_cache_share: float = setting(
-        0.3, "of the pool, kept for prefixes asked for more than once", bounds=Bounds(at_least=0, at_most=1)
+        0.3,
+        "share of the pool kept for prefixes requested more than once",
+        bounds=Bounds(at_least=0, at_most=1),
     )
-    transport: Literal["nixl", "local"] = setting("nixl", "how KV crosses; local: same host only")
+    transport: Literal["nixl", "local"] = setting("nixl", "KV transport; local: same host only")
     nixl_backend: Literal["UCX", "LIBFABRIC", "MOONCAKE", "UCCL"] = setting(
         "UCX", "NIXL's plugin that moves KV, if NIXL has it; tried with UCX alone"
     )
@@ -78,38 +82,44 @@ class RankConfig(ClusterConfig):
         bounds=Bounds(pattern=r"[A-Za-z_][A-Za-z0-9_]*=.+", form="NAME=VALUE"),
     )
     expect_kv_path: Literal["any", "rdma"] = setting(
-        "any", "rdma: KV that crosses by TCP is warned of, and an alert tells (prefill)"
+        "any", "rdma: warn and alert where KV is transferred over TCP (prefill)"
     )
     chunk_size: int = setting(512, "prompt tokens computed per step", bounds=Bounds(at_least=1))
     max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
     itl_target_ms: float | None = setting(
-        None, "bounds batch and prompt chunks by measured step time (decode)", bounds=Bounds(above=0)
+        None,
+        "target ITL: bounds batch and prompt chunks by measured step time (decode)",
+        bounds=Bounds(above=0),
     )
     step_limit_s: float = setting(
         120.0,
-        "seconds after which a step that hangs ends its rank, or a call of the transport (30 s); 0: never",
+        "seconds after which a hung step, or transport call (30 s at most), ends its rank; 0: never",
         bounds=Bounds(at_least=0),
     )
     write_lease_s: float = setting(
-        10.0, "seconds that prefill may write without renewal (decode)", bounds=Bounds(above=0)
+        10.0,
+        "seconds that prefill may write KV without renewal of its lease (decode)",
+        bounds=Bounds(above=0),
     )
     fence_margin_s: float = setting(
-        5.0, "seconds on top before pages of a silent writer are reused (decode)", bounds=Bounds(at_least=0)
+        5.0,
+        "seconds after that lease before pages of a silent writer are reused (decode)",
+        bounds=Bounds(at_least=0),
     )
     kv_digest_share: float = setting(
         0.01,
-        "of the transfers, those whose pages are compared with what prefill wrote (decode)",
+        "share of transfers whose pages are verified by digests of what prefill wrote (decode)",
         bounds=Bounds(at_least=0, at_most=1),
     )
     lease_ttl_s: int = setting(
-        10, "seconds without etcd after which the rank counts as suspect", bounds=Bounds(at_least=1)
+        10, "TTL of the rank's etcd lease; without it the rank counts as suspect", bounds=Bounds(at_least=1)
     )
     index_flush_ms: float = setting(
         50.0, "least time between two writes of a rank's index to etcd", bounds=Bounds(at_least=0)
     )
     index_writes_per_s: float = setting(
         2000.0,
-        "index writes of all ranks of the cluster together; each flushes less often to keep to its share",
+        "budget of index writes for all ranks together; each flushes less often to keep to its share",
         bounds=Bounds(above=0),
     )
     fake_step_s: float = setting(0.0, "engine fake: seconds per step", bounds=Bounds(at_least=0))

@@ -25,22 +25,22 @@ class RouterConfig(ClusterConfig):
     )
     itl_weight: float = setting(
         0.05,
-        "how much slowing running sequences counts against the time to first token",
+        "weight of the ITL that a request costs running sequences, against its own TTFT",
         bounds=Bounds(at_least=0),
     )
     max_attempts: int = setting(
-        3, "ranks that a request is tried on at most before it gets on", bounds=Bounds(at_least=1)
+        3, "attempts of a request until it makes progress, each on another rank", bounds=Bounds(at_least=1)
     )
 
     max_wait_s: float = setting(
         600.0,
-        "a request that would wait longer for its turn, or for half of the time it has, is refused",
+        "admission control: a request that would queue longer, or for half of its time, is refused",
         bounds=Bounds(above=0),
     )
 
     request_timeout_s: float = setting(
         3600.0,
-        "seconds after which a request ends, where its client has set no deadline",
+        "deadline in seconds of a request whose client has set none",
         bounds=Bounds(above=0),
     )
 
@@ -57,11 +57,11 @@ class RouterConfig(ClusterConfig):
     )
 
     http_header_timeout_s: float = setting(
-        20.0, "seconds that the head of an HTTP request may take to come", bounds=Bounds(above=0)
+        20.0, "seconds in which the head of an HTTP request must arrive", bounds=Bounds(above=0)
     )
 
     http_body_timeout_s: float = setting(
-        60.0, "seconds that the body of an HTTP request may take to come", bounds=Bounds(above=0)
+        60.0, "seconds in which the body of an HTTP request must arrive", bounds=Bounds(above=0)
     )
 
     http_max_connections: int = setting(
