@@ -12,7 +12,7 @@ from cluster.harness import BLOCK, FakeCluster, ids_request
 from etcd.real_etcd import client, until
 from services.engine.fake import continuation
 from services.index.keys import ClusterKeys
-from services.router.ranks.balance import Balance
+from services.router.placement import exclusion
 from services.router.text.prompt import PromptEncoder
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -359,7 +359,7 @@ async def test_a_request_that_fails_for_good_leaves_nothing_behind(etcd_endpoint
 async def test_where_no_rank_can_be_chosen_each_says_why(etcd_endpoint, model_dir, cluster_name, monkeypatch):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1)) as cluster:
         _, finish = await cluster.generate(prompt_of(1), conversation_id="c")
-        monkeypatch.setattr(Balance, "excluded", lambda balance, rank: f"{rank.worker} is out")
+        monkeypatch.setattr(exclusion, "of_rank", lambda rank, standing, asked: f"{rank.id.worker} is out")
         request = ids_request(prompt_of(1), conversation_id="c")
         answer = await cluster.stubs[0].Explain(generation_pb2.ExplainRequest(request=request))
         assert answer.reason == ("no decode rank can take the request: 1 decode-0 is out, 1 decode-1 is out")
