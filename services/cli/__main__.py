@@ -29,19 +29,10 @@ _PIPE_CLOSED = 141
 
 def main() -> None:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if name == "--version":
-        print(f"isthmus {build_info.versions()['version']}")
-        sys.exit(0)
-    if name not in COMMANDS:
-        wanted_help = name in ("", "-h", "--help", "help")
-        print(_usage(), file=sys.stdout if wanted_help else sys.stderr)
-        sys.exit(0 if wanted_help else 2)
-    log_format = "json" if json_lines.FLAG in arguments else "text"
-    telemetry.setup_logging("isthmus", "warning", log_format)
-    if log_format == "json":
-        json_lines.lay_pipe("isthmus", descriptors=(2,))  # what a command has to say is on the other one
+    if name in COMMANDS:
+        _set_up_logging(arguments)
     try:
-        code = _run(name, arguments)
+        code = _run(name, arguments) if name in COMMANDS else _tell(name)
         sys.stdout.flush()
         sys.exit(code)
     except BrokenPipeError:
@@ -62,6 +53,23 @@ def _stop_writing() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
+
+
+def _set_up_logging(arguments: list[str]) -> None:
+    log_format = "json" if json_lines.FLAG in arguments else "text"
+    telemetry.setup_logging("isthmus", "warning", log_format)
+    if log_format == "json":
+        json_lines.lay_pipe("isthmus", descriptors=(2,))  # what a command has to say is on the other one
+
+
+def _tell(name: str) -> int:
+    """What can be asked of the command itself."""
+    if name == "--version":
+        print(f"isthmus {build_info.versions()['version']}")
+        return 0
+    wanted_help = name in ("", "-h", "--help", "help")
+    print(_usage(), file=sys.stdout if wanted_help else sys.stderr)
+    return 0 if wanted_help else 2
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -1,6 +1,8 @@
 """What the command `isthmus` answers where it cannot do what it is asked: a sentence and an exit code."""
 
 import io
+import os
+import subprocess
 import sys
 from importlib import metadata
 
@@ -77,6 +79,16 @@ def test_the_commands_are_listed(isthmus_command, arguments, code):
     ended, shown, said = isthmus_command(*arguments)
     assert ended == code
     assert "make-model" in (said if code else shown)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_a_reader_that_has_gone_is_no_bug(argument):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "services.cli", argument]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_the_version_is_the_one_that_is_installed(isthmus_command):
