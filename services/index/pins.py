@@ -165,7 +165,7 @@ class PinWriter:
                 await self._wake.wait()
                 await asyncio.sleep(self._settings.gather_s)
             try:
-                await self._write_some()
+                await self.write_some()
                 backoff.reset()
             except EtcdNoSpace as error:
                 # A full etcd is answered by writing less, and pins are what is missed least.
@@ -177,7 +177,12 @@ class PinWriter:
                 logger.warning("pins.retry queued=%d error=%s", len(self._queue), error)
                 await backoff.sleep()
 
-    async def _write_some(self) -> None:
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    async def write_some(self) -> None:
+        """One transaction, of the oldest; what was not written stays queued. Raises as Etcd does."""
         batch = dict(itertools.islice(self._queue.items(), _MAX_PUTS))
         if not batch:
             return

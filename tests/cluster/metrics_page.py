@@ -28,3 +28,12 @@ def value(found, name, **labels):
     ]
     assert matching, (name, labels)
     return sum(matching)
+
+
+async def moves(cluster, *kinds):
+    """How often requests of any router left a rank."""
+    pages = [await samples(router, cluster) for router in cluster.routers]
+    moved = [
+        sample for found in pages for sample in found.values() if sample.name == "isthmus_request_moves_total"
+    ]
+    return sum(sample.value for sample in moved if sample.labels["kind"] in kinds)

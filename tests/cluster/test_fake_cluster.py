@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
+from cluster.metrics_page import moves
 from etcd.real_etcd import client, until
 from services.engine.fake import continuation
 from services.index.keys import ClusterKeys
@@ -423,8 +424,7 @@ async def test_a_prefill_rank_that_drains_costs_nobody_a_retry(
                 await asyncio.sleep(0.005)
         stopping.set()
         await asyncio.gather(*asking)
-        moves = router.generator._metrics._moves
-        assert moves.labels("retry")._value.get() == moves.labels("migration")._value.get() == 0
+        assert await moves(cluster, "retry", "migration") == 0
         await cluster.assert_nothing_held()
 
 
@@ -455,7 +455,6 @@ async def test_what_runs_on_a_decode_rank_that_drains_ends_there_though_its_leas
         assert not request.done()
         tokens, _ = await request
         assert tokens == continuation(prompt, 300)
-        moves = router.generator._metrics._moves
-        assert moves.labels("retry")._value.get() == moves.labels("migration")._value.get() == 0
+        assert await moves(cluster, "retry", "migration") == 0
         await draining
         await cluster.assert_nothing_held()

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import grpc
 
 from cluster.harness import FakeCluster
+from cluster.metrics_page import moves
 from engine.pair import settled
 from exactness.reference import forced_logits
 from fuzz.requests import Asked, Tree
@@ -148,10 +149,7 @@ class Round:
 
     async def _close_books(self, cluster: FakeCluster) -> None:
         """Nobody asks any more: ranks hold free and cached pages alone, and the router no request."""
-        moves = cluster.routers[0].generator._metrics._moves
-        self.counts["moves"] += int(
-            sum(s.value for s in moves.collect()[0].samples if s.name.endswith("_total"))
-        )
+        self.counts["moves"] += int(await moves(cluster, "retry", "migration", "outgrown"))
         for name, rank in cluster.ranks.items():
             self.counts["retractions"] += rank.engine.load().retractions
             books = await settled(rank.engine)

@@ -61,8 +61,8 @@ async def test_only_what_changed_or_is_half_expired_is_written(etcd: Etcd, keys:
     async def written_after(decode: RankId) -> int:
         writer.pin("c", decode)
         writer.pin("c", decode)
-        while writer._queue:
-            await writer._write_some()
+        while writer.num_queued:
+            await writer.write_some()
         _, kvs = await etcd.snapshot(keys.prefix)
         known.update({pin_name("c"): KnownPin(decode_pin(kv.value), kv.mod_revision) for kv in kvs})
         return writer.written
@@ -86,8 +86,8 @@ async def test_a_conversation_that_another_router_moved_is_moved_back(etcd: Etcd
 
     async def write(writer: PinWriter, decode: RankId) -> None:
         writer.pin("c", decode)
-        while writer._queue:
-            await writer._write_some()
+        while writer.num_queued:
+            await writer.write_some()
 
     async def come_back() -> Pin:
         _, (kv,) = await etcd.snapshot(keys.prefix)
@@ -106,7 +106,7 @@ async def test_a_conversation_that_another_router_moved_is_moved_back(etcd: Etcd
     now += SETTINGS.recent_s
     known.clear()  # etcd has lost everything
     ours.pin("c", D0)
-    assert ours.recent("c") == Pin(D0) and len(ours._queue) == 1
+    assert ours.recent("c") == Pin(D0) and ours.num_queued == 1
 
 
 async def test_a_pin_that_the_mirror_no_longer_keeps_can_be_moved(etcd: Etcd, keys: ClusterKeys) -> None:
@@ -115,8 +115,8 @@ async def test_a_pin_that_the_mirror_no_longer_keeps_can_be_moved(etcd: Etcd, ke
 
     async def write(writer: PinWriter, decode: RankId) -> tuple[int, int, Pin | None]:
         writer.pin("c", decode)
-        while writer._queue:
-            await writer._write_some()
+        while writer.num_queued:
+            await writer.write_some()
         found = await etcd.get(keys.pin(pin_name("c")))
         return writer.written, writer.lost, decode_pin(found.value) if found else None
 
@@ -144,10 +144,10 @@ async def test_the_queue_is_bounded_while_etcd_is_away(caplog: pytest.LogCapture
         async with running(writer.run()) as (task,):
             for number in range(300):
                 writer.pin(f"{number}", D0)
-            assert (len(writer._queue), writer.dropped) == (250, 50)
+            assert (writer.num_queued, writer.dropped) == (250, 50)
             await until(lambda: caplog.text.count("pins.retry queued=250") >= 2)
             writer.pin("300", D0)
-            assert (len(writer._queue), writer.dropped) == (250, 51)
+            assert (writer.num_queued, writer.dropped) == (250, 51)
             assert not task.done()
 
 

@@ -91,9 +91,14 @@ def mirror():
 
 
 @pytest.fixture
-async def cluster(mirror, clock):
+def balance(clock):
+    return Balance(lambda: clock[0])
+
+
+@pytest.fixture
+async def cluster(mirror, balance):
     settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
-    opened = Cluster(settings, mirror, NoPins(), Balance(lambda: clock[0]), None)
+    opened = Cluster(settings, mirror, NoPins(), balance, None)
     await opened.start()
     yield opened
     await opened.close()
@@ -149,12 +154,12 @@ async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, m
     assert mirror.dead == [D0_KEY]
 
 
-async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror):
+async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror, balance):
     """It was told to stop while it had no key: it says that it does not serve, and finishes what runs."""
     mirror.set(replace(D0, registered=False))
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == []
-    assert two_decodes._balance.liveness(D0_KEY) is Liveness.FAILED
+    assert balance.liveness(D0_KEY) is Liveness.FAILED
     two_decodes._connections.clients[D0_KEY].connected.clear()
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == [D0_KEY]
@@ -183,15 +188,15 @@ async def two_decodes(cluster, mirror):
     return cluster
 
 
-def queue(cluster, rank, wait_s):
-    cluster._balance.report(rank, RankLoad(waiting=10, admitted_per_s=10 / wait_s))
+def queue(balance, rank, wait_s):
+    balance.report(rank, RankLoad(waiting=10, admitted_per_s=10 / wait_s))
 
 
-async def test_nobody_is_let_in_who_would_wait_too_long_everywhere(two_decodes, clock):
+async def test_nobody_is_let_in_who_would_wait_too_long_everywhere(two_decodes, clock, balance):
     prompt = await two_decodes.hash(tuple(range(40)), "")
-    queue(two_decodes, D0_KEY, 9.0)
+    queue(balance, D0_KEY, 9.0)
     two_decodes.check_room(0.0)  # nobody waits at the other one
-    queue(two_decodes, D1_KEY, 7.0)
+    queue(balance, D1_KEY, 7.0)
     two_decodes.check_room(7.0)
     with pytest.raises(NoCapacity, match=r"would wait 7\.0 s") as refused:
         two_decodes.check_room(5.0)
@@ -201,11 +206,11 @@ async def test_nobody_is_let_in_who_would_wait_too_long_everywhere(two_decodes, 
     two_decodes.place(prompt, "", frozenset())  # what was begun is never refused
 
 
-async def test_a_rank_whose_queue_is_too_long_is_passed_over(two_decodes):
+async def test_a_rank_whose_queue_is_too_long_is_passed_over(two_decodes, balance):
     prompt = await two_decodes.hash(tuple(range(40)), "")
     for rank, other in ((D0_KEY, D1_KEY), (D1_KEY, D0_KEY)):
-        queue(two_decodes, rank, 9.0)
-        queue(two_decodes, other, 1.0)
+        queue(balance, rank, 9.0)
+        queue(balance, other, 1.0)
         placed = two_decodes.place(prompt, "", frozenset(), 5.0)
         assert placed.decision.chosen.decode.id.key == other
         assert [c.excluded for c in placed.decision.excluded] == ["its queue is too long"]
@@ -217,16 +222,16 @@ async def test_without_any_rank_it_is_not_the_queues_that_are_too_long(cluster):
         cluster.place(await cluster.hash((1, 2), ""), "", frozenset(), 0.0)
 
 
-async def test_prompts_that_are_computed_first_are_waited_for_too(two_decodes, clock):
+async def test_prompts_that_are_computed_first_are_waited_for_too(two_decodes, clock, balance):
     prompt = await two_decodes.hash(tuple(range(40)), "")
     p0 = P0.registration.id.key
-    two_decodes._balance.report(p0, RankLoad(pending_tokens=90_000, prefill_tokens_per_s=10_000.0))
+    balance.report(p0, RankLoad(pending_tokens=90_000, prefill_tokens_per_s=10_000.0))
     for decode in (D0_KEY, D1_KEY):
-        two_decodes._balance.report(decode, RankLoad(pending_tokens=80_000))
+        balance.report(decode, RankLoad(pending_tokens=80_000))
     # Nothing of theirs was measured: what they are believed to need is no ground to refuse anybody.
     assert two_decodes.place(prompt, "", frozenset(), 5.0).plan is Plan.LOCAL
     for decode in (D0_KEY, D1_KEY):
-        two_decodes._balance.report(decode, RankLoad(pending_tokens=80_000, prefill_tokens_per_s=10_000.0))
+        balance.report(decode, RankLoad(pending_tokens=80_000, prefill_tokens_per_s=10_000.0))
     with pytest.raises(NoCapacity, match=r"would wait 8\.0 s"):
         two_decodes.place(prompt, "", frozenset(), 5.0)
     with pytest.raises(NoCapacity, match=r"would wait 8\.0 s"):
@@ -235,13 +240,13 @@ async def test_prompts_that_are_computed_first_are_waited_for_too(two_decodes, c
     two_decodes.place(prompt, "", frozenset(), 8.5)
 
 
-async def test_a_home_with_too_long_a_queue_is_left_and_a_rank_in_time_taken(two_decodes):
+async def test_a_home_with_too_long_a_queue_is_left_and_a_rank_in_time_taken(two_decodes, balance, mirror):
     """By slack it would be chosen: all in all it is hardly worse."""
     prompt = await two_decodes.hash(tuple(range(640)), "")
-    two_decodes._mirror.index.apply_snapshot(D1.registration.id, prompt.hashes)
+    mirror.index.apply_snapshot(D1.registration.id, prompt.hashes)
     for rank, wait_s in ((D0_KEY, 3.4), (D1_KEY, 6.4), (P0.registration.id.key, 9.0)):
         load = RankLoad(pending_tokens=int(200 * wait_s), prefill_tokens_per_s=200.0)
-        two_decodes._balance.report(rank, load)
+        balance.report(rank, load)
     pinned = two_decodes.place(prompt, "", frozenset(), 7.0).decision
     assert (pinned.chosen.decode.id.key, pinned.reason) == (D1_KEY, "longest_prefix")
     moved = two_decodes.place(prompt, "", frozenset(), 6.0).decision
@@ -254,7 +259,9 @@ async def test_a_home_with_too_long_a_queue_is_left_and_a_rank_in_time_taken(two
     assert explained.chosen == moved.chosen and explained.excluded == moved.excluded
 
 
-async def test_an_idle_rank_is_taken_where_the_one_with_the_prefix_has_too_long_a_queue(two_decodes, mirror):
+async def test_an_idle_rank_is_taken_where_the_one_with_the_prefix_has_too_long_a_queue(
+    two_decodes, mirror, balance
+):
     """Though the prompt takes longer there than one may wait: computing is no waiting."""
     p1 = view(Role.PREFILL, 1)
     mirror.set(p1)
@@ -263,15 +270,15 @@ async def test_an_idle_rank_is_taken_where_the_one_with_the_prefix_has_too_long_
     mirror.index.apply_snapshot(p1.registration.id, ())
     for rank, pending_tokens in ((P0, 1_040), (p1, 0), (D0, 9_999), (D1, 9_999)):
         load = RankLoad(pending_tokens=pending_tokens, prefill_tokens_per_s=200.0)
-        two_decodes._balance.report(rank.registration.id.key, load)
+        balance.report(rank.registration.id.key, load)
     assert two_decodes.place(prompt, "", frozenset(), 6.0).prefill == P0.registration.address
     assert two_decodes.place(prompt, "", frozenset(), 5.0).prefill == p1.registration.address
 
 
-async def test_a_rank_whose_context_is_too_short_has_no_room_however_idle(two_decodes, mirror):
+async def test_a_rank_whose_context_is_too_short_has_no_room_however_idle(two_decodes, mirror, balance):
     mirror.set(view(Role.DECODE, 0, max_context_tokens=64))
     prompt = await two_decodes.hash(tuple(range(100)), "")
-    queue(two_decodes, D1_KEY, 9.0)
+    queue(balance, D1_KEY, 9.0)
     with pytest.raises(NoCapacity, match=r"would wait 9\.0 s"):
         two_decodes.place(prompt, "", frozenset(), 5.0)
 
@@ -330,10 +337,10 @@ async def test_the_models_context_is_that_of_the_rank_that_knows_most_of_it(clus
     assert cluster._asked(await cluster.hash((1, 2), ""), "", frozenset()).most_tokens is None
 
 
-async def test_what_is_refused_is_explained_so(two_decodes):
+async def test_what_is_refused_is_explained_so(two_decodes, balance):
     prompt = await two_decodes.hash(tuple(range(40)), "")
     for rank in (D0_KEY, D1_KEY):
-        queue(two_decodes, rank, 9.0)
+        queue(balance, rank, 9.0)
     with pytest.raises(NoCapacity) as refused:
         two_decodes.place(prompt, "", frozenset(), 5.0)
     explained = two_decodes.explain(prompt, "", 5.0).decision
@@ -341,15 +348,15 @@ async def test_what_is_refused_is_explained_so(two_decodes):
     assert [rank.excluded for rank in explained.candidates] == ["its queue is too long"] * 3
 
 
-async def test_a_prefill_rank_that_fell_silent_is_passed_over_and_down(two_decodes, mirror):
+async def test_a_prefill_rank_that_fell_silent_is_passed_over_and_down(two_decodes, mirror, balance):
     """Though it looks the idler one, and without a word from etcd."""
     p1 = view(Role.PREFILL, 1)
     mirror.set(p1)
     prompt = await two_decodes.hash(tuple(range(640)), "")
     for decode in (D0_KEY, D1_KEY):
-        two_decodes._balance.report(decode, RankLoad(pending_tokens=90_000, prefill_tokens_per_s=10_000.0))
+        balance.report(decode, RankLoad(pending_tokens=90_000, prefill_tokens_per_s=10_000.0))
     silent, busy = (one.registration for one in (P0, p1))
-    two_decodes._balance.report(busy.id.key, RankLoad(pending_tokens=9_000, prefill_tokens_per_s=10_000.0))
+    balance.report(busy.id.key, RankLoad(pending_tokens=9_000, prefill_tokens_per_s=10_000.0))
     assert two_decodes.place(prompt, "", frozenset()).prefill == silent.address
     watch = two_decodes._connections.watches[silent.id.key]
     watch._note_report(RankLoad())

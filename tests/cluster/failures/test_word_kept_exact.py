@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.harness import FakeCluster
+from cluster.metrics_page import moves
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.decode.prefill_leg import PrefillLeg
@@ -93,8 +94,7 @@ async def test_a_layout_that_turns_out_to_be_another(
         await cluster.until_placeable()
         finish = await cluster.exact(PROMPT)
         assert finish.placement.plan == common_pb2.PLAN_LOCAL
-        moves = cluster.routers[0].generator._metrics._moves
-        assert moves.labels("retry")._value.get() == 1
+        assert await moves(cluster, "retry") == 1
         await cluster.assert_nothing_held()
 
 

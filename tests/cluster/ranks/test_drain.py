@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from cluster.harness import FakeCluster
+from cluster.metrics_page import moves
 from services.cli import drain
 from services.cli.look import index
 from services.engine.fake import FakeRunner, continuation
@@ -81,11 +82,6 @@ def placed_on(finish, role):
     return f"{rank.worker}/{rank.rank}"
 
 
-def moves(cluster):
-    counters = [router.generator._metrics._moves for router in cluster.routers]
-    return sum(c.labels(kind)._value.get() for c in counters for kind in ("retry", "migration"))
-
-
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_rank_is_drained_while_it_serves_and_put_back(
     etcd_endpoint, model_dir, cluster_name, hold, capsys, role
@@ -126,7 +122,7 @@ async def test_a_rank_is_drained_while_it_serves_and_put_back(
         await until_excluded(cluster, other, "draining")
         _, finish = await cluster.generate(prompt_of(3), conversation_id="c")
         assert placed_on(finish, role) == victim
-        assert moves(cluster) == 0
+        assert await moves(cluster, "retry", "migration") == 0
         await cluster.assert_nothing_held()
 
 

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from cluster.harness import FAKE_RANK, FakeCluster, ids_request
+from cluster.metrics_page import moves
 from services.engine import fake
 from services.engine.fake import continuation
 from services.index import registrations
@@ -98,6 +99,5 @@ async def test_the_old_ranks_serve_until_the_new_ones_can(
 
         await undrained(cluster, "decode-0/0")
         assert await served(cluster, range(40, 46)) == old
-        moves = cluster.routers[0].generator._metrics._moves
-        assert moves.labels("retry")._value.get() == moves.labels("migration")._value.get() == 0
+        assert await moves(cluster, "retry", "migration") == 0
         await cluster.assert_nothing_held()
