@@ -13,7 +13,7 @@ from services.cli import generate
 from services.cli.look import explain
 from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
-from services.router.ranks.balance import Balance
+from services.router.ranks.balance import Balance, Liveness
 from services.router.text.chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import Unauthenticated
@@ -374,9 +374,8 @@ async def test_health_says_whether_a_request_could_be_taken(
         http_of(cluster) as http,
     ):
         assert (await http.get("/health")).status_code == 200
-        monkeypatch.setattr(
-            Balance, "excluded", lambda balance, rank: "silent" if rank.worker == f"{lost}-0" else ""
-        )
+        is_lost = {f"{lost}-0": Liveness.SILENT}.get
+        monkeypatch.setattr(Balance, "liveness", lambda _, rank: is_lost(rank.worker, Liveness.LIVE))
         answer = await http.get("/health")
         assert answer.status_code == (200 if is_usable else 503)
         if not is_usable:
