@@ -46,7 +46,7 @@ class Engine(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """Of the KV pool; two ranks exchange KV only if their layouts are equal."""
+        """Of the KV pool. Two ranks exchange KV where kv/ticket.py finds no difference; TP degrees may."""
 
     @property
     def max_context_tokens(self) -> int:

@@ -98,7 +98,9 @@ class PoolCollector(Collector):
             "isthmus_reserved_pages", "Kept back for the growth of what runs.", load.reserved_pages
         )
         yield CounterMetricFamily(
-            "isthmus_retractions", "Sequences that gave their pages to others for a while.", load.retractions
+            "isthmus_retractions",
+            "Times that a sequence gave its pages to others and waited again.",
+            load.retractions,
         )
         yield CounterMetricFamily(
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
@@ -131,7 +133,8 @@ class PoolCollector(Collector):
         yield GaugeMetricFamily("isthmus_step_seconds", "Moving average of an engine step.", load.step_s)
         yield GaugeMetricFamily(
             "isthmus_compute_tokens_per_second",
-            "Moving average of the rate at which prompts are computed; 0: not measured yet.",
+            "The rate at which a newcomer's prompt would be computed beside what runs; 0: not measured yet. "
+            "Engine sglang: the mean since the start.",
             load.prefill_tokens_per_s,
         )
 

@@ -161,12 +161,13 @@ class Admitted:
 
     @property
     def reused_tokens(self) -> int:
-        """Of the prompt, by whoever computed it: never the sum of both ranks' prefixes."""
+        """Of the prompt, those that the rank which computed it had cached. Under plan remote, what decode had
+        cached saved bytes, not compute."""
         return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
 
     @property
     def delta_tokens(self) -> int:
-        """That crossed."""
+        """Of the prompt, those whose KV crossed to the decode rank."""
         return self.prompt_tokens - self.decode_prefix_len if self.plan is Plan.REMOTE else 0
 
     @property

@@ -2,7 +2,7 @@
 
     start() --> thread: open the transport, register the pool
         handshake server --hello, ticket, renew, abort, link_lost--+
-        engine thread ----open_room, pages_ready, cancel, fail-----+--> queue --> RoomTable --> Transport
+        engine's loop ----open_room, pages_ready, cancel, fail-----+--> queue --> RoomTable --> Transport
                                                                                     |
         on_failed, on_end, link.send(Status | AbortAck) <-- from the sender's thread +
     stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
