@@ -33,7 +33,7 @@ class Standing(NamedTuple):
 
 
 def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
-    """A lapsed lease alone excludes nobody: a decode rank whose stream is up is alive, and a prefill rank is
+    """A lapsed lease alone is no reason: a decode rank whose stream is up is alive, and a prefill rank is
     left alone for a while if it fails, and until it speaks if it is silent."""
     is_decode = rank.role is Role.DECODE
     if rank.id in asked.tried:
