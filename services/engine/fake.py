@@ -76,12 +76,12 @@ class FakeRunner:
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
 
-def continuation(ids: Sequence[int], num_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+def continuation(ids: Sequence[int], num_tokens: int) -> list[int]:
     """The `num_tokens` tokens that a FakeRunner must generate after `ids`."""
     total = sum(_mix(token, position) for position, token in enumerate(ids))
     tokens: list[int] = []
     for length in range(len(ids), len(ids) + num_tokens):
-        tokens.append(_draw(total & _MASK, length, vocab_size))
+        tokens.append(_draw(total & _MASK, length, VOCAB_SIZE))
         total += _mix(tokens[-1], length)
     return tokens
 

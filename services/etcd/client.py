@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -110,12 +110,11 @@ class Etcd:
         settings: EtcdSettings,
         *,
         rng: random.Random,
-        clock: Callable[[], float] = time.monotonic,
         observe: Observe = unobserved,
     ) -> None:
-        self.clock = clock
+        self.clock = time.monotonic
         self.rng = rng
-        self.connection = EtcdConnection(settings, rng=rng, clock=clock, observe=observe)
+        self.connection = EtcdConnection(settings, rng=rng, observe=observe)
 
     async def __aenter__(self) -> "Etcd":
         return self

@@ -94,7 +94,6 @@ class Mirror:
         *,
         fleet: str = "",
         max_pins: int = 100_000,
-        idle_timeout_s: float = 10.0,
         probe_interval_s: float = 1.0,
         observe_staleness: Callable[[float], None] = lambda staleness_s: None,
     ) -> None:
@@ -113,7 +112,6 @@ class Mirror:
             keys.prefix,
             first=keys.registrations,
             unremembered=keys.pins,
-            idle_timeout_s=idle_timeout_s,
         )
         self._probe = Probe(etcd, keys, router or _NOBODY, fleet=fleet, interval_s=probe_interval_s)
         self._is_router = router is not None

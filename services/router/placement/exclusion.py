@@ -87,10 +87,7 @@ def _in_time(
 
     return (
         [judged(decode, waits.shortest_s(decode, compute_s)) for decode in decodes],
-        [
-            judged(p, inf if roomiest is None else waits.remote_s(roomiest, p.compute_wait_s))
-            for p in prefills
-        ],
+        [judged(prefill, at_prefill_s(prefill)) for prefill in prefills],
     )
 
 

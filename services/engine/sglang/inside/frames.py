@@ -113,16 +113,13 @@ def registration_frames(hello: handshake_pb2.Hello, back: ReturnAddress) -> Fram
 # -- ticket: where one request's delta goes ------------------------------------------------------------
 
 
-def ticket_of_metadata(
-    frames: Frames, prompt_len: int, prefill_generation: int = 0
-) -> handshake_pb2.KvTicket:
+def ticket_of_metadata(frames: Frames, prompt_len: int) -> handshake_pb2.KvTicket:
     """What SGLang's metadata says. Raises ProtocolError when the frames are not as expected."""
     if len(frames) != 11 or frames[0] != GUARD or frames[1] == REGISTRATION:
         raise ProtocolError(f"not a request's metadata as SGLang 0.5.23 writes it: {len(frames)} frames")
     pages = np.frombuffer(frames[5], dtype=np.int32).tolist()
     ticket = handshake_pb2.KvTicket(
         room=_number(frames[1]),
-        prefill_generation=prefill_generation,
         prompt_len=prompt_len,
         decode_prefix_len=_number(frames[9]),
         runs=runs_of_indices(pages),
