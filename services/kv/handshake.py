@@ -5,18 +5,19 @@ left: it must first know that the writer has stopped.
 
 A reservation, on the decode rank: the pages of one ticket, from its leaving on, and who may write them.
 
-                     the stream               it is lost                  the last word left
-                     stands                                               bytes on their way
+                     stream stands            stream lost           last word left bytes on their way
 
-    awaited          FILLING --link_lost----> LOST        .--unsettled--> UNSETTLED
-                     |  |  `------------------|-----------'               |
-                     |  | given_up            | given_up                  | given_up
-                     |  v                     v                           v
-    in quarantine    |  STOPPING --link_lost> SOUGHT      .--unsettled--> FENCED
-                     |  |  ^  `---------------|--|--------'               |
-                     |  |  `---------linked---'  | fence_over             | fence_over
-                     v  v                     |  v                        v
-    over             STOPPED <--------------- '  EXPIRED <----------------'
+    awaited          FILLING ---link_lost---> LOST
+                     | | |                    |
+                     | | `--------------------|----unsettled------> UNSETTLED
+                     | | given_up             | given_up            | given_up
+                     | v                      v                     v
+    in quarantine    | STOPPING --link_lost-> SOUGHT                FENCED
+                     | | | ^-----linked-------| |                   ^ |
+                     | | `--------------------|-|---unsettled-------' |
+                     | |                      | | fence_over          | fence_over
+                     v v                      | v                     v
+    over             STOPPED <-writer_stopped-' EXPIRED <-------------'
 
     STOPPED: by whatever other word (pages_landed, renegotiated, writer_stopped). EXPIRED: by time alone.
     After renegotiated, pages are reserved anew, for another ticket.
