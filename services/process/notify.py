@@ -4,8 +4,7 @@
     STATUS=why it cannot start, or go on
 
 X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it.
-Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread, which a parent that forks must not
-have.
+Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread.
 """
 
 import asyncio
