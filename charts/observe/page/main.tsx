@@ -103,7 +103,7 @@ function Tile({ panel, series, width, height }: any) {
   return (
     <BigValue
       value={{ ...first.display, title: "" }}
-      sparkline={first.sparkline}
+      sparkline={panel.options.graphMode === "area" ? first.sparkline : undefined}
       colorMode={panel.options.colorMode}
       graphMode={panel.options.graphMode}
       justifyMode={panel.options.justifyMode}
