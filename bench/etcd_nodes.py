@@ -13,7 +13,7 @@ NUM_NODES = 3
 class EtcdNodes:
     """`async with EtcdNodes(folder) as nodes`: all three run, and have a leader."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, extra_arguments: tuple[str, ...] = ()) -> None:
         ports = free_ports("127.0.0.1", 2 * NUM_NODES)
         peers = ports[NUM_NODES:]
         cluster = ",".join(f"n{number}=http://127.0.0.1:{port}" for number, port in enumerate(peers))
@@ -22,7 +22,7 @@ class EtcdNodes:
                 folder / f"n{number}",
                 client_port=ports[number],
                 peer_port=peers[number],
-                extra_arguments=(f"--name=n{number}", f"--initial-cluster={cluster}"),
+                extra_arguments=(*extra_arguments, f"--name=n{number}", f"--initial-cluster={cluster}"),
             )
             for number in range(NUM_NODES)
         ]
