@@ -14,6 +14,7 @@ SHAPE = dict(kv_pages=2048, prefill_workers=2, decode_workers=2, decode_dp_size=
 FLAGS = ("--write-lease-s=300",)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_cut_connection_costs_a_move(tmp_path, model_dir):
     async with ProcessCluster(tmp_path, model_dir, rank_flags=FLAGS, **SHAPE) as cluster:

@@ -140,6 +140,7 @@ async def a_reader_that_leaves_is_no_fault(up):
         assert (code, err) == (141, ""), arguments
 
 
+@pytest.mark.long
 async def test_with_tls_it_finds_its_own_routers_and_a_second_ctrl_c_kills(tmp_path, model_dir):
     """A request that would last for its whole grace is not waited for."""
     files = make_certificates(tmp_path, "IP:127.0.0.1")
