@@ -32,9 +32,9 @@ import torch
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
-from services.engine.torch.page_reader import page_reader
+from services.engine.torch.page_reader import PageReader, page_reader
 from services.kv.page_allocator import PageAllocator
-from services.kv.page_digest import ReadPages, digest_of
+from services.kv.page_digest import digest_of
 from services.kv.transfer_plan import runs_of
 from services.transfer.base import PeerName
 from services.transfer.choose import open_transport
@@ -246,7 +246,7 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
     return rows
 
 
-def digest(read_pages: ReadPages, delta: Delta) -> None:
+def digest(read_pages: PageReader, delta: Delta) -> None:
     for content in read_pages(delta.sources):
         digest_of(content)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.engine.paged.runner import Chunk, Sampled
+from services.values.errors import ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.request import TokenLogprobs
 
@@ -50,6 +51,7 @@ class FakeRunner:
         group = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
         self.layout = KvLayout(page_size, page_size * _SLOT_BYTES, FINGERPRINT, groups=(group,))
         self.memory = PoolMemory(self._slots.ctypes.data, num_pages)
+        self.carried_memory: tuple[PoolMemory, ...] = ()
 
     def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1)
@@ -58,7 +60,12 @@ class FakeRunner:
             self._sleep(pause_s)
         return [self._run_chunk(chunk) for chunk in chunks]
 
-    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+    def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        raise ProtocolError(f"{self.layout} has no recurrent state")
+
+    def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
+        if group:
+            raise ProtocolError(f"{self.layout} has no group {group}")
         return (memoryview(self._slots[page]).cast("B") for page in pages)
 
     def close(self) -> None:

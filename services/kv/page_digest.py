@@ -8,15 +8,21 @@
 XXH3 reads several times as fast as the CRC of the standard library.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from services.values.kv import PageId
 from services.values.rank import Room
 
-# The bytes of pages of one's own pool, each valid until the next is taken; called from any thread.
-ReadPages = Callable[[Sequence[PageId]], Iterator[memoryview]]
+
+class ReadPages(Protocol):
+    """The bytes of units of one's own pool of a group, each valid until the next is taken; called from any
+    thread."""
+
+    def __call__(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]: ...
+
 
 _ROOMS = 2**64
 

@@ -29,28 +29,45 @@ class PageRun:
 
 
 class GroupKind(Enum):
-    FULL_ATTENTION = "full_attention"
-    SLIDING_WINDOW = "sliding_window"
-    RECURRENT = "recurrent"
+    """What a group's layers remember of a sequence."""
+
+    FULL_ATTENTION = "full_attention"  # K and V of every token
+    SLIDING_WINDOW = "sliding_window"  # K and V of the last `window` tokens
+    CHUNKED_WINDOW = "chunked_window"  # K and V since the last multiple of `window`
+    RECURRENT = "recurrent"  # one state of a fixed size
+
+    @property
+    def is_windowed(self) -> bool:
+        return self in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share a KV shape."""
+    """Layers that remember alike, with a pool of their own.
+
+    A unit of the pool is a page of `page_size` tokens, or with RECURRENT a slot: one sequence's state.
+    """
 
     kind: GroupKind
     layer_ids: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # float32, bfloat16, float16
+    num_kv_heads: int  # 0 with RECURRENT, 1 with a latent
+    head_dim: int  # of keys, or of the latent
+    dtype: str  # float32, bfloat16, float16; of a state that has several: of the attention's beside it
+    v_head_dim: int | None = None  # None: as head_dim; 0: a latent, which has no values
+    window: int = 0  # tokens, the own one counted; 0: not windowed
+    unit_bytes: int = 0  # over all layers; 0: the layout's page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What two ranks must agree on before KV may cross between them."""
+    """What two ranks must agree on before KV may cross between them.
+
+    Group 0 is full attention: its pages are what the radix tree and the index know. What the others hold
+    is *carried*: it always comes by wire, whatever prefix decode has.
+    """
 
     page_size: int  # tokens
-    page_bytes: int  # one page over all layers of all groups
+    page_bytes: int  # one page over all layers of group 0
     model_fingerprint: int  # 64-bit hash of the checkpoint's identity
     tp_size: int = 1
     groups: tuple[KvGroup, ...] = ()
@@ -60,15 +77,35 @@ class KvLayout:
         if self.page_size < 1 or self.page_bytes < 1:
             raise ValueError(f"page_size and page_bytes must be positive: {self}")
 
+    @property
+    def carried(self) -> tuple[KvGroup, ...]:
+        """Groups 1, 2, ...: those beside full attention."""
+        return self.groups[1:]
+
+    @property
+    def unit_bytes(self) -> tuple[int, ...]:
+        """Of each pool, by group."""
+        return (self.page_bytes, *(group.unit_bytes for group in self.carried))
+
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Where a pool lies: page i is the bytes [base_address + i * page_bytes, + page_bytes)."""
+    """Where a pool lies: unit i is the bytes [base_address + i * unit_bytes, + unit_bytes)."""
 
     base_address: int
-    num_pages: int
+    num_pages: int  # units: pages or slots
     kind: str = "DRAM"  # or VRAM
     device_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTarget:
+    """Where what is carried of one group goes: units in token order that hold tokens from `start_token` on,
+    to the prompt's end. A state has one unit, and starts at the prompt's end."""
+
+    group: int  # its place in the layout, 1 or more
+    start_token: int
+    runs: tuple[PageRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +118,7 @@ class KvTicket:
     decode_prefix_len: int  # tokens, a multiple of page_size
     runs: tuple[PageRun, ...]  # destination pages in token order, covering the delta exactly
     write_until_s: float  # on the writer's monotonic clock; nothing is posted at or past it
-    state_slots: tuple[int, ...] = ()
+    targets: tuple[GroupTarget, ...] = ()  # of every carried group, in the layout's order
     aux_slot: int | None = None
     want_digests: bool = False  # of the delta's pages, with the word that they have landed
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from services.values.errors import ProtocolError
 from services.values.kv import (
     GroupKind,
+    GroupTarget,
     KvGroup,
     KvLayout,
     KvTicket,
@@ -43,6 +44,7 @@ _ROLE_FROM_PROTO: dict[int, Role] = {number: role for role, number in _ROLE_TO_P
 _KIND_TO_PROTO = {
     GroupKind.FULL_ATTENTION: handshake_pb2.KvGroup.KIND_FULL_ATTENTION,
     GroupKind.SLIDING_WINDOW: handshake_pb2.KvGroup.KIND_SLIDING_WINDOW,
+    GroupKind.CHUNKED_WINDOW: handshake_pb2.KvGroup.KIND_CHUNKED_WINDOW,
     GroupKind.RECURRENT: handshake_pb2.KvGroup.KIND_RECURRENT,
 }
 _KIND_FROM_PROTO: dict[int, GroupKind] = {number: kind for kind, number in _KIND_TO_PROTO.items()}
@@ -165,6 +167,9 @@ def _group_to_proto(group: KvGroup) -> handshake_pb2.KvGroup:
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         dtype=group.dtype,
+        v_head_dim=group.v_head_dim,
+        window=group.window,
+        unit_bytes=group.unit_bytes,
     )
 
 
@@ -175,6 +180,9 @@ def _group_from_proto(pb: handshake_pb2.KvGroup) -> KvGroup:
         num_kv_heads=pb.num_kv_heads,
         head_dim=pb.head_dim,
         dtype=_filled("layout.groups.dtype", pb.dtype),
+        v_head_dim=pb.v_head_dim if pb.HasField("v_head_dim") else None,
+        window=pb.window,
+        unit_bytes=pb.unit_bytes,
     )
 
 
@@ -201,7 +209,7 @@ def ticket_to_proto(ticket: KvTicket) -> handshake_pb2.KvTicket:
         prompt_len=ticket.prompt_len,
         decode_prefix_len=ticket.decode_prefix_len,
         runs=runs_to_proto(ticket.runs),
-        state_slots=ticket.state_slots,
+        targets=[_target_to_proto(target) for target in ticket.targets],
         aux_slot=ticket.aux_slot,
         write_until_s=ticket.write_until_s,
         want_digests=ticket.want_digests,
@@ -216,10 +224,19 @@ def ticket_from_proto(pb: handshake_pb2.KvTicket) -> KvTicket:
         decode_prefix_len=pb.decode_prefix_len,
         runs=runs_from_proto(pb.runs),
         write_until_s=finite("ticket.write_until_s", pb.write_until_s),
-        state_slots=tuple(pb.state_slots),
+        targets=tuple(_target_from_proto(target) for target in pb.targets),
         aux_slot=pb.aux_slot if pb.HasField("aux_slot") else None,
         want_digests=pb.want_digests,
     )
+
+
+def _target_to_proto(target: GroupTarget) -> handshake_pb2.GroupTarget:
+    runs = runs_to_proto(target.runs)
+    return handshake_pb2.GroupTarget(group=target.group, start_token=target.start_token, runs=runs)
+
+
+def _target_from_proto(pb: handshake_pb2.GroupTarget) -> GroupTarget:
+    return GroupTarget(pb.group, pb.start_token, runs_from_proto(pb.runs))
 
 
 def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:

@@ -9,6 +9,7 @@ from services.transfer.hello import Hello, check_hello, read_hello
 from services.values.errors import ProtocolError
 from services.values.kv import (
     GroupKind,
+    GroupTarget,
     KvGroup,
     KvLayout,
     KvTicket,
@@ -37,11 +38,18 @@ TICKET = KvTicket(
     decode_prefix_len=128,
     runs=(PageRun(7, 2), PageRun(4000, 1)),
     write_until_s=1234.5,
-    state_slots=(5,),
     aux_slot=0,
 )
 MESSAGES = {
     "hello": HELLO.message(1000.25),
+    "ticket_of_a_hybrid": pb.HandshakeMessage(
+        ticket=convert.ticket_to_proto(
+            replace(
+                TICKET,
+                targets=(GroupTarget(1, 192, (PageRun(9, 2),)), GroupTarget(2, 300, (PageRun(5, 1),))),
+            )
+        )
+    ),
     "ticket": pb.HandshakeMessage(ticket=convert.ticket_to_proto(TICKET)),
     "status": pb.HandshakeMessage(
         status=pb.Status(

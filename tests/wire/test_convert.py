@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.kv import (
     GroupKind,
+    GroupTarget,
     KvGroup,
     KvLayout,
     KvTicket,
@@ -58,7 +59,10 @@ ranks = st.builds(RankId, names, uint32, uint64.map(Generation))
 addresses = st.builds(RankAddress, ranks, names)
 rendezvous = st.builds(Rendezvous, uint64.map(Room), ranks, ranks)
 runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
-groups = st.builds(KvGroup, st.sampled_from(GroupKind), ids, uint32, uint32, names)
+groups = st.builds(
+    KvGroup, st.sampled_from(GroupKind), ids, uint32, uint32, names, st.none() | uint32, uint32, uint64
+)
+targets = st.builds(GroupTarget, uint32, uint32, st.lists(runs, max_size=3).map(tuple))
 layouts = st.builds(
     KvLayout,
     page_size=st.integers(1, 2**32 - 1),
@@ -76,7 +80,7 @@ tickets = st.builds(
     decode_prefix_len=uint32,
     runs=st.lists(runs, max_size=4).map(tuple),
     write_until_s=seconds,
-    state_slots=ids,
+    targets=st.lists(targets, max_size=3).map(tuple),
     aux_slot=st.none() | uint32,
 )
 # The wire adds locked and private pages up, so only books without locked pages come back the same.

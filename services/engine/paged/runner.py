@@ -9,11 +9,23 @@ from services.values.request import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class TailPages:
+    """Of one windowed group: page i of `pages` holds the positions of page first_page + i of the sequence.
+
+    They begin with the tail that the chunk's first token sees, and end with the page of its last one.
+    """
+
+    first_page: int
+    pages: Sequence[PageId]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one sequence contributes to a step: tokens whose KV is to be computed and stored.
 
     The chunk's tokens are at positions [start, start + len(token_ids)); the KV of [0, start) is in
-    the pages already. Page i of `pages` holds positions [i * page_size, (i + 1) * page_size).
+    the pages already, and the state after `start` tokens in the slot (which is taken for zeros at 0).
+    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size).
     """
 
     token_ids: Sequence[int]
@@ -26,6 +38,12 @@ class Chunk:
     history: Sequence[int] = ()
     num_output_ids: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    # Of the groups beside full attention (KvLayout.carried):
+    store_from: int = (
+        0  # full attention's K and V of positions before it are in the pages: others may read them
+    )
+    tails: tuple[TailPages, ...] = ()  # of each windowed group, in the layout's order
+    slot: int | None = None  # where the recurrent state is, and goes; no other chunk of the step has it
 
     @property
     def end(self) -> int:
@@ -49,7 +67,12 @@ class ModelRunner(Protocol):
     def layout(self) -> KvLayout: ...
 
     @property
-    def memory(self) -> PoolMemory: ...
+    def memory(self) -> PoolMemory:
+        """The pool of full attention."""
+
+    @property
+    def carried_memory(self) -> tuple[PoolMemory, ...]:
+        """The pools of the layout's other groups, in its order."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -65,8 +88,11 @@ class ModelRunner(Protocol):
         write the same page; they may read the same ones.
         """
 
-    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
-        """The bytes of each, in the host's memory: copied there where the pool is not.
+    def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy states, from the first slot of each move to the second; called between steps."""
+
+    def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
+        """The bytes of each unit of a group's pool, in the host's memory: copied there where it is not.
 
         What it gives is valid until the next is taken, or this thread reads anew. Any thread may call.
         """

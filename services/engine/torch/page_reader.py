@@ -6,20 +6,21 @@ all of them. They are copied on a stream of their own; on the one that computes 
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from services.kv.page_digest import ReadPages
 from services.kv.transfer_plan import runs_of
 from services.values.kv import PageId
+
+PageReader = Callable[[Sequence[PageId]], Iterator[memoryview]]
 
 # What a thread keeps, or a page where that is more.
 _STAGING_BYTES = 8 << 20
 
 
-def page_reader(pages: Tensor) -> ReadPages:
+def page_reader(pages: Tensor) -> PageReader:
     """`pages` is the pool, uint8 [num_pages, page_bytes] and contiguous. See ModelRunner.read_pages."""
     if pages.device.type == "cuda":
         return StagedPages(pages, torch.cuda.Stream(pages.device), pinned=True).read

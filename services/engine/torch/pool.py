@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from services.engine.start_fault import start_fault
-from services.engine.torch.page_reader import page_reader
-from services.kv.page_digest import ReadPages
+from services.engine.torch.page_reader import PageReader, page_reader
 from services.transfer.host_memory import map_memory
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
@@ -33,7 +32,7 @@ class KvPool:
         self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=(group,))
         memory = _allocate(num_pages * page_bytes, device)
         self.kv = memory.view(dtype).view(num_pages, *page_shape)
-        self.read_pages: ReadPages = page_reader(memory.view(num_pages, page_bytes))
+        self.read_pages: PageReader = page_reader(memory.view(num_pages, page_bytes))
 
     @property
     def memory(self) -> PoolMemory:

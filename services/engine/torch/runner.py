@@ -74,6 +74,10 @@ class TorchRunner:
         return self._pool.memory
 
     @property
+    def carried_memory(self) -> tuple[PoolMemory, ...]:
+        return ()
+
+    @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
@@ -95,7 +99,12 @@ class TorchRunner:
             raise
         return results
 
-    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+    def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        raise ProtocolError(f"{self.layout} has no recurrent state")
+
+    def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
+        if group:
+            raise ProtocolError(f"{self.layout} has no group {group}")
         return self._pool.read_pages(pages)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:

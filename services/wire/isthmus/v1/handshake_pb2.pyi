@@ -62,7 +62,7 @@ class HandshakeMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ticket: _Optional[_Union[KvTicket, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s", "tp_rank", "engine_memory", "writer_rank")
+    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s", "tp_rank", "engine_memory", "writer_rank", "carried_memory")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Hello(_message.Message):
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     ENGINE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     WRITER_RANK_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     version: int
     rank: _common_pb2.RankId
     layout: KvLayout
@@ -83,7 +84,8 @@ class Hello(_message.Message):
     tp_rank: int
     engine_memory: EngineMemory
     writer_rank: int
-    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ..., tp_rank: _Optional[int] = ..., engine_memory: _Optional[_Union[EngineMemory, _Mapping]] = ..., writer_rank: _Optional[int] = ...) -> None: ...
+    carried_memory: _containers.RepeatedCompositeFieldContainer[PoolMemory]
+    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ..., tp_rank: _Optional[int] = ..., engine_memory: _Optional[_Union[EngineMemory, _Mapping]] = ..., writer_rank: _Optional[int] = ..., carried_memory: _Optional[_Iterable[_Union[PoolMemory, _Mapping]]] = ...) -> None: ...
 
 class EngineMemory(_message.Message):
     __slots__ = ("agent_name", "kv", "kv_layer_ids", "aux_addresses", "device_id", "tp_size", "engine_rank", "opaque")
@@ -137,28 +139,36 @@ class KvLayout(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., model_fingerprint: _Optional[int] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
 
 class KvGroup(_message.Message):
-    __slots__ = ("kind", "layer_ids", "num_kv_heads", "head_dim", "dtype")
+    __slots__ = ("kind", "layer_ids", "num_kv_heads", "head_dim", "dtype", "v_head_dim", "window", "unit_bytes")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[KvGroup.Kind]
         KIND_FULL_ATTENTION: _ClassVar[KvGroup.Kind]
         KIND_SLIDING_WINDOW: _ClassVar[KvGroup.Kind]
         KIND_RECURRENT: _ClassVar[KvGroup.Kind]
+        KIND_CHUNKED_WINDOW: _ClassVar[KvGroup.Kind]
     KIND_UNSPECIFIED: KvGroup.Kind
     KIND_FULL_ATTENTION: KvGroup.Kind
     KIND_SLIDING_WINDOW: KvGroup.Kind
     KIND_RECURRENT: KvGroup.Kind
+    KIND_CHUNKED_WINDOW: KvGroup.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    V_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    UNIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: KvGroup.Kind
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     num_kv_heads: int
     head_dim: int
     dtype: str
-    def __init__(self, kind: _Optional[_Union[KvGroup.Kind, str]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    v_head_dim: int
+    window: int
+    unit_bytes: int
+    def __init__(self, kind: _Optional[_Union[KvGroup.Kind, str]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., v_head_dim: _Optional[int] = ..., window: _Optional[int] = ..., unit_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolMemory(_message.Message):
     __slots__ = ("base_address", "num_pages", "kind", "device_id")
@@ -181,32 +191,42 @@ class PageRun(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class KvTicket(_message.Message):
-    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "state_slots", "aux_slot", "write_until_s", "tickets_of_room", "no_pages", "engine_state", "want_digests")
+    __slots__ = ("room", "prefill_generation", "prompt_len", "decode_prefix_len", "runs", "aux_slot", "write_until_s", "tickets_of_room", "no_pages", "engine_state", "want_digests", "targets")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     PREFILL_GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     DECODE_PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
-    STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     AUX_SLOT_FIELD_NUMBER: _ClassVar[int]
     WRITE_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     TICKETS_OF_ROOM_FIELD_NUMBER: _ClassVar[int]
     NO_PAGES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
     WANT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
     room: int
     prefill_generation: int
     prompt_len: int
     decode_prefix_len: int
     runs: _containers.RepeatedCompositeFieldContainer[PageRun]
-    state_slots: _containers.RepeatedScalarFieldContainer[int]
     aux_slot: int
     write_until_s: float
     tickets_of_room: int
     no_pages: bool
     engine_state: bytes
     want_digests: bool
-    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., state_slots: _Optional[_Iterable[int]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ..., tickets_of_room: _Optional[int] = ..., no_pages: _Optional[bool] = ..., engine_state: _Optional[bytes] = ..., want_digests: _Optional[bool] = ...) -> None: ...
+    targets: _containers.RepeatedCompositeFieldContainer[GroupTarget]
+    def __init__(self, room: _Optional[int] = ..., prefill_generation: _Optional[int] = ..., prompt_len: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., aux_slot: _Optional[int] = ..., write_until_s: _Optional[float] = ..., tickets_of_room: _Optional[int] = ..., no_pages: _Optional[bool] = ..., engine_state: _Optional[bytes] = ..., want_digests: _Optional[bool] = ..., targets: _Optional[_Iterable[_Union[GroupTarget, _Mapping]]] = ...) -> None: ...
+
+class GroupTarget(_message.Message):
+    __slots__ = ("group", "start_token", "runs")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    start_token: int
+    runs: _containers.RepeatedCompositeFieldContainer[PageRun]
+    def __init__(self, group: _Optional[int] = ..., start_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ("room", "write_until_s")
@@ -217,7 +237,7 @@ class RenewLease(_message.Message):
     def __init__(self, room: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests", "unsettled")
+    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests", "unsettled", "group_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Status.State]
@@ -241,6 +261,7 @@ class Status(_message.Message):
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     PAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BYTES_FIELD_NUMBER: _ClassVar[int]
     room: int
     state: Status.State
     reason: str
@@ -250,7 +271,8 @@ class Status(_message.Message):
     descriptors: int
     page_digests: _containers.RepeatedScalarFieldContainer[int]
     unsettled: bool
-    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ..., unsettled: _Optional[bool] = ...) -> None: ...
+    group_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ..., unsettled: _Optional[bool] = ..., group_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("room", "generation")
