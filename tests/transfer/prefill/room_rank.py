@@ -154,6 +154,14 @@ class Rank:
         pages = [PageId(first + start // PAGE + i) for i in range(count)]
         self.rooms.pages_ready(room, start, end, pages)
 
+    def write(self, room):
+        """The room's pages are posted."""
+        self.request(room=room)
+        self.ticket(room=room)
+        self.pages(0, 10, room=room)
+        self.turn()
+        return self.transport.writes[-1]
+
     def turn(self):
         """Turn until nothing more happens by itself."""
         while self.rooms.turn():

@@ -13,11 +13,6 @@ from services.wire.isthmus.v1 import handshake_pb2 as pb
 from transfer.prefill.room_rank import LAYOUT, OTHER_DECODE, PAGE, A, B, Rank, page_of
 
 
-@pytest.fixture
-def rank():
-    return Rank()
-
-
 @pytest.mark.parametrize("order", ["ticket request pages", "request ticket pages", "request pages ticket"])
 @pytest.mark.parametrize(("prefix_len", "moved"), [(0, [(0, 500), (1, 501), (2, 502)]), (8, [(2, 500)])])
 def test_the_delta_is_written_in_whatever_order_things_come(rank, order, prefix_len, moved):

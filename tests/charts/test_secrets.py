@@ -1,0 +1,47 @@
+"""Certificates, passwords and API keys come from Secrets, to those that need them."""
+
+from charts.rendering import LEAST, OURS, merged, render, rendered
+
+
+def test_tls_comes_from_secrets_and_reaches_every_service():
+    tls = {
+        "tls": {"secretName": "ours", "mutual": True, "serverName": "n"},
+        "etcd": {"tls": {"secretName": "e"}},
+    }
+    objects = render(merged(LEAST, tls))
+    for component in OURS:
+        config = objects.config(component)
+        assert config.tls().mutual and config.tls().server_name == "n"
+        assert config.etcd_settings().tls is not None
+        secrets = {v["secret"]["secretName"] for v in objects.pods()[component]["volumes"] if "secret" in v}
+        assert secrets == {"ours", "e"}
+        # A kubelet swaps the files of a Secret that is mounted whole; of one mounted by subPath never.
+        assert not any("subPath" in mount for mount in objects.container(component)["volumeMounts"])
+    assert objects.of("Service")["router"]["spec"]["ports"][1]["appProtocol"] == "https"
+    assert "--client-cert-auth=true" in objects.container("etcd")["args"]
+    assert "--peer-client-cert-auth=true" in objects.container("etcd")["args"]
+    assert {"--tls-cert=/etc/isthmus/tls/tls.crt", "--tls-server-name=n"} <= set(
+        objects.container("test")["args"]
+    )
+
+
+def test_a_password_for_etcd_comes_from_a_secret():
+    external = {"endpoints": ["e:2379"], "user": "isthmus", "passwordSecret": "etcd-password"}
+    objects = render(merged(LEAST, {"etcd": {"external": external}}))
+    config = objects.config("decode")
+    assert (config.etcd, config.etcd_user) == (("e:2379",), "isthmus")
+    assert str(config.etcd_password_file) == "/etc/isthmus/etcd-password/password"
+
+
+def test_api_keys_come_from_a_secret_to_those_that_need_them():
+    objects = render(merged(LEAST, {"router": {"apiKeysSecret": "llm-keys"}}))
+    file = "/etc/isthmus/api-keys/keys"
+    assert str(objects.config("router").api_key_file) == file
+    assert f"--api-key-file={file}" in objects.container("test")["args"]
+    for component in ("router", "test", "prefill", "decode"):
+        mounts = {m["name"]: m["mountPath"] for m in objects.container(component)["volumeMounts"]}
+        secrets = {v["secret"]["secretName"] for v in objects.pods()[component]["volumes"] if "secret" in v}
+        is_needed = component in ("router", "test")
+        assert secrets == ({"llm-keys"} if is_needed else set())
+        assert mounts.get("api-keys") == ("/etc/isthmus/api-keys" if is_needed else None)
+    assert rendered("least").config("router").api_key_file is None

@@ -1,0 +1,63 @@
+"""When a decode rank may use pages again, by a clock of ours: after the writer's word, or the fence."""
+
+import asyncio
+
+import pytest
+
+from services.transfer.decode.room_watch import RoomWatch
+from services.values.errors import PeerFailed
+from services.values.rank import Generation, RankAddress, RankId, Room
+from transfer.decode.link_pair import FakeLink
+
+
+@pytest.mark.parametrize("news", ["acknowledged", "lost", "lost again"])
+async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(news):
+    """The lease has hours to go."""
+    link, now_s, sought = FakeLink(), 0.0, []
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, link, 20_000.0, lambda: now_s, sought.append)
+    stopped = asyncio.create_task(watch.writer_stopped(fence_s=1.0))
+    await asyncio.sleep(0)
+    if news == "acknowledged":
+        watch.on_last_word("the transfer was aborted")
+    else:
+        watch.on_lost()
+        if news == "lost again":
+            await asyncio.sleep(0)
+            watch.on_linked(link)
+            await asyncio.sleep(0)
+            now_s = 30_000.0
+            watch.on_lost()
+            assert link.asked == [5, 5]
+        assert sought and not stopped.done()
+        now_s += 20_001.0
+    async with asyncio.timeout(10):
+        await stopped
+
+
+@pytest.mark.parametrize("word", ["failed", "acknowledged"])
+async def test_pages_wait_for_the_fence_after_a_word_that_leaves_the_end_open(word):
+    """Also while the stream stands. The transfer itself has failed at once."""
+    link, now_s, sought = FakeLink(), 0.0, []
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, link, 10.0, lambda: now_s, sought.append)
+    if word == "acknowledged":
+        watch.abort()
+    watch.on_unsettled("cut")
+    with pytest.raises(PeerFailed, match="cut"):
+        await watch.outcome()
+    watch.abort()
+    assert link.asked == [5] * (word == "acknowledged")  # there is nothing to ask any more
+    for now_s in (0.0, 10.0, 14.9, 15.0):
+        assert watch.is_over(fence_s=5.0) == (now_s == 15.0)
+    await watch.writer_stopped(fence_s=5.0)
+    assert sought == []
+
+
+async def test_a_word_that_comes_after_the_lease_has_the_fence_before_it_still():
+    now_s = 100.0
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+    watch.on_unsettled("cut")
+    for now_s in (104.9, 105.0):
+        assert watch.is_over(fence_s=5.0) == (now_s == 105.0)

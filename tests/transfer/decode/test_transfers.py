@@ -1,0 +1,150 @@
+"""Deltas from pool to pool: real gRPC, real threads, real memcpy."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from services.kv.page_digest import digest_of
+from services.transfer.local import LocalTransport
+from services.transfer.prefill.room import Outcome
+from services.transfer.prefill.sender import KvSender
+from services.values.errors import ConfigError, PeerFailed
+from services.values.kv import PoolMemory
+from services.values.rank import Room
+from transfer.decode.link_pair import DECODE, LAYOUT, NUM_PAGES, PAGE, PAGE_BYTES, until
+
+
+@pytest.mark.parametrize(("prefix_len", "targets"), [(0, (9, 3, 4)), (8, (20,))])
+@pytest.mark.parametrize("ticket_first", [True, False])
+async def test_the_delta_lands_and_nothing_else_changes(
+    pair, prefill, link, prefix_len, targets, ticket_first
+):
+    expected = pair.pool.snapshot()
+    sources = (5, 6, 30)
+    expected[list(targets)] = prefill.pool.pages[list(sources[prefix_len // PAGE :])]
+
+    if ticket_first:
+        watch = pair.send_ticket(link, targets, prefix_len=prefix_len)
+        await until(lambda: prefill.sender.open_rooms == 1)
+        ended = prefill.request(watch.room, 10, sources)
+    else:
+        ended = prefill.request(Room(77), 10, sources)
+        watch = pair.send_ticket(link, targets, prefix_len=prefix_len, room=Room(77))
+
+    landed = await watch.outcome()
+    assert landed.bytes_moved == len(targets) * PAGE_BYTES == (await ended).bytes_moved
+    assert landed.descriptors == (await ended).descriptors == prefill.sender.descriptors_total
+    assert prefill.sender.bytes_moved_total == landed.bytes_moved
+    assert prefill.sender.writes_in_flight == 0
+    assert (pair.pool.pages == expected).all()
+    await watch.writer_stopped(fence_s=60.0)
+
+
+@pytest.mark.parametrize("want_digests", [True, False])
+async def test_digests_come_with_the_last_word_to_who_wants_them(pair, prefill, link, want_digests):
+    watch = pair.send_ticket(link, (9, 3), prefix_len=4, want_digests=want_digests)
+    prefill.request(watch.room, 10, (5, 6, 30))
+    digests = (await watch.outcome()).page_digests
+    assert digests == tuple(digest_of(memoryview(pair.pool.pages[page])) for page in (9, 3) if want_digests)
+
+
+async def test_a_full_hit_lands_before_anything_is_computed(pair, prefill, link):
+    watch = pair.send_ticket(link, [], prompt_len=8, prefix_len=8)
+    ends = []
+    prefill.sender.open_room(watch.room, 8, DECODE, ends.append)
+    assert (await watch.outcome()).bytes_moved == 0
+    assert [end.outcome for end in ends] == [Outcome.LANDED]
+
+
+async def test_one_stream_serves_many_requests(pair, prefill, link):
+    again, other = await asyncio.gather(pair.links.link(link.address), pair.links.link(link.address))
+    assert again is other is link
+    watches = [pair.send_ticket(link, (i,), prompt_len=3) for i in range(20)]
+    for watch in watches:
+        prefill.request(watch.room, 3, [1])
+    assert len(await asyncio.gather(*(watch.outcome() for watch in watches))) == 20
+
+
+async def test_a_refused_ticket_has_no_writer(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2), prompt_len=10)
+    with pytest.raises(PeerFailed, match="refused: the delta covers 3 pages"):
+        await watch.outcome()
+    await watch.writer_stopped(60.0)
+
+
+async def test_a_ticket_that_cannot_be_read_is_refused(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=float("inf"))
+    with pytest.raises(PeerFailed, match="must be finite"):
+        await watch.outcome()
+
+
+async def test_a_lease_that_is_over_fails_the_transfer(pair, prefill, link):
+    before = pair.pool.snapshot()
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=-1.0)
+    ended = prefill.request(watch.room, 10, (1, 2, 3))
+    with pytest.raises(PeerFailed, match="failed"):
+        await watch.outcome()
+    assert (await ended).outcome is Outcome.FAILED
+    assert (pair.pool.pages == before).all()
+
+
+async def test_a_renewal_lets_the_writer_go_on(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3), lease_s=5.0)
+    first_end_s = watch._lease_end_s
+    watch.renew(link.write_until_s(50.0))
+    assert watch._lease_end_s > first_end_s + 40
+    watch.renew(link.write_until_s(1.0))
+    assert watch._lease_end_s > first_end_s + 40  # what was granted stays granted
+    prefill.request(watch.room, 10, (1, 2, 3))
+    await watch.outcome()
+
+
+async def test_a_stopped_sender_ends_every_room_and_takes_no_more(pair, prefill, link):
+    watch = pair.send_ticket(link, (1, 2, 3))
+    await until(lambda: prefill.sender.open_rooms == 1)
+    ended = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    prefill.sender.open_room(
+        watch.room, 10, DECODE, lambda end: loop.call_soon_threadsafe(ended.set_result, end)
+    )
+    await asyncio.to_thread(prefill.sender.stop)
+    assert (await ended).error == "the rank is stopping"
+    with pytest.raises(PeerFailed, match="the rank is stopping"):
+        await watch.outcome()
+    late = []
+    prefill.sender.open_room(Room(99), 10, DECODE, late.append)
+    assert [end.outcome for end in late] == [Outcome.FAILED]
+
+
+def test_a_pool_that_cannot_be_registered_stops_the_start():
+    vram = PoolMemory(0, 4, kind="VRAM")
+    sender = KvSender(LocalTransport, vram, LAYOUT, DECODE, read_pages=lambda pages: iter(()))
+    with pytest.raises(ConfigError, match="VRAM"):
+        sender.start()
+    sender.stop()
+
+
+async def test_random_transfers_equal_a_dumb_copy(pair, prefill, link):
+    """Many rooms at once, chunks before and after the tickets, through the real path."""
+    rng = np.random.default_rng(3)
+    expected, free = pair.pool.snapshot(), list(rng.permutation(NUM_PAGES))
+    watches = []
+    for room in range(100, 108):
+        num_pages, held = int(rng.integers(1, 4)), 0
+        prompt_len = num_pages * PAGE - int(rng.integers(0, PAGE))
+        held = int(rng.integers(0, prompt_len // PAGE + 1))
+        sources = [int(page) for page in rng.permutation(NUM_PAGES)[:num_pages]]
+        targets = [int(free.pop()) for _ in range(num_pages - held)]
+        for source, target in zip(sources[held:], targets, strict=True):
+            expected[target] = prefill.pool.pages[source]
+        late = bool(rng.integers(0, 2))
+        if not late:
+            prefill.request(Room(room), prompt_len, sources)
+        watches.append(
+            pair.send_ticket(link, targets, prompt_len=prompt_len, prefix_len=held * PAGE, room=Room(room))
+        )
+        if late:
+            prefill.request(Room(room), prompt_len, sources)
+    await asyncio.gather(*(watch.outcome() for watch in watches))
+    assert (pair.pool.pages == expected).all()
