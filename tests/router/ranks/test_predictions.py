@@ -1,8 +1,10 @@
-"""What ranks will soon hold, against a list of all guesses."""
+"""What ranks will soon hold: case by case, and against a list of all guesses."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.ranks.observed import D0, D1, hashes
+from services.router.ranks import predictions as predictions_module
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
 from services.values.rank import RankKey
@@ -47,3 +49,47 @@ def test_nothing_is_left_of_what_has_ended():
     predictions.add(RANKS[0], [], 1_000.0, 1.0)
     assert not predictions._until_s
     assert predictions._num_blocks == 0
+
+
+def test_a_prediction_matches_from_the_first_block_on(balance):
+    balance.predict(D0, hashes(1, 2, 3))
+    assert balance.predicted_match(D0, hashes(1, 2, 3, 4)) == 3
+    assert balance.predicted_match(D0, hashes(1, 2)) == 2
+    assert balance.predicted_match(D0, hashes(9, 2, 3)) == 0
+    assert balance.predicted_match(D1, hashes(1)) == 0
+
+
+def test_a_prediction_ends(balance, clock):
+    balance.predict(D0, hashes(1, 2), ttl_s=5)
+    clock.now += 3
+    balance.predict(D0, hashes(1), ttl_s=5)
+    clock.now += 2
+    assert balance.predicted_match(D0, hashes(1, 2)) == 1
+    clock.now += 3
+    assert balance.predicted_match(D0, hashes(1, 2)) == 0
+
+
+def test_a_renewed_prediction_outlives_the_first(balance, clock):
+    balance.predict(D0, hashes(1, 2), ttl_s=1)
+    balance.predict(D0, hashes(1, 2), ttl_s=9)
+    clock.now += 2
+    balance.predict(D1, hashes(7))
+    assert balance.predicted_match(D0, hashes(1, 2)) == 2
+
+
+def test_a_shorter_prediction_does_not_cut_a_longer_one(balance, clock):
+    balance.predict(D0, hashes(1, 2), ttl_s=9)
+    balance.predict(D0, hashes(1), ttl_s=1)
+    clock.now += 2
+    balance.predict(D1, hashes(7))
+    assert balance.predicted_match(D0, hashes(1, 2)) == 2
+
+
+def test_predictions_are_bounded_oldest_out_first(balance, monkeypatch):
+    monkeypatch.setattr(predictions_module, "_MAX_BLOCKS", 4)
+    for index in range(3):
+        balance.predict(RankKey("decode", index), hashes(1, 2))
+    matched = [balance.predicted_match(RankKey("decode", index), hashes(1, 2)) for index in range(3)]
+    assert matched == [0, 2, 2]
+    balance.predict(D0, hashes(*range(10)))
+    assert balance.predicted_match(D0, hashes(*range(10))) == 4

@@ -1,0 +1,82 @@
+"""A placer with what it knows of its ranks: what they hold and how much waits there."""
+
+from collections import Counter
+from dataclasses import replace
+
+from services.index.read.prefix_index import PrefixIndex
+from services.router.placement.candidates import Asked
+from services.router.placement.placer import Placer, PlacerSettings
+from services.router.placement.price import PriceWeights
+from services.router.ranks.balance import Balance
+from services.values.kv import BlockHash, KvLayout, PageBooks
+from services.values.load import RankLoad
+from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
+from services.values.registration import Registration
+from services.values.request import Admitted
+
+BLOCK = 64
+HASHES = [BlockHash(number) for number in range(1, 41)]
+LAYOUT = KvLayout(page_size=BLOCK, page_bytes=1 << 20, model_fingerprint=1)
+ROOMY = PageBooks(total=10_000, free=5_000, cached=5_000, locked=0, private=0, quarantined=0)
+BOTH = frozenset(Plan)
+NO_SLACK = PriceWeights(slack_ratio=0.0, slack_s=0.0)
+REMOTE = frozenset({Plan.REMOTE})
+
+
+def registration(role: Role, index: int) -> Registration:
+    rank = RankId(role.value, index, Generation(1))
+    address = RankAddress(rank, "host:1")
+    return Registration(role, address, LAYOUT, "m", 100_000, 10_000, "fake")
+
+
+class Router:
+    """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
+
+    def __init__(self, decodes: int, prefills: int, weights: PriceWeights = NO_SLACK) -> None:
+        self.now = 100.0
+        self.index = PrefixIndex()
+        self.balance = Balance(lambda: self.now)
+        self.records: Counter[RankKey] = Counter()
+        self.placer = Placer(
+            PlacerSettings(BLOCK, 512, weights),
+            self.index,
+            self.balance,
+            self.records.__getitem__,
+            lambda rank: True,
+        )
+        self.decodes, self.prefills = (
+            [registration(role, i) for i in range(number)]
+            for role, number in ((Role.DECODE, decodes), (Role.PREFILL, prefills))
+        )
+        self.placer.set_ranks(self.decodes, self.prefills)
+        for rank in (*self.decodes, *self.prefills):
+            self.holds(rank, 0)
+            self.waits(rank, 0)
+        self.now += 1
+
+    def holds(self, rank: Registration, num_blocks: int) -> None:
+        self.index.apply_snapshot(rank.id, HASHES[:num_blocks])
+
+    def waits(self, rank: Registration, tokens: int, **load: object) -> None:
+        load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
+        self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load))
+
+    def all_but(self, *ranks: Registration) -> frozenset[RankId]:
+        return frozenset(rank.id for rank in (*self.decodes, *self.prefills) if rank not in ranks)
+
+    def place(self, num_blocks: int = 40, **changes):
+        return self.placer.place(self.asked(num_blocks, **changes), 0.5)
+
+    def asked(self, num_blocks: int = 40, **changes) -> Asked:
+        asked = Asked(HASHES[:num_blocks], num_blocks * BLOCK + 7, BOTH)
+        return replace(asked, **changes)
+
+
+def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:
+    return Admitted(2_567, decode_prefix_len, prefill_prefix_len, 100, 0, 0, 0.0, 0.0, 0.01, 0.0, plan)
+
+
+def of_other_layout(ranks: list[Registration], num: int) -> list[Registration]:
+    """The first ones with pages of another size."""
+    layout = replace(LAYOUT, page_bytes=1 << 19)
+    return [replace(rank, layout=layout) for rank in ranks[:num]] + ranks[num:]

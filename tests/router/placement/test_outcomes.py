@@ -1,0 +1,94 @@
+"""What became of a placement, and what the next one makes of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted
+from services.values.rank import Plan
+from services.values.registration import NO_CACHE
+
+
+def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
+    router = Router(2, 0)
+    liar = router.decodes[0]
+    for number in range(30):
+        router.holds(liar, 40)
+        decision = router.placer.place(router.asked(tried=router.all_but(liar)), 0.5)
+        router.placer.sent(str(number), HASHES, 2_567, decision)
+        router.placer.outcomes.admitted(str(number), HASHES, decision.chosen, admitted(0))
+        router.placer.outcomes.ended(str(number))
+        router.now += 7  # what was predicted has ended
+    router.holds(liar, 40)
+    asked = router.asked(tried=router.all_but(liar))
+    chosen = router.placer.place(asked, 0.5).chosen.decode
+    assert chosen.matched_tokens == 40 * BLOCK
+    assert chosen.hit_tokens < 0.4 * chosen.matched_tokens
+    router.now += 600
+    assert router.place().chosen.decode.hit_tokens == 40 * BLOCK  # given another chance
+
+
+def run_one(router: Router, decode_prefix_len: int):
+    decision = router.place(num_blocks=20)
+    router.placer.sent("a", HASHES[:20], 20 * BLOCK + 7, decision)
+    yield
+    router.placer.outcomes.admitted("a", HASHES[:20], decision.chosen, admitted(decode_prefix_len))
+    yield
+
+
+def test_an_index_that_has_heard_nothing_since_is_corrected_at_once():
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 40)
+    request = run_one(router, 5 * BLOCK)
+    next(request)
+    next(request)
+    assert router.index.match(rank.id.key, HASHES[:20]) == 5
+    assert not router.index.holds(rank.id.key, HASHES[19])
+    assert router.balance.predicted_match(rank.id.key, HASHES) == 20  # for it was computed since
+
+
+def test_an_index_that_was_told_meanwhile_is_left_alone():
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 40)
+    request = run_one(router, 5 * BLOCK)
+    next(request)
+    router.holds(rank, 20)  # evicted, and computed again for this request
+    router.records[rank.id.key] += 1
+    next(request)
+    assert router.index.match(rank.id.key, HASHES) == 20
+
+
+def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows():
+    router = Router(1, 2)
+    remote = frozenset({Plan.REMOTE})
+    first = router.place(plans=remote)
+    router.placer.sent("a", HASHES, 2_567, first)
+    prefill = first.chosen.prefill
+    assert router.balance.predicted_match(prefill.id.key, HASHES) == 40
+    assert router.index.match(prefill.id.key, HASHES) == 0  # never mixed
+    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
+    router.placer.outcomes.admitted("a", HASHES, first.chosen, admitted(0, 0, Plan.REMOTE))
+    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
+    router.now += 60
+    assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
+
+
+@pytest.mark.parametrize("plans", [REMOTE, frozenset({Plan.LOCAL})])
+def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
+    """Its siblings keep one, as in the middle of a roll-out."""
+    router, (plan,) = Router(2, 2), plans
+    cacheless = [replace(side[0], capabilities=(NO_CACHE,)) for side in (router.decodes, router.prefills)]
+    router.placer.set_ranks([cacheless[0], router.decodes[1]], [cacheless[1], router.prefills[1]])
+    for index in range(2):
+        others = router.all_but(router.decodes[index], router.prefills[index])
+        decision = router.place(plans=plans, tried=others)
+        router.placer.sent("a", HASHES, 2_567, decision)
+        router.placer.outcomes.admitted("a", HASHES, decision.chosen, admitted(0, 0, plan))
+        router.placer.outcomes.finished(HASHES, decision.chosen, range(42 * BLOCK), 0)
+        router.placer.outcomes.ended("a")
+        used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
+        predicted = {router.balance.predicted_match(rank.id.key, HASHES) for rank in used}
+        assert predicted == {40 if index else 0}
+    assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK

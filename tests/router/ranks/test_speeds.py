@@ -1,0 +1,138 @@
+"""How fast ranks compute and links carry, learned from what requests took."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.ranks.observed import D0, D1, MIB, P0, P1, PRIOR_BANDWIDTH, PRIOR_RATE, Clock, moved, took
+from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.decision import place
+from services.router.placement.price import PriceWeights
+from services.router.ranks import speeds as speeds_module
+from services.router.ranks.balance import Balance
+from services.values.load import RankLoad
+from services.values.rank import Generation, Plan, RankId, RankKey
+
+
+def test_before_anything_was_measured_the_priors_hold(balance):
+    assert balance.now(P0).tokens_per_s == PRIOR_RATE
+    assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
+
+
+def test_the_first_measurement_replaces_the_prior_for_all(balance):
+    balance.observe_admitted(D0, P0, took())
+    assert balance.now(P0).tokens_per_s == pytest.approx(4_000)
+    assert balance.now(P1).tokens_per_s == pytest.approx(4_000)
+
+
+def test_a_rate_belongs_to_the_rank_that_computed(balance):
+    balance.observe_admitted(D0, P0, took())
+    balance.observe_admitted(D0, P1, took(prefill_compute_s=1.0))
+    balance.observe_admitted(D1, None, took(plan=Plan.LOCAL, prefill_compute_s=4.0))
+    assert [balance.now(rank).tokens_per_s for rank in (P0, P1, D1)] == pytest.approx([4_000, 2_000, 500])
+
+
+def test_a_rate_converges_to_what_requests_take(balance):
+    balance.observe_admitted(D0, P0, took(prefill_compute_s=0.01))
+    for _ in range(100):
+        balance.observe_admitted(D0, P0, took())
+    assert balance.now(P0).tokens_per_s == pytest.approx(4_000, rel=0.01)
+
+
+def test_one_slow_request_moves_a_rate_less_than_one_fast_one(balance):
+    for _ in range(50):
+        balance.observe_admitted(D0, P0, took())
+        balance.observe_admitted(D0, P1, took())
+    balance.observe_admitted(D0, P0, took(computed_tokens=1_500))
+    balance.observe_admitted(D0, P1, took(computed_tokens=2_500))
+    assert 0 < 4_000 - balance.now(P0).tokens_per_s < balance.now(P1).tokens_per_s - 4_000
+
+
+def test_tiny_computations_are_no_measure(balance):
+    balance.observe_admitted(D0, P0, took(computed_tokens=15))
+    balance.observe_admitted(D0, P0, took(prefill_compute_s=0.0))
+    assert balance.now(P0).tokens_per_s == PRIOR_RATE
+
+
+def test_small_computations_count_for_little(balance):
+    balance.observe_admitted(D0, P0, took(computed_tokens=16))
+    assert balance.now(P0).tokens_per_s == pytest.approx(32)
+    balance.observe_admitted(D0, P0, took())
+    assert balance.now(P0).tokens_per_s > 3_500
+
+
+def test_what_the_rank_itself_reports_comes_first(balance):
+    balance.observe_admitted(D0, None, took(plan=Plan.LOCAL))
+    balance.report(D0, RankLoad(prefill_tokens_per_s=7_000.0))
+    assert balance.now(D0).tokens_per_s == 7_000
+    balance.report(D0, RankLoad(prefill_tokens_per_s=0.0))  # not measured by the rank
+    assert balance.now(D0).tokens_per_s == pytest.approx(4_000)
+
+
+def test_an_old_measurement_fades_towards_the_usual(balance, clock):
+    balance.observe_admitted(D0, P0, took(prefill_compute_s=20.0))  # 100 tokens/s: never again?
+    for _ in range(100):
+        balance.observe_admitted(D0, P1, took())
+    assert balance.now(P0).tokens_per_s == pytest.approx(100)
+    clock.now += 600
+    assert balance.now(P0).tokens_per_s == pytest.approx(4_000, rel=0.01)
+
+
+@given(bandwidth=st.floats(1e7, 1e11), compute_s=st.floats(0.001, 10.0))
+def test_the_bandwidth_learned_is_the_one_placement_would_have_needed(bandwidth, compute_s):
+    balance = Balance(Clock(), chunk_tokens=1_000)
+    admitted = moved(bandwidth, compute_s)
+    balance.observe_admitted(D0, P0, admitted)
+    chosen = place(
+        PlacementRequest(2_000, admitted.kv_bytes_moved / 2_000, 1_000, plans=frozenset({Plan.REMOTE})),
+        [DecodeCandidate(RankId("decode", 0, Generation(1)), 0, 0, 1.0, 0, 0.0, 9_999, 0)],
+        [PrefillCandidate(RankId("prefill", 0, Generation(1)), 0, 0, 2_000 / compute_s)],
+        balance.bandwidth,
+        PriceWeights(remote_overhead_s=0.0, evict_weight=0.0),
+        0.0,
+    ).chosen
+    assert chosen.total_s == pytest.approx(compute_s + max(1e-4, admitted.transfer_s), rel=1e-3)
+
+
+def test_a_link_falls_back_to_its_prefill_rank_then_to_all(balance):
+    balance.observe_admitted(D0, P0, moved(2e8))
+    balance.observe_admitted(D0, P1, moved(1e9))
+    assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
+    assert balance.bandwidth(P0, D1) == pytest.approx(2e8)
+    assert 2e8 < balance.bandwidth(RankKey("prefill", 2), D0) < 1e9
+
+
+def test_links_of_one_prefill_rank_differ(balance):
+    for _ in range(5):
+        balance.observe_admitted(D0, P0, moved(2e8))
+        balance.observe_admitted(D1, P0, moved(1e9))
+    assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
+    assert balance.bandwidth(P0, D1) == pytest.approx(1e9)
+
+
+def test_an_old_link_fades_towards_the_usual(balance, clock):
+    balance.observe_admitted(D0, P0, moved(1e7))
+    for _ in range(50):
+        balance.observe_admitted(D0, P1, moved(1e9))
+    clock.now += 900
+    assert balance.bandwidth(P0, D0) == pytest.approx(1e9, rel=0.01)
+
+
+def test_small_transfers_are_no_measure(balance):
+    balance.observe_admitted(D0, P0, moved(2e8, size_bytes=MIB - 1))
+    assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
+
+
+@pytest.mark.parametrize(("transfer_s", "expected"), [(0.0, 1e12), (1e9, 1e6)])
+def test_a_bandwidth_stays_within_what_hardware_does(balance, transfer_s, expected):
+    balance.observe_admitted(D0, P0, took(kv_bytes_moved=10**12, transfer_s=transfer_s))
+    assert balance.bandwidth(P0, D0) == expected
+
+
+def test_a_prefill_rank_remembers_so_many_links(balance, monkeypatch):
+    monkeypatch.setattr(speeds_module, "_MAX_LINKS", 2)
+    for rank, bandwidth in ((D0, 2e8), (D1, 1e9), (D0, 2e8), (RankKey("decode", 2), 1e9)):
+        balance.observe_admitted(rank, P0, moved(bandwidth))
+    assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
+    assert balance.bandwidth(P0, RankKey("decode", 2)) == pytest.approx(1e9)
+    assert balance.bandwidth(P0, D1) < 9e8  # the mean of the rank: D1 was not used for longest
