@@ -36,6 +36,10 @@ FAKE_RANK = RankConfig(
 )
 
 
+def prompt_of(number, length=21):
+    return [(number * 37 + i * 5) % 500 for i in range(length)]
+
+
 class FakeCluster:
     """`async with FakeCluster(etcd, model_dir, name) as cluster`. Ranks are `cluster.ranks["decode-0/1"]`.
 

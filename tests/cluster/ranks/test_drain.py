@@ -6,7 +6,7 @@ import threading
 import grpc
 import pytest
 
-from cluster.harness import FakeCluster
+from cluster.harness import FakeCluster, prompt_of
 from cluster.metrics_page import moves
 from services.cli import drain
 from services.cli.look import index
@@ -15,10 +15,6 @@ from services.values.rank import RankAddress, Role
 from services.wire.isthmus.v1 import generation_pb2
 
 LONG = [(7 * i) % 500 for i in range(200)]
-
-
-def prompt_of(number, length=21):
-    return [(number * 37 + i * 5) % 500 for i in range(length)]
 
 
 class Hold:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from cluster.harness import FAKE_RANK, FakeCluster, ids_request
+from cluster.harness import FAKE_RANK, FakeCluster, ids_request, prompt_of
 from cluster.metrics_page import moves
 from services.engine import fake
 from services.engine.fake import continuation
@@ -38,10 +38,6 @@ def two_versions(monkeypatch):
     monkeypatch.setattr(registrations, "encode_registration", encoded)
     pools = {worker: NEW_PAGES for worker in ("decode-1", "prefill-1")}
     return {"decode": (1, 1), "prefill": (1, 1), "pools": pools}
-
-
-def prompt_of(number, length=21):
-    return [(number * 37 + i * 5) % 500 for i in range(length)]
 
 
 async def explained(cluster):
