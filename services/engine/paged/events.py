@@ -11,12 +11,15 @@ from services.values.request import FinishReason, TokenLogprobs
 class Reserved:
     """The sequence has its pages; `delta_pages` lie past the locked prefix, in token order.
 
-    Said when it is admitted for the first time, and again after it was renegotiated.
+    Said when it is admitted for the first time, and again after it was renegotiated. Where it receives KV,
+    `carried` has for each group beside full attention, in the layout's order, the units that are to take
+    what is carried at the prompt's end, in token order (tails.units_at many).
     """
 
     prefix_len: int
     delta_pages: tuple[PageId, ...]
     queue_s: float
+    carried: tuple[tuple[PageId, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +44,16 @@ class Offered:
     pages: tuple[PageId, ...]
 
 
-Event = Reserved | Token | Offered
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Prefill role: what is carried at the prompt's end is final, in these units, by group as in Reserved.
+
+    Said once, after the last chunk, where the layout carries anything. Until the room lets go no step
+    writes the units, and nobody else is lent them.
+    """
+
+    room: Room
+    units: tuple[tuple[PageId, ...], ...]
+
+
+Event = Reserved | Token | Offered | Carried
