@@ -133,12 +133,16 @@ class HitKind(Enum):
 class CacheEvents:
     """What a radix tree gained and lost since last asked, as sequence hashes of index blocks.
 
-    A hash appears in at most one of the two: store-then-evict cancels out before it gets here.
+    A hash appears in at most one of the two: store-then-evict cancels out before it gets here. So of the
+    resumable ones, those at whose end a rank can go on computing. They are held, too; one that is evicted is
+    told in both. A rank of a layout that carries nothing tells none: it can go on wherever it holds.
     """
 
     stored: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
-    cleared: bool = False  # everything earlier is gone
+    cleared: bool = False  # everything earlier is gone, of both kinds
+    resumable_stored: tuple[BlockHash, ...] = ()
+    resumable_removed: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
