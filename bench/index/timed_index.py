@@ -41,11 +41,10 @@ class TimedIndex(PrefixIndex):
             self._num_new += len(added)
         return applied
 
-    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
-        super().take_snapshot(rank, hashes, packed)
+    def take_snapshot(self, rank: RankId, hashes: set[int]) -> None:
+        super().take_snapshot(rank, hashes)
         if self._timing and hashes:
             now_s = time.monotonic()
-            blocks = np.fromiter(hashes, np.uint64) if packed is None else np.asarray(packed, np.uint64)
-            stamp_s, num_new = newest_of(blocks)
+            stamp_s, num_new = newest_of(np.fromiter(hashes, np.uint64))
             self.snapshot_ages_s.append(now_s - stamp_s)
             self._num_new += num_new

@@ -18,7 +18,7 @@ from services.index.codec import decode_record
 from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
 from services.index.read.prefix_index import PrefixIndex
 from services.index.read.rank_history import RankHistory, Step, Verdict
-from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
+from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot
 from services.values.errors import IsthmusError, ProtocolError
 from services.values.rank import Generation, RankId, RankKey
 
@@ -132,7 +132,7 @@ class BlockMirror:
             blocks = await self._gather(step.snapshot)
             if self._readings.get(life.key) is not reading:
                 return  # forgotten meanwhile
-            self.index.take_snapshot(life, blocks, _joined(step.snapshot))
+            self.index.take_snapshot(life, blocks)
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(life, delta.added, delta.removed)
@@ -182,10 +182,3 @@ class BlockMirror:
         if reading is None:
             reading = self._readings[rank] = _Reading()
         return reading
-
-
-def _joined(chunks: Sequence[Hashes]) -> Hashes:
-    joined = hashes_of()
-    for chunk in chunks:
-        joined += chunk
-    return joined
