@@ -55,12 +55,12 @@ async def test_what_came_while_the_loop_stood_still_is_found():
 
     async def read():
         await asyncio.sleep(0)
-        time.sleep(0.2)  # the loop stands still for longer than the limit
+        time.sleep(0.02)  # the loop stands still for longer than the limit
         for _ in range(3):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         return "hello"
 
-    assert await within(0.1, read()) == "hello"
+    assert await within(0.01, read()) == "hello"
 
 
 async def test_it_looks_until_it_is_cancelled(monkeypatch):

@@ -185,8 +185,8 @@ def test_an_idle_nixl_agent_sleeps(senders):
     """Its progress thread takes a whole core unless told to pause; a busy machine hides that at worst."""
     senders("nixl")
     began_s = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - began_s < 0.1
+    time.sleep(0.1)
+    assert time.process_time() - began_s < 0.05
 
 
 @pytest.mark.nixl

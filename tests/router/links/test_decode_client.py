@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.net import channels, servers
-from services.router.links import decode_client
+from services.router.links import decode_client, silence
 from services.router.links.decode_client import DecodeClient, DecodeRankLost, OutputStream
 from services.values.errors import DeadlineExceeded, InvalidRequest, PeerFailed
 from services.values.rank import Generation, Plan, RankAddress, RankId
@@ -44,7 +44,7 @@ class Rank(decode_pb2_grpc.DecodeServicer):
 
 
 class Reporter(decode_pb2_grpc.DecodeServicer):
-    """Reports its step every 50 ms until it is told to fall silent."""
+    """Reports its step every 20 ms until it is told to fall silent."""
 
     def __init__(self):
         self.step = 0
@@ -55,7 +55,7 @@ class Reporter(decode_pb2_grpc.DecodeServicer):
             if not self.silent:
                 self.step += 1
                 await context.write(decode_pb2.StepOutputs())
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -76,8 +76,16 @@ async def client_of(rank):
         await server.stop()
 
 
-async def test_a_silent_rank_is_lost(monkeypatch):
-    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+SILENCE_S = 0.4  # 20 ticks
+
+
+@pytest.fixture
+def soon_silent(monkeypatch):
+    monkeypatch.setattr(silence, "_TICK_S", 0.02)
+    monkeypatch.setattr(decode_client, "SILENCE_S", SILENCE_S)
+
+
+async def test_a_silent_rank_is_lost(soon_silent):
     rank = Reporter()
     async with client_of(rank) as (client, losses):
         stream = client.start(COMMAND)
@@ -87,11 +95,10 @@ async def test_a_silent_rank_is_lost(monkeypatch):
         assert losses == [1]
 
 
-async def test_a_router_that_did_not_run_blames_no_rank(monkeypatch):
-    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+async def test_a_router_that_did_not_run_blames_no_rank(soon_silent):
     rank = Reporter()
     async with client_of(rank) as (client, losses):
-        time.sleep(1.5)
+        time.sleep(1.2 * SILENCE_S)
         step = rank.step
         while rank.step < step + 5:
             await asyncio.sleep(0.05)
@@ -111,8 +118,7 @@ async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_who_is_retired_lets_what_runs_end(monkeypatch, lost):
-    monkeypatch.setattr(decode_client, "SILENCE_S", 1.0)
+async def test_who_is_retired_lets_what_runs_end(soon_silent, lost):
     rank = Reporter()
     async with client_of(rank) as (client, _):
         streams = [client.start(COMMAND) for _ in range(2)]

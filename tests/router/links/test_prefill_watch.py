@@ -124,10 +124,16 @@ class Muted(PrefillService):
             yield response
 
 
+SILENCE_S = 0.4  # 20 ticks
+
+
 @pytest.fixture
 def soon_silent(monkeypatch):
-    monkeypatch.setattr(silence, "_TICK_S", 0.05)
-    monkeypatch.setattr(prefill_watch, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(silence, "_TICK_S", 0.02)
+    monkeypatch.setattr(prefill_watch, "_SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(prefill_watch, "_FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(prefill_watch, "_SILENT_RETRY_S", 0.02)
+    monkeypatch.setattr(prefill_watch, "_LONGEST_RETRY_S", 0.02)
     monkeypatch.setattr(prefill_server, "_TICK_S", 0.02)
 
 
@@ -152,12 +158,10 @@ async def test_a_rank_that_never_spoke_is_not_called_silent(soon_silent):
         assert (heard.loads, heard.silences) == ([], 0)
 
 
-async def test_a_router_that_did_not_run_has_not_listened(monkeypatch):
-    monkeypatch.setattr(silence, "_TICK_S", 0.1)
-    monkeypatch.setattr(prefill_watch, "_SILENCE_S", 1.5)
+async def test_a_router_that_did_not_run_has_not_listened(soon_silent):
     async with watched(PrefillService(Engine(), RANK, None)) as (heard, _):
         await heard.until(lambda: heard.loads)
-        time.sleep(2.0)  # the loop stands still
+        time.sleep(1.2 * SILENCE_S)  # the loop stands still
         heard.loads.clear()
         await heard.until(lambda: heard.loads)
         assert (heard.losses, heard.silences) == (0, 0)
