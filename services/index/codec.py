@@ -16,43 +16,21 @@ from services.index.records import (
 )
 from services.values.errors import ProtocolError
 from services.values.rank import Generation
+from services.wire.fields import message_of
 from services.wire.isthmus.v1 import index_pb2
 
 
 def encode_head(head: PrefixHead) -> bytes:
-    return to_bytes(
-        index_pb2.PrefixHead(
-            generation=head.generation,
-            epoch=head.epoch,
-            base_seq=head.base_seq,
-            snapshot_chunks=head.snapshot_chunks,
-            age_s=head.age_s,
-        )
-    )
+    return to_bytes(message_of(index_pb2.PrefixHead, head))
 
 
 def encode_snapshot(snapshot: PrefixSnapshot) -> bytes:
-    return to_bytes(
-        index_pb2.PrefixSnapshot(
-            generation=snapshot.generation,
-            epoch=snapshot.epoch,
-            chunk=snapshot.chunk,
-            hashes=pack_hashes(snapshot.hashes),
-        )
-    )
+    return to_bytes(message_of(index_pb2.PrefixSnapshot, snapshot, hashes=pack_hashes(snapshot.hashes)))
 
 
 def encode_delta(delta: PrefixDelta) -> bytes:
-    return to_bytes(
-        index_pb2.PrefixDelta(
-            generation=delta.generation,
-            epoch=delta.epoch,
-            seq=delta.seq,
-            added=pack_hashes(delta.added),
-            removed=pack_hashes(delta.removed),
-            age_s=delta.age_s,
-        )
-    )
+    added, removed = pack_hashes(delta.added), pack_hashes(delta.removed)
+    return to_bytes(message_of(index_pb2.PrefixDelta, delta, added=added, removed=removed))
 
 
 def decode_record(

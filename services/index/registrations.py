@@ -9,6 +9,7 @@ from services.values.errors import ProtocolError, StaleGeneration, Unavailable
 from services.values.rank import RankId
 from services.values.registration import Registration
 from services.wire import convert
+from services.wire.fields import message_of, value_of
 from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
@@ -20,19 +21,13 @@ _ATTEMPTS = 5
 
 def encode_registration(registration: Registration) -> bytes:
     return to_bytes(
-        index_pb2.Registration(
+        message_of(
+            index_pb2.Registration,
+            registration,
             role=convert.role_to_proto(registration.role),
             address=convert.address_to_proto(registration.address),
             layout=convert.layout_to_proto(registration.layout),
-            model=registration.model,
-            max_context_tokens=registration.max_context_tokens,
-            capabilities=registration.capabilities,
-            total_pages=registration.total_pages,
-            model_path=registration.model_path,
-            engine=registration.engine,
-            draining=registration.draining,
             handshake_version=registration.layout.handshake_version,
-            model_context_tokens=registration.model_context_tokens,
         )
     )
 
@@ -41,18 +36,12 @@ def decode_registration(value: bytes) -> Registration:
     """Raises ProtocolError when the value is torn or can never be right."""
     pb = index_pb2.Registration()
     fill(pb, value)
-    return Registration(
+    return value_of(
+        Registration,
+        pb,
         role=convert.role_from_proto(pb.role),
         address=convert.address_from_proto(pb.address),
         layout=convert.layout_from_proto(pb.layout, pb.handshake_version or _UNSAID_VERSION),
-        model=pb.model,
-        max_context_tokens=pb.max_context_tokens,
-        total_pages=pb.total_pages,
-        engine=pb.engine,
-        model_path=pb.model_path,
-        capabilities=tuple(pb.capabilities),
-        draining=pb.draining,
-        model_context_tokens=pb.model_context_tokens,
     )
 
 

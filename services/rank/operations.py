@@ -3,7 +3,7 @@
 import grpc
 
 from services.rank.intake import Intake
-from services.wire import convert
+from services.wire.fields import finite
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 NAME = rank_pb2.DESCRIPTOR.services_by_name["Rank"].full_name
@@ -17,7 +17,7 @@ class Operations(rank_pb2_grpc.RankServicer):
         self, request: rank_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> rank_pb2.DrainResponse:
         self._intake.check_life(request.generation)
-        wait_s = convert.finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
+        wait_s = finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
         return rank_pb2.DrainResponse(running=await self._intake.drain(wait_s, request.only_wait))
 
     async def Undrain(

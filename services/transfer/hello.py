@@ -7,6 +7,7 @@ from services.values.errors import ProtocolError
 from services.values.kv import KvLayout, PoolMemory
 from services.values.rank import RankId
 from services.wire import convert
+from services.wire.fields import finite
 from services.wire.isthmus.v1 import handshake_pb2
 
 
@@ -48,7 +49,7 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
         pb.transport,
         pb.agent_metadata,
     )
-    return hello, convert.finite("hello.monotonic_s", pb.monotonic_s)
+    return hello, finite("hello.monotonic_s", pb.monotonic_s)
 
 
 def check_hello(own: Hello, peer: Hello) -> None:

@@ -5,8 +5,6 @@ services write raises ProtocolError, as in convert.py. Probabilities and penalti
 on the wire, so they come back rounded to that.
 """
 
-from typing import Any
-
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.rank import Generation, Plan, Rendezvous
 from services.values.request import (
@@ -21,6 +19,7 @@ from services.values.request import (
     TokenLogprobs,
 )
 from services.wire import convert
+from services.wire.fields import finite, given_fields, message_of, shared_fields, value_of
 from services.wire.isthmus.v1 import common_pb2, decode_pb2, prefill_pb2
 
 _FINISH_TO_PROTO = {
@@ -31,22 +30,6 @@ _FINISH_TO_PROTO = {
 }
 _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 
-# Fields that carry presence on the wire; left out of SamplingParams' arguments when unset, so that
-# the dataclass stays the only list of defaults.
-_OPTIONAL_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "repetition_penalty",
-    "logprobs",
-)
-_PLAIN_SAMPLING = ("ignore_eos", "frequency_penalty", "presence_penalty")
-_REPEATED_SAMPLING = ("stop", "stop_token_ids")
-
 # On the wire 0 seconds means "no deadline"; a deadline that has just passed must not become none.
 _LEAST_TIMEOUT_S = 1e-9
 
@@ -54,15 +37,9 @@ _LEAST_TIMEOUT_S = 1e-9
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Raises InvalidRequest when a number does not fit its field (a top_k of 2**32, say)."""
     pb = common_pb2.SamplingParams()
-    for name in (*_OPTIONAL_SAMPLING, *_PLAIN_SAMPLING, *_REPEATED_SAMPLING):
-        value = getattr(sampling, name)
-        if value is None:
-            continue
+    for name in shared_fields(SamplingParams, pb.DESCRIPTOR).all:
         try:
-            if name in _REPEATED_SAMPLING:
-                getattr(pb, name).extend(value)
-            else:
-                setattr(pb, name, value)
+            pb.MergeFrom(common_pb2.SamplingParams(**{name: getattr(sampling, name)}))
         except ValueError as error:  # protobuf's own sentence does not name the field
             raise InvalidRequest(f"sampling.{name}: {error}") from error
     return pb
@@ -73,10 +50,7 @@ def sampling_from_proto(pb: common_pb2.SamplingParams) -> SamplingParams:
 
     Raises InvalidRequest, naming the field, when a value is out of its range or not a number.
     """
-    values: dict[str, Any] = {name: getattr(pb, name) for name in _PLAIN_SAMPLING}
-    values |= {name: getattr(pb, name) for name in _OPTIONAL_SAMPLING if pb.HasField(name)}
-    values |= {name: tuple(getattr(pb, name)) for name in _REPEATED_SAMPLING}
-    return SamplingParams(**values)
+    return SamplingParams(**given_fields(SamplingParams, pb))
 
 
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason:
@@ -104,18 +78,14 @@ def logprobs_from_proto(pb: common_pb2.TokenLogprobs) -> TokenLogprobs:
 def start_to_proto(command: StartCommand, decode_generation: Generation) -> decode_pb2.Start:
     """`decode_generation` is the life of the decode rank that the command is meant for."""
     request = command.request
-    return decode_pb2.Start(
-        request_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        output_ids_so_far=request.output_ids_so_far,
+    return message_of(
+        decode_pb2.Start,
+        request,
         sampling=sampling_to_proto(request.sampling),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
         plan=convert.plan_to_proto(request.plan),
         prefill=None if command.prefill is None else convert.address_to_proto(command.prefill),
         decode_generation=decode_generation,
         timeout_s=0.0 if command.timeout_s is None else max(command.timeout_s, _LEAST_TIMEOUT_S),
-        eos_token_ids=request.eos_token_ids,
         traceparent=command.traceparent,
     )
 
@@ -125,18 +95,10 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
     plan = convert.plan_from_proto(pb.plan)
     if plan is Plan.REMOTE and not pb.HasField("prefill"):
         raise ProtocolError("start.prefill is unset under plan remote")
-    if convert.finite("start.timeout_s", pb.timeout_s) < 0:
+    if finite("start.timeout_s", pb.timeout_s) < 0:
         raise ProtocolError(f"start.timeout_s must not be negative, got {pb.timeout_s}")
-    request = GenerationRequest(
-        request_id=_request_id(pb.request_id),
-        prompt_ids=tuple(pb.prompt_ids),
-        sampling=sampling_from_proto(pb.sampling),
-        output_ids_so_far=tuple(pb.output_ids_so_far),
-        cache_salt=pb.cache_salt,
-        priority=pb.priority,
-        plan=plan,
-        eos_token_ids=tuple(pb.eos_token_ids),
-    )
+    _check_request_id(pb.request_id)
+    request = value_of(GenerationRequest, pb, sampling=sampling_from_proto(pb.sampling), plan=plan)
     return StartCommand(
         request=request,
         prefill=convert.address_from_proto(pb.prefill) if pb.HasField("prefill") else None,
@@ -146,37 +108,11 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
 
 
 def admitted_to_proto(admitted: Admitted) -> decode_pb2.Admitted:
-    return decode_pb2.Admitted(
-        prompt_tokens=admitted.prompt_tokens,
-        decode_prefix_len=admitted.decode_prefix_len,
-        prefill_prefix_len=admitted.prefill_prefix_len,
-        computed_tokens=admitted.computed_tokens,
-        kv_bytes_moved=admitted.kv_bytes_moved,
-        kv_bytes_prompt=admitted.kv_bytes_prompt,
-        decode_queue_s=admitted.decode_queue_s,
-        prefill_queue_s=admitted.prefill_queue_s,
-        prefill_compute_s=admitted.prefill_compute_s,
-        transfer_s=admitted.transfer_s,
-        plan=convert.plan_to_proto(admitted.plan),
-        first_decode_step_s=admitted.first_decode_step_s,
-    )
+    return message_of(decode_pb2.Admitted, admitted, plan=convert.plan_to_proto(admitted.plan))
 
 
 def admitted_from_proto(pb: decode_pb2.Admitted) -> Admitted:
-    return Admitted(
-        prompt_tokens=pb.prompt_tokens,
-        decode_prefix_len=pb.decode_prefix_len,
-        prefill_prefix_len=pb.prefill_prefix_len,
-        computed_tokens=pb.computed_tokens,
-        kv_bytes_moved=pb.kv_bytes_moved,
-        kv_bytes_prompt=pb.kv_bytes_prompt,
-        decode_queue_s=convert.finite("admitted.decode_queue_s", pb.decode_queue_s),
-        prefill_queue_s=convert.finite("admitted.prefill_queue_s", pb.prefill_queue_s),
-        prefill_compute_s=convert.finite("admitted.prefill_compute_s", pb.prefill_compute_s),
-        transfer_s=convert.finite("admitted.transfer_s", pb.transfer_s),
-        plan=convert.plan_from_proto(pb.plan),
-        first_decode_step_s=convert.finite("admitted.first_decode_step_s", pb.first_decode_step_s),
-    )
+    return value_of(Admitted, pb, plan=convert.plan_from_proto(pb.plan))
 
 
 def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput:
@@ -205,15 +141,13 @@ def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
 def prefill_request_to_proto(
     request: GenerationRequest, rendezvous: Rendezvous, traceparent: str = ""
 ) -> prefill_pb2.PrefillRequest:
-    return prefill_pb2.PrefillRequest(
-        request_id=request.request_id,
+    return message_of(
+        prefill_pb2.PrefillRequest,
+        request,
         prompt_ids=request.all_ids,
         num_output_ids=len(request.output_ids_so_far),
         sampling=sampling_to_proto(request.sampling),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
         rendezvous=convert.rendezvous_to_proto(rendezvous),
-        eos_token_ids=request.eos_token_ids,
         traceparent=traceparent,
     )
 
@@ -224,46 +158,30 @@ def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[Generati
     prompt_len = len(ids) - pb.num_output_ids
     if prompt_len < 0:
         raise ProtocolError(f"num_output_ids is {pb.num_output_ids} but there are {len(ids)} prompt_ids")
-    request = GenerationRequest(
-        request_id=_request_id(pb.request_id),
+    _check_request_id(pb.request_id)
+    request = value_of(
+        GenerationRequest,
+        pb,
         prompt_ids=ids[:prompt_len],
         sampling=sampling_from_proto(pb.sampling),
         output_ids_so_far=ids[prompt_len:],
-        cache_salt=pb.cache_salt,
-        priority=pb.priority,
         plan=Plan.REMOTE,
-        eos_token_ids=tuple(pb.eos_token_ids),
     )
     return request, convert.rendezvous_from_proto(pb.rendezvous)
 
 
 def prefill_result_to_proto(result: PrefillResult) -> prefill_pb2.PrefillResponse:
     logprobs = result.first_token_logprobs
-    return prefill_pb2.PrefillResponse(
-        first_token_id=result.first_token_id,
-        first_token_logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
-        prefill_prefix_len=result.prefill_prefix_len,
-        computed_tokens=result.computed_tokens,
-        kv_bytes_moved=result.kv_bytes_moved,
-        queue_s=result.queue_s,
-        compute_s=result.compute_s,
-    )
+    sent = None if logprobs is None else logprobs_to_proto(logprobs)
+    return message_of(prefill_pb2.PrefillResponse, result, first_token_logprobs=sent)
 
 
 def prefill_result_from_proto(pb: prefill_pb2.PrefillResponse) -> PrefillResult:
     has_logprobs = pb.HasField("first_token_logprobs")
-    return PrefillResult(
-        first_token_id=pb.first_token_id,
-        first_token_logprobs=logprobs_from_proto(pb.first_token_logprobs) if has_logprobs else None,
-        prefill_prefix_len=pb.prefill_prefix_len,
-        computed_tokens=pb.computed_tokens,
-        kv_bytes_moved=pb.kv_bytes_moved,
-        queue_s=convert.finite("prefill_result.queue_s", pb.queue_s),
-        compute_s=convert.finite("prefill_result.compute_s", pb.compute_s),
-    )
+    logprobs = logprobs_from_proto(pb.first_token_logprobs) if has_logprobs else None
+    return value_of(PrefillResult, pb, first_token_logprobs=logprobs)
 
 
-def _request_id(text: str) -> str:
+def _check_request_id(text: str) -> None:
     if not text:
         raise ProtocolError("request_id must not be empty")
-    return text

@@ -6,6 +6,7 @@ from services.router.cluster import Placed
 from services.router.request.progress import Progress
 from services.values.request import Admitted, FinishReason
 from services.wire import convert, convert_request
+from services.wire.fields import message_of
 from services.wire.isthmus.v1 import generation_pb2
 
 
@@ -52,15 +53,12 @@ def _placement(placed: Placed) -> generation_pb2.Placement:
 
 
 def _usage(admitted: Admitted, completion_tokens: int) -> generation_pb2.Usage:
-    return generation_pb2.Usage(
-        prompt_tokens=admitted.prompt_tokens,
+    return message_of(
+        generation_pb2.Usage,
+        admitted,
         completion_tokens=completion_tokens,
         reused_tokens=admitted.reused_tokens,
-        computed_tokens=admitted.computed_tokens,
-        decode_prefix_len=admitted.decode_prefix_len,
         delta_tokens=admitted.delta_tokens,
-        prefill_prefix_len=admitted.prefill_prefix_len,
-        kv_bytes_moved=admitted.kv_bytes_moved,
         kv_bytes_saved=admitted.kv_bytes_saved,
     )
 

@@ -20,6 +20,7 @@ from services.transfer.prefill.sender import KvSender
 from services.values.errors import ProtocolError, Unavailable
 from services.values.rank import Room
 from services.wire import convert
+from services.wire.fields import finite
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
                 case "ticket":
                     self._pass_ticket(link_id, message.ticket)
                 case "renew":
-                    until_s = convert.finite("renew.write_until_s", message.renew.write_until_s)
+                    until_s = finite("renew.write_until_s", message.renew.write_until_s)
                     self._sender.renew(link_id, Room(message.renew.room), until_s)
                 case "abort":
                     self._sender.abort(link_id, Room(message.abort.room))

@@ -1,0 +1,74 @@
+"""Between our values and messages: what both have by one name is copied, and only the rest is said otherwise.
+
+Messages and enums within a message are the rest: each has a translation of its own (convert.py).
+"""
+
+import math
+from collections.abc import Container
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from services.values.errors import ProtocolError
+
+_Message = TypeVar("_Message", bound=Message)
+_Value = TypeVar("_Value")
+
+_NOT_PLAIN = (FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_ENUM)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFields:
+    """What a message and a dataclass both have; worked out once, for each of their kinds."""
+
+    all: tuple[str, ...]
+    single: tuple[str, ...]  # and always there
+    optional: tuple[str, ...]
+    repeated: tuple[str, ...]
+
+
+@cache
+def shared_fields(kind: type[Any], message: Descriptor) -> SharedFields:
+    names = {member.name for member in fields(kind)}
+    shared = [f for f in message.fields if f.name in names and f.cpp_type not in _NOT_PLAIN]
+    return SharedFields(
+        tuple(f.name for f in shared),
+        tuple(f.name for f in shared if not (f.is_repeated or f.has_presence)),
+        tuple(f.name for f in shared if f.has_presence),
+        tuple(f.name for f in shared if f.is_repeated),
+    )
+
+
+def message_of(message: type[_Message], value: Any, /, **otherwise: Any) -> _Message:
+    """A `message` of the value; None leaves a field unset."""
+    kind: type = type(value)
+    names = shared_fields(kind, message.DESCRIPTOR).all
+    made: _Message = message(**{n: getattr(value, n) for n in names if n not in otherwise}, **otherwise)
+    return made
+
+
+def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
+    """A `kind` of the message. Raises ProtocolError for a number that is not finite."""
+    given = given_fields(kind, pb, but=otherwise)
+    for name, value in given.items():
+        if type(value) is float:
+            finite(f"{pb.DESCRIPTOR.name}.{name}", value)
+    return kind(**given, **otherwise)
+
+
+def given_fields(kind: type, pb: Message, *, but: Container[str] = ()) -> dict[str, Any]:
+    """By name. An optional one that is unset is left out: the dataclass is the only list of defaults."""
+    shared = shared_fields(kind, pb.DESCRIPTOR)
+    given = {name: getattr(pb, name) for name in shared.single if name not in but}
+    given |= {n: getattr(pb, n) for n in shared.optional if n not in but and pb.HasField(n)}
+    return given | {name: tuple(getattr(pb, name)) for name in shared.repeated if name not in but}
+
+
+def finite(field_name: str, value: float) -> float:
+    """`value`, or ProtocolError: a NaN or an infinity would slip through every later comparison."""
+    if not math.isfinite(value):
+        raise ProtocolError(f"{field_name} must be finite, got {value!r}")
+    return value
