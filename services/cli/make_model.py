@@ -3,7 +3,8 @@
 Made for tests, demos and benchmarks without a download: real architecture, real files, no meaning.
 An ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced
 page of KV goes unseen. Here every prompt token counts: change any one of some 200 and the greedy
-continuation changes, within a few tokens. tests/cli/test_make_model.py holds it to that.
+continuation changes, within a few tokens. tests/cli/test_make_model.py holds it to that. Of families that
+remember otherwise, or choose experts, the logits change: model_families.py.
 
 The tokenizers, and what becomes of text:
   characters  an id is exactly one printable character: text and ids map one to one, both ways.
@@ -16,14 +17,16 @@ highest of hundreds lies near 9.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -37,6 +40,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from services.cli.model_families import FAMILIES, Sizes, family_config, fill_family
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError
 
@@ -59,7 +63,27 @@ _MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
-ARCHITECTURES = tuple(_MODELS)
+ARCHITECTURES = tuple(_MODELS)  # of full attention alone; FAMILIES has the others
+_Architectures = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "nemotron_h",
+    "falcon_h1",
+    "bamba",
+    "jamba",
+    "gpt_oss",
+    "gemma3",
+    "gemma4",
+    "llama4",
+    "qwen3_moe",
+    "minimax_m2",
+    "deepseek_v3",
+]
 _Tokenizers = Literal["characters", "bytes"]
 TOKENIZERS = get_args(_Tokenizers)
 
@@ -77,6 +101,7 @@ _MLP_GAIN, _LAST_MLP_GAIN = 6.0, 40.0
 _HEAD_GAIN = 3.0
 _BIAS_GAIN = 0.05  # what all values have in common would drown what one token adds
 _ROPE_THETA = 100.0
+_WINDOW = 24  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +109,17 @@ class MakeModelConfig:
     """Write a small random checkpoint, for tests and demos: real files, no meaning."""
 
     directory: Path = setting(help="where to write the checkpoint", positional=True)
-    architecture: Literal["llama", "qwen2", "qwen3", "mistral"] = setting("llama", "of the model")
+    architecture: _Architectures = setting("llama", "of the model, as transformers calls it")
     tokenizer: _Tokenizers = setting("characters", "an id is a printable character, or a byte of UTF-8")
     hidden_size: int = setting(64, "an even multiple of the heads")
-    num_layers: int = setting(2, "layers")
+    num_layers: int | None = setting(None, "layers; default: 2, or as many as show what the family has")
     num_heads: int = setting(4, "attention heads, a multiple of the KV heads")
     num_kv_heads: int = setting(2, "KV heads")
     vocab_size: int | None = setting(None, "ids; default: 512 for characters, 259 for bytes")
     max_context_tokens: int = setting(4096, "tokens of prompt and answer")
+    window: int | None = setting(
+        None, "tokens that a windowed layer sees; default: 24, and none with mistral, which may have one"
+    )
     seed: int = setting(0, "the same settings and seed give the same weights")
     initializer_range: float = setting(_GAIN_AT, "0.1 or more; less makes a milder model")
     overwrite: bool = setting(False, "write into a directory that holds something already")
@@ -102,41 +130,52 @@ def make_model(
     architecture: str = "llama",
     *,
     hidden_size: int = 64,
-    num_layers: int = 2,
+    num_layers: int | None = None,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     vocab_size: int | None = None,
     max_context_tokens: int = 4096,
+    window: int | None = None,
     tokenizer: str = "characters",
     seed: int = 0,
     initializer_range: float = _GAIN_AT,
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint with tokenizer and chat template: safetensors, float32, untied embeddings.
 
     The same arguments give the same weights. `vocab_size` None is 512 for characters; for bytes it
     is always 259. A lower `initializer_range` makes a milder model; below 0.1 outputs would
-    hardly depend on the prompt. One layer is too few for every token to count.
+    hardly depend on the prompt. One layer is too few for every token to count. `changes` are of the
+    config, by its own names.
 
     Raises:
         ConfigError: the sizes do not fit together, a name is unknown, or nothing can be written there.
     """
     tokens = _make_tokenizer(tokenizer, vocab_size)
     tokens.model_max_length = max_context_tokens
+    _require(initializer_range >= 0.1, f"initializer_range must be at least 0.1, got {initializer_range}")
     config = _make_config(
         architecture,
-        vocab_size=len(tokens),
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=max_context_tokens,
-        eos_token_id=tokens.eos_token_id,
+        Sizes(
+            vocab_size=len(tokens),
+            hidden_size=hidden_size,
+            num_layers=_default(
+                num_layers, FAMILIES[architecture].num_layers if architecture in FAMILIES else 2
+            ),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            max_context_tokens=max_context_tokens,
+            window=_default(window, _WINDOW),
+            eos_token_id=tokens.eos_token_id,
+            rope_theta=_ROPE_THETA,
+        ),
+        window,
     )
-    _require(initializer_range >= 0.1, f"initializer_range must be at least 0.1, got {initializer_range}")
-    config.initializer_range = initializer_range
+    config.update({"initializer_range": initializer_range, **(changes or {})})
     with torch.random.fork_rng(devices=[]):  # transformers draws weights that we overwrite
-        model = _MODELS[architecture][1](config)
-    _fill(model, seed, initializer_range / _GAIN_AT)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill = fill_family if architecture in FAMILIES else _fill
+    fill(model, seed, initializer_range / _GAIN_AT)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
@@ -173,23 +212,23 @@ def _require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _make_config(architecture: str, **sizes: int) -> PreTrainedConfig:
-    _require(architecture in _MODELS, f"architecture must be one of {ARCHITECTURES}, got {architecture!r}")
-    hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
-    _require(min(sizes.values()) >= 1, f"every size must be positive: {sizes}")
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _make_config(architecture: str, sizes: Sizes, window: int | None) -> PreTrainedConfig:
+    names = (*ARCHITECTURES, *FAMILIES)
+    _require(architecture in names, f"architecture must be one of {names}, got {architecture!r}")
+    has_window = architecture == "mistral" or (architecture in FAMILIES and FAMILIES[architecture].has_window)
+    _require(window is None or has_window, f"{architecture} has no window")
+    hidden_size, num_heads = sizes.hidden_size, sizes.num_heads
+    counts = [getattr(sizes, member.name) for member in fields(sizes)]
+    _require(min(counts) >= 1, f"every size must be positive: {sizes}")
     _require(hidden_size % (2 * num_heads) == 0, f"{hidden_size=} must be an even multiple of {num_heads=}")
-    _require(num_heads % sizes["num_key_value_heads"] == 0, "num_heads must be a multiple of num_kv_heads")
-    return _MODELS[architecture][0](
-        **sizes,
-        head_dim=hidden_size // num_heads,
-        intermediate_size=2 * hidden_size,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
-        bos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-        sliding_window=None,
-        dtype=torch.float32,
-    )
+    _require(num_heads % sizes.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
+    if architecture in FAMILIES:
+        return family_config(architecture, sizes)
+    return _MODELS[architecture][0](**sizes.layered, sliding_window=window)
 
 
 def _fill(model: PreTrainedModel, seed: int, scale: float) -> None:

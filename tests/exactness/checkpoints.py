@@ -13,11 +13,17 @@ from services.cli.make_model import make_model
 
 @cache
 def tiny_checkpoint(
-    architecture: str = "llama", tokenizer: str = "characters", seed: int = 0, num_kv_heads: int = 2
+    architecture: str = "llama",
+    tokenizer: str = "characters",
+    seed: int = 0,
+    num_kv_heads: int = 2,
+    window: int | None = None,
 ) -> Path:
     folder = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"])  # set by conftest.py
-    directory = folder / f"{architecture}-{tokenizer}-{seed}-{num_kv_heads}"
-    make_model(directory, architecture, tokenizer=tokenizer, seed=seed, num_kv_heads=num_kv_heads)
+    directory = folder / f"{architecture}-{tokenizer}-{seed}-{num_kv_heads}-{window}"
+    make_model(
+        directory, architecture, tokenizer=tokenizer, seed=seed, num_kv_heads=num_kv_heads, window=window
+    )
     return directory
 
 

@@ -31,14 +31,14 @@ class Reference:
 
 
 def reference_model(
-    directory: Path, dtype: torch.dtype | None = None, attention: str = "sdpa"
+    directory: Path, dtype: torch.dtype | None = None, attention: str | None = None
 ) -> PreTrainedModel:
-    """`dtype` None: the checkpoint's. Each is loaded once."""
+    """`dtype` None: the checkpoint's; `attention` None: what transformers prefers. Each is loaded once."""
     return _load(directory, dtype, attention)
 
 
 @cache
-def _load(directory: Path, dtype: torch.dtype | None, attention: str) -> PreTrainedModel:
+def _load(directory: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
     with LOADING:  # a rank of this process may be starting
         model = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, attn_implementation=attention, dtype=dtype or "auto"
@@ -82,7 +82,7 @@ def forced_logits(
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
     dtype: torch.dtype | None = None,
-    attention: str = "sdpa",
+    attention: str | None = None,
 ) -> torch.Tensor:
     """[tokens, vocab_size] in float64: from which each of `token_ids` is chosen after those before it."""
     ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]])
