@@ -96,7 +96,7 @@ class EmbeddedEtcd:
             self._process = await self._spawn(binary)
             try:
                 if await self._answers():
-                    logger.info("etcd.started endpoint=%s data_dir=%s", self.endpoint, self._data_dir)
+                    logger.info("etcd_started endpoint=%s data_dir=%s", self.endpoint, self._data_dir)
                     return
             except BaseException:
                 await self.stop()

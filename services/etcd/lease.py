@@ -74,10 +74,13 @@ class EtcdLease:
                     break
                 except IsthmusError as error:
                     logger.warning(
-                        "lease.retry lease_id=%x left_s=%.1f error=%s", self.id, self._left_s(), error
+                        "lease_renewal_failed lease_id=%x left_s=%.1f error=%s",
+                        self.id,
+                        self._left_s(),
+                        error,
                     )
                 await asyncio.sleep(max(0.0, min(backoff.next_s(), self._left_s())))
-            logger.warning("lease.lost lease_id=%x", self.id)
+            logger.warning("lease_lost lease_id=%x", self.id)
         finally:
             self.lost.set()
 

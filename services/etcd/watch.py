@@ -112,15 +112,15 @@ class PrefixWatch:
                 if self.listings == 0:
                     raise
                 self.trouble = error  # what has worked may work again
-                logger.error("watch.refused revision=%d error=%s", self.revision, error)
+                logger.error("watch_refused revision=%d error=%s", self.revision, error)
             except EtcdCompacted as error:
                 self._must_list, self.trouble = True, NotListed(str(error))
-                logger.info("watch.list_again revision=%d reason=%s", self.revision, error)
+                logger.info("watch_relisted revision=%d reason=%s", self.revision, error)
             except _Silent as error:
-                logger.debug("watch.silent revision=%d error=%s", self.revision, error)
+                logger.debug("watch_silent revision=%d error=%s", self.revision, error)
             except IsthmusError as error:
                 self.trouble = error
-                logger.warning("watch.retry revision=%d error=%s", self.revision, error)
+                logger.warning("watch_failed revision=%d error=%s", self.revision, error)
             await backoff.sleep()
 
     async def _list(self) -> AsyncGenerator[WatchBatch, None]:

@@ -171,10 +171,10 @@ class PinWriter:
                 # A full etcd is answered by writing less, and pins are what is missed least.
                 self.dropped += len(self._queue)
                 self._queue.clear()
-                logger.warning("pins.dropped error=%s", error)
+                logger.warning("pins_dropped error=%s", error)
                 await backoff.sleep()
             except IsthmusError as error:
-                logger.warning("pins.retry queued=%d error=%s", len(self._queue), error)
+                logger.warning("pins_write_failed queued=%d error=%s", len(self._queue), error)
                 await backoff.sleep()
 
     @property

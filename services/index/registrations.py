@@ -64,7 +64,7 @@ async def register(
             _check_own(registration.id, found.value)
         revision = found.mod_revision if found else 0
         if await etcd.compare_and_swap(key, value, revision, lease_id):
-            logger.info("registry.registered rank=%s lease_id=%x", registration.id, lease_id)
+            logger.info("rank_registered rank=%s lease_id=%x", registration.id, lease_id)
             return
     raise Unavailable(f"the registration of rank {registration.id} is written by others all the time")
 
@@ -73,7 +73,7 @@ def _check_own(ours: RankId, value: bytes) -> None:
     try:
         found = decode_registration(value).id
     except ProtocolError as error:
-        logger.warning("registry.overwrites rank=%s error=%s", ours, error)
+        logger.warning("registration_overwritten rank=%s error=%s", ours, error)
         return  # whoever wrote that is no life of this rank
     if found.generation != ours.generation:
         raise StaleGeneration(f"another life of rank {ours} has registered: {found.generation:016x}")

@@ -65,9 +65,9 @@ async def keep_schema(
                 if checked_at < 0:
                     raise
                 checked_at = now
-                logger.error("registry.schema_refused error=%s", error)
+                logger.error("schema_refused error=%s", error)
             except IsthmusError as error:
-                logger.warning("registry.schema_unchecked error=%s", error)
+                logger.warning("schema_unchecked error=%s", error)
         await asyncio.sleep(interval_s)
 
 

@@ -145,7 +145,7 @@ async def test_the_queue_is_bounded_while_etcd_is_away(caplog: pytest.LogCapture
             for number in range(300):
                 writer.pin(f"{number}", D0)
             assert (writer.num_queued, writer.dropped) == (250, 50)
-            await until(lambda: caplog.text.count("pins.retry queued=250") >= 2)
+            await until(lambda: caplog.text.count("pins_write_failed queued=250") >= 2)
             writer.pin("300", D0)
             assert (writer.num_queued, writer.dropped) == (250, 51)
             assert not task.done()

@@ -66,11 +66,11 @@ async def an_outage_of_etcd_goes_unnoticed(cluster):
     registrations = await cluster.registrations()
     ids = prompt_of(20, 41)
     first = await cluster.generate(ids, conversation_id="outage")
-    lost = len(cluster.events("lease.lost"))
+    lost = len(cluster.events("lease_lost"))
     await cluster.local.etcd.kill()
     ids = [*ids, *continuation(ids, 8), 9]
     second = await cluster.generate(ids, conversation_id="outage")
-    await until(lambda: len(cluster.events("lease.lost")) >= lost + len(ranks), "every lease has lapsed")
+    await until(lambda: len(cluster.events("lease_lost")) >= lost + len(ranks), "every lease has lapsed")
     assert (await cluster.explain(ids, conversation_id="outage")).degraded
     await asyncio.gather(*(cluster.generate(prompt_of(21 + i)) for i in range(4)))
     await cluster.local.etcd.start()

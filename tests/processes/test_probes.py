@@ -57,7 +57,7 @@ async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
             await until_probes(port, WAITING)
             answer = httpx.get(f"http://127.0.0.1:{port}/ready").text
             assert "waiting for etcd" in answer and f"the certificate {ended}/cert.pem ended at" in answer
-        await until(lambda: cluster.events("membership.retry", "waiting/0"), "it has only to register")
+        await until(lambda: cluster.events("registration_failed", "waiting/0"), "it has only to register")
         assert await waiting.stop() == await ignorant.stop() == 0
         (exited,) = cluster.events("rank_exited", "waiting")
         assert exited.fields["code"] == "0"

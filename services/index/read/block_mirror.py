@@ -113,7 +113,7 @@ class BlockMirror:
             reading = self._reading(rank)
             if reading.history.gap():
                 self.gaps += 1
-                logger.warning("mirror.gap rank=%s", rank)
+                logger.warning("index_gap rank=%s", rank)
                 task = asyncio.create_task(self._read_again(rank, reading))
                 self._rereads.add(task)
                 task.add_done_callback(self._rereads.discard)
@@ -163,7 +163,7 @@ class BlockMirror:
                 _, kvs = await self._etcd.snapshot(self._keys.rank_prefix(rank))
                 break
             except IsthmusError as error:
-                logger.warning("mirror.resync_failed rank=%s error=%s", rank, error)
+                logger.warning("index_resync_failed rank=%s error=%s", rank, error)
                 await backoff.sleep()
         async with self.turn:
             for kv in kvs:

@@ -238,7 +238,7 @@ class Mirror:
                 await self._apply_change(change)
             except ProtocolError as error:
                 self.torn_values += 1
-                logger.warning("mirror.skipped key=%s error=%s", change.key, error)
+                logger.warning("index_value_skipped key=%s error=%s", change.key, error)
             await self.blocks.give_way(_CHANGE_COST)
         if batch.complete:
             self.blocks.look_for_gaps()

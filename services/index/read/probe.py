@@ -69,7 +69,7 @@ class Probe:
                 self.trouble = None
             except IsthmusError as error:
                 self.trouble = error
-                logger.warning("probe.failed error=%s", error)
+                logger.warning("probe_failed error=%s", error)
             await asyncio.sleep(self._interval_s)
 
     async def _put(self) -> None:

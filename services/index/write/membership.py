@@ -90,7 +90,7 @@ class Membership:
                 await self._register(take_over=False)
         except (IsthmusError, TimeoutError) as error:
             logger.warning(
-                "membership.draining_untold rank=%s draining=%s error=%r",
+                "rank_draining_untold rank=%s draining=%s error=%r",
                 self._registration.id,
                 draining,
                 error,
@@ -114,7 +114,7 @@ class Membership:
                 now_s = self._etcd.clock()
                 if foreign_since_s is None:
                     foreign_since_s = now_s
-                    logger.warning("membership.foreign rank=%s error=%s", self._registration.id, error)
+                    logger.warning("registration_foreign rank=%s error=%s", self._registration.id, error)
                 if not has_registered or now_s - foreign_since_s > self._lease_lapses_within_s():
                     raise
                 await asyncio.sleep(self._ttl_s / 3)
@@ -123,7 +123,7 @@ class Membership:
                 if isinstance(error, ConfigError) and not has_registered:
                     raise
                 foreign_since_s = None  # while etcd is away no lease lapses
-                logger.warning("membership.retry rank=%s error=%s", self._registration.id, error)
+                logger.warning("registration_failed rank=%s error=%s", self._registration.id, error)
                 await backoff.sleep()
                 continue
             if not has_registered:
@@ -174,7 +174,7 @@ class Membership:
         try:
             self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
         except IsthmusError as error:
-            logger.debug("membership.uncounted rank=%s error=%s", self._registration.id, error)
+            logger.debug("rank_count_failed rank=%s error=%s", self._registration.id, error)
 
     async def _deregister(self) -> None:
         if self._lease is None:
@@ -183,7 +183,7 @@ class Membership:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._lease.revoke()
         except (IsthmusError, TimeoutError) as error:
-            logger.warning("membership.lapses rank=%s error=%r", self._registration.id, error)
+            logger.warning("lease_revoke_failed rank=%s error=%r", self._registration.id, error)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

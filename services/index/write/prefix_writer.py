@@ -171,7 +171,7 @@ class PrefixWriter:
         try:
             head = decode_record(HeadKey(self._rank.key), found.value)
         except ProtocolError as error:
-            logger.warning("prefix_writer.overwrites rank=%s error=%s", self._rank, error)
+            logger.warning("index_head_overwritten rank=%s error=%s", self._rank, error)
             return found.mod_revision  # whoever wrote that is no life of this rank
         assert isinstance(head, PrefixHead)
         if head.generation == self._rank.generation:

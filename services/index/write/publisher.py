@@ -171,7 +171,7 @@ class Publisher:
     def _note(self, error: IsthmusError) -> None:
         self.failures += 1
         self.trouble, self.degraded = str(error), reason_of(error)
-        logger.warning("publisher.retry rank=%s lag_s=%.3f error=%s", self._rank, self.lag_s, error)
+        logger.warning("index_write_failed rank=%s lag_s=%.3f error=%s", self._rank, self.lag_s, error)
 
     async def _look_again(self) -> None:
         self._doubted = False  # first: there may be a new doubt while we wait
@@ -181,7 +181,7 @@ class Publisher:
             self._doubted = True
             raise
         if not intact:
-            logger.warning("publisher.restored rank=%s etcd has lost what was written last", self._rank)
+            logger.warning("index_write_lost rank=%s", self._rank)
             self._start_over()
         elif self._writer.has_log:
             self.trouble = self.degraded = None

@@ -75,7 +75,7 @@ class Connections:
             try:
                 connections[rank] = open_one(address)
             except ConfigError as error:  # a certificate that is being replaced, perhaps
-                log.warning("rank_unconnected rank=%s error=%s", rank, error)
+                log.warning("rank_connect_failed rank=%s error=%s", rank, error)
                 self._try_again()
 
     def _retire(self, rank: RankKey, connection: DecodeClient | PrefillWatch) -> None:

@@ -73,7 +73,7 @@ class PrefillWatch:
             except (grpc.aio.AioRpcError, IsthmusError) as error:
                 grpc_errors.heed_cancellation()
                 # An older rank may not know the call, and one that starts or stops refuses it.
-                log.debug("prefill_load_unknown rank=%s error=%r", self.address.id, error)
+                log.debug("prefill_load_stream_failed rank=%s error=%r", self.address.id, error)
             self._on_lost()
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(2 * self._retry_s, _SILENT_RETRY_S if self._silent else _LONGEST_RETRY_S)
@@ -90,7 +90,7 @@ class PrefillWatch:
 
     def _note_report(self, load: RankLoad) -> None:
         if self._silent:
-            log.info("prefill_rank_speaks rank=%s", self.address.id)
+            log.info("prefill_rank_recovered rank=%s", self.address.id)
         self._heard, self._silent = True, False
         self._silence.heard()
         self._retry_s = _FIRST_RETRY_S

@@ -78,7 +78,7 @@ class SuspectChecks:
             grpc_errors.heed_cancellation()
             return False
         except ConfigError as error:  # a certificate that is being replaced, perhaps
-            log.warning("suspect_unasked rank=%s error=%s", life, error)
+            log.warning("suspect_check_failed rank=%s error=%s", life, error)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

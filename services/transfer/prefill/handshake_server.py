@@ -121,7 +121,7 @@ def _send_into(outbox: _Outbox) -> Send:
         try:
             loop.call_soon_threadsafe(outbox.put_nowait, message)
         except RuntimeError:  # the loop is closed, and the stream with it
-            log.debug("kv_word_unsaid message=%s", message.WhichOneof("message"))
+            log.debug("kv_status_undelivered message=%s", message.WhichOneof("message"))
 
     return send
 

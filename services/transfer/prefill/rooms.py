@@ -424,4 +424,4 @@ def _tell(listener: Callable[[RoomEnd], None], end: RoomEnd) -> None:
     try:
         listener(end)
     except Exception:  # of the engine's making; the other rooms go on
-        log.exception("kv_on_end_failed end=%s", end)
+        log.exception("kv_end_callback_failed end=%s", end)

@@ -237,4 +237,4 @@ def test_an_engine_that_raises_does_not_harm_the_other_rooms(rank, caplog):
     rank.now_s = 103.0
     rank.turn()
     assert rank.outcome.outcome is Outcome.FAILED
-    assert "kv_on_end_failed" in caplog.text
+    assert "kv_end_callback_failed" in caplog.text

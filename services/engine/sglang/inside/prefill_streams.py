@@ -68,7 +68,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         """A last word, to the stream whose ReturnAddress has this endpoint. Unsaid if it has ended."""
         stream = self._streams.get(endpoint)
         if stream is None:
-            log.info("kv_word_unsaid endpoint=%s", endpoint)
+            log.info("kv_status_undelivered endpoint=%s", endpoint)
             return
         word = message.status if message.HasField("status") else message.abort_ack
         stream.rooms.discard(word.room)
