@@ -43,14 +43,14 @@ class FakeRunner:
         speed: FakeSpeed = FakeSpeed(),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._slots = np.zeros((num_pages, page_size), dtype=np.uint64)
+        self.slots = np.zeros((num_pages, page_size), dtype=np.uint64)  # what each token left
         self._speed = speed
         self._sleep = sleep
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
         group = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
         self.layout = KvLayout(page_size, page_size * _SLOT_BYTES, FINGERPRINT, groups=(group,))
-        self.memory = PoolMemory(self._slots.ctypes.data, num_pages)
+        self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
         self.carried_memory: tuple[PoolMemory, ...] = ()
 
     def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
@@ -66,18 +66,18 @@ class FakeRunner:
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         if group:
             raise ProtocolError(f"{self.layout} has no group {group}")
-        return (memoryview(self._slots[page]).cast("B") for page in pages)
+        return (memoryview(self.slots[page]).cast("B") for page in pages)
 
     def close(self) -> None:
-        self._slots = np.zeros((0, 0), dtype=np.uint64)
+        self.slots = np.zeros((0, 0), dtype=np.uint64)
 
     def _run_chunk(self, chunk: Chunk) -> Sampled | None:
         page_size = self.layout.page_size
         for position, token in enumerate(chunk.token_ids, start=chunk.start):
-            self._slots[chunk.pages[position // page_size], position % page_size] = _mix(token, position)
+            self.slots[chunk.pages[position // page_size], position % page_size] = _mix(token, position)
         if not chunk.sample:
             return None
-        slots = self._slots[list(chunk.pages)].reshape(-1)[: chunk.end]
+        slots = self.slots[list(chunk.pages)].reshape(-1)[: chunk.end]
         token = _draw(int(slots.sum(dtype=np.uint64)), chunk.end, self.vocab_size)
         wanted = chunk.sampling.logprobs is not None
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)

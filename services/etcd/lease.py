@@ -61,6 +61,11 @@ class EtcdLease:
         await asyncio.wait({self._task})
         self.lost.set()
 
+    @property
+    def deadline(self) -> float:
+        """On etcd.clock: when its keys may be gone, unless it is kept alive."""
+        return self._deadline
+
     def _left_s(self) -> float:
         return self._deadline - self._etcd.clock()
 

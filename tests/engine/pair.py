@@ -2,14 +2,14 @@
 
 import asyncio
 import secrets
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
-from services.engine.paged.core import Limits
+from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.decode import WriteLease
 from services.engine.settings import EngineSettings
 from services.net import servers
@@ -138,6 +138,19 @@ class Pair:
         for engine in (*self.decodes, *self.prefills):
             books = await settled(engine)
             assert books.locked == books.private == books.quarantined == 0, books
+
+
+def core_of(engine) -> EngineCore:
+    """Of a paged engine that has started. It is its thread's: a test may look, and prepare a fault."""
+    return engine._core
+
+
+async def has_crashed(engine) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await engine.crashed()
+            return True
+    return False
 
 
 async def settled(engine, timeout_s=45.0):

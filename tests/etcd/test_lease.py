@@ -12,8 +12,8 @@ async def test_a_lease_lives_on_and_its_keys_go_with_it(etcd: Etcd, keys: Cluste
     lease = await EtcdLease.grant(etcd, 3)  # a busy machine may be late for a third of that
     key = keys.prefix + b"a"
     await etcd.put(key, b"", lease.id)
-    first_deadline = lease._deadline
-    await until(lambda: lease._deadline > first_deadline + lease.ttl_s)  # past its first end
+    first_deadline = lease.deadline
+    await until(lambda: lease.deadline > first_deadline + lease.ttl_s)  # past its first end
     assert not lease.lost.is_set() and await etcd.get(key) is not None
     await lease.revoke()
     assert lease.lost.is_set() and await etcd.get(key) is None
@@ -31,16 +31,16 @@ async def test_when_etcd_is_away_the_deadline_is_the_loss(own_server: EmbeddedEt
         lease = await EtcdLease.grant(etcd, 1)
         await own_server.kill()
         await asyncio.wait_for(lease.lost.wait(), 30)
-        assert etcd.clock() >= lease._deadline
+        assert etcd.clock() >= lease.deadline
 
 
 async def test_a_short_outage_loses_nothing(own_server: EmbeddedEtcd) -> None:
     async with client(own_server.endpoint) as etcd:
         lease = await EtcdLease.grant(etcd, 6)
-        before = lease._deadline
+        before = lease.deadline
         await own_server.kill()
         await own_server.start()
-        await until(lambda: lease._deadline > before)
+        await until(lambda: lease.deadline > before)
         assert not lease.lost.is_set()
         await lease.revoke()
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from etcd.real_etcd import running, until
 from services.etcd.client import Etcd
@@ -55,8 +56,15 @@ class FakeRank:
     ) -> None:
         self.id = its.id
         self.held: set[int] = set()
+        self._read = partial(etcd.get, keys.registration(its.id.key))
         self.membership = Membership(etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=settings)
         self._events: asyncio.Queue[CacheEvents] = asyncio.Queue()
+
+    async def lease_id(self) -> int:
+        """Under which it is registered."""
+        found = await self._read()
+        assert found is not None
+        return found.lease_id
 
     def store(self, *blocks: int) -> None:
         self.held |= set(blocks)

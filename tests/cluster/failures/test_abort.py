@@ -17,6 +17,7 @@ import pytest
 
 from cluster.harness import FakeCluster, ids_request
 from cluster.pair_of_ranks import Ranks
+from engine.pair import core_of
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import continuation
 from services.engine.paged.queue.growth import OutputEstimate
@@ -62,7 +63,7 @@ def noting(patch, owner, name):
 
 def standing(patch, engine, steps):
     """From now on the engine makes so many steps, and stands in the next one; returns what lets it go on."""
-    runner, made, go_on = engine._core.runner, itertools.count(), threading.Event()
+    runner, made, go_on = core_of(engine).runner, itertools.count(), threading.Event()
     sleep = runner._sleep
 
     def pause(seconds):
@@ -80,7 +81,7 @@ async def at_the_router(cluster, ranks, patch):
 
 
 async def queued_at_decode(cluster, ranks, patch):
-    patch.setattr(ranks.decode._core, "_batch_may_grow", lambda: False)
+    patch.setattr(core_of(ranks.decode), "_batch_may_grow", lambda: False)
     return Stage(lambda: ranks.decode.load().waiting)
 
 
@@ -95,7 +96,7 @@ async def ticket_taken_and_no_call_yet(cluster, ranks, patch):
 
 
 async def queued_at_prefill(cluster, ranks, patch):
-    patch.setattr(ranks.prefill._core, "_batch_may_grow", lambda: False)
+    patch.setattr(core_of(ranks.prefill), "_batch_may_grow", lambda: False)
     return Stage(lambda: ranks.prefill.load().waiting)
 
 
@@ -124,7 +125,7 @@ async def in_the_middle_of_a_write(cluster, ranks, patch):
 
 async def decoding(cluster, ranks, patch):
     go_on = standing(patch, ranks.decode, 3)
-    return Stage(lambda: any(seq.num_output > 2 for seq in ranks.decode._core._active), go_on)
+    return Stage(lambda: any(seq.num_output > 2 for seq in core_of(ranks.decode)._active), go_on)
 
 
 async def retracted(cluster, ranks, patch):
@@ -141,7 +142,7 @@ async def retracted(cluster, ranks, patch):
         await until(lambda: present() <= 1, "it waits no more")
 
     return Stage(
-        lambda: any(seq.retractions for seq in ranks.decode._core._gate),
+        lambda: any(seq.retractions for seq in core_of(ranks.decode)._gate),
         release=other.cancel,
         while_held=gone_before_the_other,
     )
@@ -150,7 +151,7 @@ async def retracted(cluster, ranks, patch):
 async def between_chunks_of_plan_local(cluster, ranks, patch):
     go_on = standing(patch, ranks.decode, 3)
     return Stage(
-        lambda: any(seq.phase is Phase.COMPUTING and seq.computed for seq in ranks.decode._core._active),
+        lambda: any(seq.phase is Phase.COMPUTING and seq.computed for seq in core_of(ranks.decode)._active),
         go_on,
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.harness import FakeCluster
 from cluster.metrics_page import moves
+from engine.pair import core_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.decode.prefill_leg import PrefillLeg
@@ -65,7 +66,7 @@ async def test_a_prefix_evicted_since_the_router_matched_it(
 ):
     async with TorchCluster(etcd_endpoint, cluster_name, plans=(plan,)) as cluster:
         await cluster.has_prefix()
-        core = cluster.decode._core
+        core = core_of(cluster.decode)
         owner, name = (core, "submit") if when == "before it is weighed" else (core._gate, "reserve")
         then = getattr(owner, name)
 

@@ -1,5 +1,7 @@
 """An engine core with a logical clock, what it said, and a prefill rank's part played by hand."""
 
+from dataclasses import replace
+
 from services.engine.fake import FakeRunner, _mix, continuation
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.events import Offered, Reserved, Token
@@ -46,6 +48,10 @@ class Rank:
     def _clock(self) -> float:
         self.now += 0.001
         return self.now
+
+    def let_run(self, num_requests) -> None:
+        """At once, from now on."""
+        self.core._limits = replace(self.core._limits, max_running_requests=num_requests)
 
     def submit(self, prompt, max_tokens=5, *, receives=False, room=None, **request) -> Sequence:
         self._arrivals += 1
@@ -98,5 +104,5 @@ class Prefill:
         """Fill `pages` with the KV of ids[start:]; returns the token that follows."""
         for position in range(start, len(ids)):
             page = pages[(position - start) // self._page_size]
-            self._runner._slots[page, position % self._page_size] = _mix(ids[position], position)
+            self._runner.slots[page, position % self._page_size] = _mix(ids[position], position)
         return continuation(ids, 1)[0]

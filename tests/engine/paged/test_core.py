@@ -79,7 +79,7 @@ def test_a_half_done_prefill_is_offered_to_the_second_room_too():
         offers = rank.offered[seq]
         assert [o.start_token for o in offers] == [0, *(o.end_token for o in offers[:-1])]
         assert offers[-1].end_token == 18
-        slots = rank.runner._slots[[page for o in offers for page in o.pages]].reshape(-1)[:18]
+        slots = rank.runner.slots[[page for o in offers for page in o.pages]].reshape(-1)[:18]
         assert [int(slot) for slot in slots] == [_mix(token, token) for token in range(18)]
     assert rank.computed_tokens == 18 + 2
     for seq in rooms:
@@ -173,7 +173,7 @@ def test_received_kv_is_used_as_it_landed():
         donor_core.step()
         pages = list(other.pages.pages) if other.pages else pages
     for source, target in zip([0, 1, 2], rank.reserved[seq].delta_pages, strict=True):
-        rank.runner._slots[target] = donor._slots[source]
+        rank.runner.slots[target] = donor.slots[source]
     first = continuation(prompt, 1)[0]
     rank.core.landed(seq, Sampled(first))
     rank.run([seq])
@@ -282,7 +282,7 @@ def test_either_role_is_exact_and_balances(data):
                 for number, page in enumerate(offered.pages):
                     start = offered.start_token + number * page_size
                     for position in range(start, min(start + page_size, offered.end_token)):
-                        slot = rank.runner._slots[page, position % page_size]
+                        slot = rank.runner.slots[page, position % page_size]
                         assert slot == _mix(ids[position], position)
 
     actions = ["submit", "submit", "step", "step", "step", "land", "cancel", "unquarantine", "end_room"]

@@ -1,7 +1,5 @@
 """Who comes in when, and what a target for the time between tokens lets in."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.paged.core_rank import CountingRunner, Prefill, Rank
@@ -277,9 +275,9 @@ def test_one_that_has_landed_gives_its_pages_to_who_runs_and_still_says_all():
     """It came last; the one place is taken, and whoever has it needs its pages."""
     rank = Rank(num_pages=7, page_size=4, max_running=1, expected_output=0.0)
     running, late = rank.submit(range(7), 16), rank.submit(range(100, 111), 6, receives=True)
-    rank.core._limits = replace(rank.core._limits, max_running_requests=2)
+    rank.let_run(2)
     rank.step()
-    rank.core._limits = replace(rank.core._limits, max_running_requests=1)
+    rank.let_run(1)
     land(rank, late)
     assert late.phase is Phase.LANDED
     rank.run([running, late])
@@ -291,9 +289,9 @@ def test_one_that_has_landed_gives_its_pages_to_who_runs_and_still_says_all():
 def test_one_that_has_landed_with_its_only_token_ends_where_its_pages_are_needed():
     rank = Rank(num_pages=7, page_size=4, max_running=1, expected_output=0.0)
     running, late = rank.submit(range(7), 16), rank.submit(range(100, 111), 1, receives=True)
-    rank.core._limits = replace(rank.core._limits, max_running_requests=2)
+    rank.let_run(2)
     rank.step()
-    rank.core._limits = replace(rank.core._limits, max_running_requests=1)
+    rank.let_run(1)
     land(rank, late)
     rank.run([late])
     assert running not in rank.finished and late.retractions == 0

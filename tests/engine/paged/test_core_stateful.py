@@ -125,7 +125,7 @@ class CoreMachine(RuleBasedStateMachine):
         seq = self.pick(self.in_phase(Phase.RECEIVING), number)
         reserved = self.rank.reserved[seq]
         if garbled and reserved.delta_pages:
-            self.rank.runner._slots[reserved.delta_pages[0]] = 12345
+            self.rank.runner.slots[reserved.delta_pages[0]] = 12345
         self.core.cancel(seq, quarantine=True)
         self.sent.remove(seq)
         self.quarantined.append(seq)

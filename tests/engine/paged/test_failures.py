@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from engine.paged.core_rank import Prefill, Rank
-from engine.pair import FAKE, Pair
+from engine.pair import FAKE, Pair, core_of, has_crashed
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
 from services.engine.paged.decode import WriteLease
@@ -48,7 +48,7 @@ def fail(runner, num_chunks):
 
 
 async def test_a_step_that_fails_costs_its_sequences_and_the_rank_goes_on(pair):
-    fail(pair.decode._core.runner, num_chunks=2)
+    fail(core_of(pair.decode).runner, num_chunks=2)
     prompts = [PROMPT, range(200, 240)]
     failed = await asyncio.gather(
         *(pair.generate(prompt, 80, Plan.LOCAL) for prompt in prompts), return_exceptions=True
@@ -58,7 +58,7 @@ async def test_a_step_that_fails_costs_its_sequences_and_the_rank_goes_on(pair):
     await pair.assert_nothing_held()
     for prompt in prompts:
         assert (await pair.generate(prompt, 5, Plan.LOCAL)).tokens == continuation(prompt, 5)
-    assert not pair.decode._crashed.is_set()
+    assert not await has_crashed(pair.decode)
 
 
 class SlowToFail:
@@ -109,12 +109,12 @@ def last_word(monkeypatch):
 @pytest.mark.parametrize("answer", ["at once", "after the last word", "never"])
 async def test_why_a_prefill_step_failed_is_told_and_both_ranks_go_on(pair, last_word, answer):
     after = {"at once": at_once, "after the last word": last_word.wait, "never": never}[answer]
-    fail(pair.prefill._core.runner, num_chunks=1)
+    fail(core_of(pair.prefill).runner, num_chunks=1)
     with pytest.raises(PeerFailed, match="the engine failed: RuntimeError"):
         await consume(pair, PROMPT, SlowToFail(pair, after))
     await pair.assert_nothing_held()
     assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)
-    assert not pair.prefill._crashed.is_set()
+    assert not await has_crashed(pair.prefill)
 
 
 async def test_a_prompt_that_prefill_cannot_hold_is_no_failure_of_prefills(last_word):
@@ -142,7 +142,7 @@ def test_those_that_receive_outlive_a_step_that_fails():
 
 async def test_a_runner_that_does_not_recover_ends_the_rank(pair):
     """One that computes a step in between goes on."""
-    runner, compute = pair.decode._core.runner, FakeRunner.run
+    runner, compute = core_of(pair.decode).runner, FakeRunner.run
 
     async def ask():
         await pair.generate(PROMPT, 2, Plan.LOCAL)
@@ -166,7 +166,7 @@ async def test_a_runner_that_does_not_recover_ends_the_rank(pair):
 
 async def test_books_that_are_broken_end_the_rank(pair, monkeypatch):
     """What the gate found to fit does not."""
-    monkeypatch.setattr(pair.decode._core.cache, "extend", lambda pages, num_pages: False)
+    monkeypatch.setattr(core_of(pair.decode).cache, "extend", lambda pages, num_pages: False)
     with pytest.raises(Unavailable, match="the engine crashed: AssertionError"):
         await pair.generate(PROMPT, 5, Plan.LOCAL)
     await asyncio.wait_for(pair.decode.crashed(), 20)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.pair import FAKE, Pair, settled
+from engine.pair import FAKE, Pair, core_of, has_crashed, settled
 from services.engine.fake import FakeRunner, continuation
 from services.process.turn_watch import TurnWatch
 from services.transfer.local import LocalTransport
@@ -41,8 +41,8 @@ def hang():
     ends = threading.Event()
 
     def hang(engine):
-        engine._core.runner.ends = ends
-        engine._core.runner.__class__ = HangingRunner
+        core_of(engine).runner.ends = ends
+        core_of(engine).runner.__class__ = HangingRunner
 
     yield hang
     ends.set()
@@ -64,7 +64,7 @@ async def test_a_decode_rank_that_hangs_fails_what_runs_and_ends(hang, caplog):
         await pair.decode.crashed()
         with pytest.raises(Unavailable):
             await pair.generate(PROMPT, 5, Plan.LOCAL)
-        assert not pair.prefill._crashed.is_set()  # it rests
+        assert not await has_crashed(pair.prefill)  # it rests
     # Nobody has waited for the thread, which hangs still; the log says where.
     assert "engine_hangs limit_s=1" in caplog.text and "in run" in caplog.text
 
@@ -77,7 +77,7 @@ async def test_a_prefill_rank_that_hangs_costs_its_peer_one_leg(hang):
         await pair.prefill.crashed()
         answer = await pair.generate(PROMPT, 5, Plan.LOCAL)
         assert answer.tokens == continuation(PROMPT, 5)
-        assert not pair.decode._crashed.is_set()
+        assert not await has_crashed(pair.decode)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ async def test_a_prefill_rank_whose_sender_hangs_fails_what_it_has_and_ends(bloc
         answer = await pair.generate(PROMPT, 5, Plan.LOCAL)
         assert answer.tokens == continuation(PROMPT, 5)
         assert (await settled(pair.decode)).quarantined == 0  # by fence time: its streams have ended
-        assert not pair.decode._crashed.is_set()
+        assert not await has_crashed(pair.decode)
     assert len(blocked) == 1
     # Nobody has waited for the thread, which hangs still; the log says where.
     assert "sender_hangs limit_s=1" in caplog.text and "in write_or_block" in caplog.text
@@ -143,7 +143,7 @@ async def test_nobody_waits_at_the_end_for_a_sender_that_hangs(limit_s, block, m
         await pair.prefill.stop()
         with pytest.raises(PeerFailed, match="the rank is stopping"):
             await remote
-        assert pair.prefill._core.runner._slots.size > 0
+        assert core_of(pair.prefill).runner.slots.size > 0
         await pair.server.stop()
     assert "sender_hangs limit_s=0.1" in caplog.text
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.pair import FAKE, Pair
+from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.choose import decode_engine
 from services.engine.fake import FakeRunner
@@ -23,7 +23,7 @@ async def test_after_the_start_every_page_is_free_and_nothing_was_told(monkeypat
     async with Pair() as pair:
         for engine in (pair.decode, pair.prefill):
             assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
-            assert engine._core.cache.take_events() == CacheEvents()
+            assert core_of(engine).cache.take_events() == CacheEvents()
     # A chunk and a token for each; the two start at once.
     assert sorted((chunk.start, chunk.end) for chunk in ran) == [(0, 8), (0, 8), (8, 9), (8, 9)]
 
@@ -36,7 +36,7 @@ async def test_the_torch_engine_computes_a_first_step_and_keeps_nothing_of_it(mo
         assert len(ran) == 4
         for engine in (pair.decode, pair.prefill):
             assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
-            assert engine._core.cache.take_events() == CacheEvents()
+            assert core_of(engine).cache.take_events() == CacheEvents()
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (1, 2), (2, 1), (3, 4)])

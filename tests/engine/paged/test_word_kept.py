@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.pair import FAKE, Pair, settled
+from engine.pair import FAKE, Pair, core_of, settled
 from services.engine.fake import continuation
 from services.kv.ticket import StartsWithinPage
 from services.transfer.prefill import rooms
@@ -87,7 +87,7 @@ async def test_cancelled_between_two_tickets_it_leaves_nothing(wants_earlier, mo
     async with Pair() as pair:
         await pair.generate(PROMPT, 2)
         wants_earlier(8)
-        core, loop, reopened = pair.decode._core, asyncio.get_running_loop(), asyncio.Event()
+        core, loop, reopened = core_of(pair.decode), asyncio.get_running_loop(), asyncio.Event()
         renegotiate, may_grow = core.renegotiate, core._batch_may_grow
 
         def reopen(seq, start):

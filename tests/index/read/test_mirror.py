@@ -96,9 +96,7 @@ async def test_a_full_etcd_is_said_and_registrations_come_back_first(tmp_path: P
             await until(lambda: rank.membership.publisher.degraded is Degraded.FULL)
             await until(lambda: mirror.degraded_reason is Degraded.FULL)
             assert "etcd is full" in (mirror.degraded or "") and mirror.match_all([1]) == {rank.id.key: 1}
-            lease = rank.membership._lease
-            assert lease is not None
-            await etcd.revoke_lease(lease.id)  # registering again needs room, too
+            await etcd.revoke_lease(await rank.lease_id())  # registering again needs room, too
             await until(lambda: not rank.membership.registered.is_set())
             await delete_prefix(etcd, b"others/")
             await etcd.compact(await etcd.current_revision())
@@ -122,6 +120,7 @@ async def test_what_etcd_refuses_later_ends_neither_rank_nor_router(
         mirror = Mirror(etcd, keys, "r0", probe_interval_s=0.05)
         async with running(mirror.run()) as (mirror_task,):
             await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
+            lease_id = await rank.lease_id()
             with monkeypatch.context() as patched:
 
                 async def refuse(*arguments: object, **options: object) -> None:
@@ -132,10 +131,8 @@ async def test_what_etcd_refuses_later_ends_neither_rank_nor_router(
                 rank.store(1)
                 await until(lambda: rank.membership.publisher.degraded is Degraded.REFUSED)
                 await until(lambda: mirror.degraded_reason is Degraded.REFUSED)
-                lease = rank.membership._lease
-                assert lease is not None
                 async with client(etcd_endpoint) as admin:
-                    await admin.revoke_lease(lease.id)
+                    await admin.revoke_lease(lease_id)
                 await until(lambda: not rank.membership.registered.is_set())
             await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
             assert not rank_task.done() and not mirror_task.done()

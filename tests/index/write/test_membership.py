@@ -77,14 +77,13 @@ async def test_a_lost_lease_is_replaced_and_everything_is_written_again(
         await until(lambda: rank.is_mirrored_by(mirror))
         states = []
         mirror.subscribe(lambda changed: states.append(mirror.ranks[changed].state))
-        lease = rank.membership._lease
-        assert lease is not None
-        await etcd.revoke_lease(lease.id)
+        lost = await rank.lease_id()
+        await etcd.revoke_lease(lost)
         rank.store(3)
         await until(lambda: states == [RankState.SUSPECT, RankState.LIVE])
         await until(lambda: rank.is_mirrored_by(mirror) and mirror.progress(key).current)
         found = await etcd.get(keys.head(key))
-        assert found is not None and found.lease_id != lease.id
+        assert found is not None and found.lease_id != lost
 
 
 async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: ClusterKeys) -> None:
@@ -161,11 +160,10 @@ async def test_a_torn_registration_and_head_of_its_own_are_written_over(
     rank = FakeRank(etcd, keys, registration(), ttl_s=1)
     async with mirroring(etcd, keys) as mirror, running(rank.run()):
         await until(lambda: rank.is_mirrored_by(mirror))
+        lease_id = await rank.lease_id()
         await etcd.put(keys.head(rank.id.key), b"\xff")
         await etcd.put(keys.registration(rank.id.key), b"\xff")
-        lease = rank.membership._lease
-        assert lease is not None
-        await etcd.revoke_lease(lease.id)
+        await etcd.revoke_lease(lease_id)
         rank.store(1)
         await until(lambda: rank.is_mirrored_by(mirror) and mirror.torn_values == 2)
 
@@ -200,11 +198,10 @@ async def test_an_old_life_that_wakes_up_does_not_come_back(etcd: Etcd, keys: Cl
         running(old.run(), ends_with=(ExceptionGroup,)) as (old_task,),
     ):
         await until(lambda: old.is_mirrored_by(mirror))
+        lease_id = await old.lease_id()
         async with running(new.run()):
             await until(lambda: new.is_mirrored_by(mirror))
-            lease = old.membership._lease
-            assert lease is not None
-            await etcd.revoke_lease(lease.id)  # it notices, and wants to register again
+            await etcd.revoke_lease(lease_id)  # it notices, and wants to register again
             with pytest.raises(ExceptionGroup) as raised:
                 await asyncio.wait_for(old_task, 10)
             assert raised.group_contains(StaleGeneration, match="another life")
