@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.__main__ import COMMANDS, module_of
+from services.cli.look.checkpoint import CheckpointConfig
 from services.engine.sglang.service.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank.config import RankConfig
 from services.router.config import RouterConfig
@@ -110,7 +111,15 @@ def sections() -> list[Section]:
         if issubclass(cls, ClusterConfig):
             flags, text = list(_without(flags, common)), f"{text} It has those of every service, too."
         found.append(Section(f"`isthmus {command}`", text, tuple(flags), None))
+        if command == "check":
+            found.append(_of_checkpoint())
     return found
+
+
+def _of_checkpoint() -> Section:
+    """The same command's other half."""
+    text = inspect.cleandoc(str(CheckpointConfig.__doc__))
+    return Section("`isthmus check DIR`", text, tuple(describe(CheckpointConfig)), None)
 
 
 def _without(flags: list[FlagDescription], common: list[FlagDescription]) -> tuple[FlagDescription, ...]:

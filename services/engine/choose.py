@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.engine.base import DecodeEngine, PrefillEngine
@@ -69,6 +70,18 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
         limits=settings.limits,
         cache=_cache(settings),
     )
+
+
+def check_checkpoint(engine: str, directory: Path) -> None:
+    """Raises ConfigError, or Unavailable, when the checkpoint's files say that `engine` would refuse it."""
+    if engine == "sglang":
+        from services.engine.sglang.service.model_shape import ModelShape
+
+        ModelShape.read(str(directory))
+    else:
+        from services.engine.torch.checkpoint import open_checkpoint
+
+        open_checkpoint(directory)
 
 
 def _sglang_worker(

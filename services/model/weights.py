@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.model.layer_groups import layer_groups
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.values.errors import ConfigError
 
@@ -41,6 +42,8 @@ def weights(config: Mapping[str, Any]) -> WeightsMemory:
         feed_forward = sum(_feed_forward(text, hidden, layer) for layer in range(layers))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"config.json does not tell the size of the weights: {error!r}") from error
+    if layer_groups(config).recurrent:
+        raise ConfigError("the weights of recurrent layers are not known here; say --weights-gib")
     norms = (2 * layers + 1) * hidden
     # Tables and norms keep their type where the rest is quantized.
     mean_bytes = (attention * linear_bytes + (tables + norms) * item_bytes) / (attention + tables + norms)

@@ -44,3 +44,124 @@ DEEPSEEK_V3 = {
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "torch_dtype": "bfloat16",
 }
+QWEN3_5_35B_A3B = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        "dtype": "bfloat16",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "max_position_embeddings": 262144,
+    },
+}
+QWEN3_5_9B = {**QWEN3_5_35B_A3B["text_config"], "hidden_size": 4096, "num_hidden_layers": 32}
+QWEN3_5_9B |= {"num_key_value_heads": 4, "model_type": "qwen3_5_text"}
+QWEN3_NEXT = {**QWEN3_5_35B_A3B["text_config"], "num_hidden_layers": 48, "model_type": "qwen3_next"}
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4480,
+    "num_hidden_layers": 56,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+}
+FALCON_H1 = {  # transformers' defaults
+    "model_type": "falcon_h1",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+}
+GPT_OSS_120B = {
+    "model_type": "gpt_oss",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+GEMMA_3_4B = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": {  # so little of it is published
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    },
+}
+MISTRAL_7B = {
+    "model_type": "mistral",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 48,
+}
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "dtype": "bfloat16",
+    "hidden_size": 3072,
+    "num_hidden_layers": 62,
+    "attn_type_list": [1] * 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+LLAMA_4_SCOUT = {
+    "model_type": "llama4",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_chunk_size": 8192,
+        "no_rope_layers": [],
+        "no_rope_layer_interval": 4,
+    },
+}

@@ -65,6 +65,7 @@ def test_experts_of_each_kind_are_counted():
     [
         ({"vocab_size": None}, "size of the weights"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "recurrent layers"),
     ],
 )
 def test_what_cannot_be_known_is_said(changes, said):

@@ -1,4 +1,7 @@
-"""`isthmus check`: does a cluster find a conversation's KV again? What `helm test` runs."""
+"""`isthmus check`: does a cluster find a conversation's KV again? What `helm test` runs.
+
+`isthmus check DIR` asks a checkpoint instead: checkpoint.py.
+"""
 
 import asyncio
 import random
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.cli.client import ClientConfig, key_metadata, responses
+from services.cli.look import checkpoint
 from services.cli.table import format_bytes, format_table
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError, DeadlineExceeded, PeerFailed, Unavailable
@@ -20,7 +24,10 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig(ClientConfig):
-    """Send a conversation of two turns; exit code 1 unless the second finds the first one's KV."""
+    """Send a conversation of two turns; exit code 1 unless the second finds the first one's KV.
+
+    Given a directory (`isthmus check DIR`) it looks at a checkpoint instead.
+    """
 
     words: int = setting(200, "words of the first prompt; it must fill a page")
     max_tokens: int = setting(8, "tokens per answer")
@@ -32,6 +39,8 @@ class CheckConfig(ClientConfig):
 
 
 def run(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        return checkpoint.run(argv)
     config = load(CheckConfig, argv, prog="isthmus check")
     return asyncio.run(check(config, random.SystemRandom()))
 

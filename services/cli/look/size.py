@@ -1,13 +1,16 @@
-"""`isthmus size`: how much KV for how many conversations."""
+"""`isthmus size`: how much KV, and how many states, for how many conversations."""
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.cli.look.carried_bytes import CarriedPools, tail_bytes
+from services.cli.look.config_json import read_config
 from services.cli.table import format_bytes
 from services.model.context_length import context_tokens
-from services.model.sizing import KvShape, Pool, kv_dtype, kv_shape
+from services.model.layer_groups import layer_groups
+from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.values.errors import ConfigError
@@ -30,6 +33,11 @@ class SizeConfig:
         64, "conversations whose KV is to stay, running or idle", bounds=Bounds(at_least=1)
     )
     concurrency: int = setting(0, "of those, how many run at once: so many must fit")
+    resume_points: int | None = setting(
+        None,
+        "borders at which a rank keeps windows and states, if layers have them; default: one a conversation",
+        bounds=Bounds(at_least=0),
+    )
     ranks: int = setting(1, "decode DP ranks that share them", bounds=Bounds(at_least=1))
     tp_size: int = setting(1, "GPUs that share a rank's KV heads", bounds=Bounds(at_least=1))
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = setting(
@@ -73,7 +81,7 @@ class SizeConfig:
 
 def run(argv: list[str]) -> int:
     config = load(SizeConfig, argv, prog="isthmus size")
-    checkpoint = _read(config.model)
+    checkpoint = read_config(config.model)
     lines = report(config, checkpoint)
     fit = None if config.gpu_gib is None else fit_of(config, checkpoint, config.gpu_gib)
     print("\n".join(lines if fit is None else [*lines, *fit.lines]))
@@ -87,32 +95,41 @@ class Fit:
     weights_bytes: float
     kv_pages: int
     page_bytes: int
+    carried_bytes: int  # of the pools beside the pages
     reserve_bytes: float
     memory_bytes: float
 
     @property
     def missing_bytes(self) -> float:
-        used = self.weights_bytes + self.kv_pages * self.page_bytes + self.reserve_bytes
-        return used - self.memory_bytes
+        pools = self.kv_pages * self.page_bytes + self.carried_bytes
+        return self.weights_bytes + pools + self.reserve_bytes - self.memory_bytes
 
     @property
     def lines(self) -> list[str]:
         missing = self.missing_bytes
         pages = int((self.kv_pages * self.page_bytes - missing) // self.page_bytes)
-        most = f"--kv-pages={pages} would fit" if pages > 0 else "the weights alone are too much"
+        alone = (
+            "what is beside the pages is too much" if self.carried_bytes else "the weights alone are too much"
+        )
+        most = f"--kv-pages={pages} would fit" if pages > 0 else alone
         verdict = (
             f"{format_bytes(-missing)} left" if missing <= 0 else f"{format_bytes(missing)} missing: {most}"
         )
         return [
             f"weights            {format_bytes(self.weights_bytes)}",
             f"pool               {self.kv_pages} pages, {format_bytes(self.kv_pages * self.page_bytes)}",
+            *self._carried_line(),
             f"set aside          {format_bytes(self.reserve_bytes)}",
             f"{f'of {format_bytes(self.memory_bytes)}'.ljust(18)} {verdict}",
         ]
 
+    def _carried_line(self) -> list[str]:
+        size = format_bytes(self.carried_bytes)
+        return [f"beside the pages   {size}"] if self.carried_bytes else []
+
 
 def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fit:
-    """On each GPU of a rank. Raises ConfigError as weights, kv_shape and kv_dtype."""
+    """On each GPU of a rank. Raises ConfigError as weights, layer_groups and kv_dtype."""
     pool = _pool(config, checkpoint)
     own = config.weights_gib
     return Fit(
@@ -121,6 +138,7 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
         else own * _GIB,
         config.kv_pages or pool.pages_for(config.conversations, config.ranks),
         pool.page_bytes,
+        _carried(config, checkpoint).size_bytes,
         (gpu_gib / 10 if config.reserve_gib is None else config.reserve_gib) * _GIB,
         gpu_gib * _GIB,
     )
@@ -128,26 +146,61 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
 
 def _pool(config: SizeConfig, checkpoint: dict[str, Any]) -> Pool:
     dtype = config.dtype or kv_dtype(checkpoint)
-    token_bytes = kv_shape(checkpoint).token_bytes(dtype, config.tp_size)
+    token_bytes = layer_groups(checkpoint).full.token_bytes(dtype, config.tp_size)
     return Pool(token_bytes, config.page_size, config.context_tokens)
 
 
+def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
+    conversations = -(-config.conversations // config.ranks)
+    return CarriedPools(
+        layer_groups(checkpoint),
+        config.dtype or kv_dtype(checkpoint),
+        config.page_size,
+        config.tp_size,
+        -(-max(config.concurrency, 1) // config.ranks),
+        conversations if config.resume_points is None else config.resume_points,
+    )
+
+
 def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
-    """Lines for people. Raises ConfigError as kv_shape and kv_dtype."""
-    shape, dtype = kv_shape(checkpoint), config.dtype or kv_dtype(checkpoint)
-    pool = _pool(config, checkpoint)
+    """Lines for people. Raises ConfigError as layer_groups and kv_dtype."""
+    pool, carried = _pool(config, checkpoint), _carried(config, checkpoint)
+    full = carried.groups.full
     per_gpu = f" on each of {config.tp_size} GPUs" if config.tp_size > 1 else ""
     lines = [
-        f"KV per token       {format_bytes(pool.token_bytes)}{per_gpu}: {shape.num_layers} layers, "
-        f"{shape.description}, {dtype}",
+        f"KV per token       {format_bytes(pool.token_bytes)}{per_gpu}: {len(full.layer_ids)} layers, "
+        f"{full.heads}, {carried.dtype}",
         f"a page             {config.page_size} tokens, {format_bytes(pool.page_bytes)}",
         f"a conversation     {config.context_tokens} tokens, {pool.conversation_pages} pages, "
         f"{format_bytes(pool.conversation_pages * pool.page_bytes)}",
+        *_carried_lines(carried),
         _wanted(config, pool),
     ]
     if config.pool_gib is not None:
-        lines.append(_held(config, pool, config.pool_gib))
-    return lines + _remarks(config, checkpoint, shape)
+        lines.append(_held(config, pool, config.pool_gib * _GIB - carried.size_bytes))
+    return lines + _remarks(config, checkpoint)
+
+
+def _carried_lines(carried: CarriedPools) -> Iterator[str]:
+    """What is beside the pages; nothing where all layers see all."""
+    dtype, page_size, tp_size = carried.dtype, carried.page_size, carried.tp_size
+    for window in carried.groups.windows:
+        tail = format_bytes(tail_bytes(window, dtype, page_size, tp_size))
+        yield (
+            f"a tail             up to {tail}: {len(window.layer_ids)} layers, {window.heads}, the last "
+            f"{window.window} tokens"
+        )
+        pages = f"{carried.window_pages(window)} pages, {format_bytes(carried.window_bytes(window))} per GPU"
+        yield f"{'its pool'.ljust(18)} {_kept(carried)}: {pages}"
+    if recurrent := carried.groups.recurrent:
+        state = format_bytes(recurrent.state_bytes(dtype, tp_size))
+        yield f"a state            {state}: {len(recurrent.layer_ids)} recurrent layers"
+        slots = f"{carried.slots} slots, {format_bytes(carried.slot_bytes)} per GPU"
+        yield f"{'its pool'.ljust(18)} {_kept(carried)}: {slots}"
+
+
+def _kept(carried: CarriedPools) -> str:
+    return f"{carried.running} running, {carried.resume_points} resume points on each decode rank"
 
 
 def _wanted(config: SizeConfig, pool: Pool) -> str:
@@ -156,32 +209,19 @@ def _wanted(config: SizeConfig, pool: Pool) -> str:
     return f"{head} --kv-pages={pages} on each decode rank: {format_bytes(pages * pool.page_bytes)} per GPU"
 
 
-def _held(config: SizeConfig, pool: Pool, pool_gib: float) -> str:
-    pages = pool.pages_in(pool_gib * _GIB)
+def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
+    """`size_bytes` is what the other groups leave of --pool-gib."""
+    pages = pool.pages_in(max(0.0, size_bytes))
     held = pool.conversations_in(pages) * config.ranks
-    head = f"{pool_gib:g} GiB per GPU".ljust(18)
+    head = f"{config.pool_gib:g} GiB per GPU".ljust(18)
     text = f"{head} --kv-pages={pages}: {held} conversations on {config.ranks} ranks"
     if held < max(config.concurrency, 1):
         text += f"; too few for {config.concurrency or 1} at once: sequences would be retracted"
     return text
 
 
-def _remarks(config: SizeConfig, checkpoint: dict[str, Any], shape: KvShape) -> list[str]:
-    remarks = []
-    if shape.windowed_layers:
-        remarks.append(f"{shape.windowed_layers} layers look through a window: they are counted in full")
+def _remarks(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
     stated = checkpoint.get("text_config", checkpoint).get("max_position_embeddings")
     if stated and config.context_tokens > (longest := context_tokens(checkpoint)):
-        remarks.append(f"the model's context ends at {longest} tokens")
-    return remarks
-
-
-def _read(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is not a JSON object")
-    return content
+        return [f"the model's context ends at {longest} tokens"]
+    return []

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from exactness.checkpoints import tiny_checkpoint
-from exactness.model_configs import DEEPSEEK_V3
+from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_5_35B_A3B
 from services.cli.look.size import SizeConfig, report, run
 from services.cli.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
-from services.model.sizing import Pool, kv_dtype, kv_shape
+from services.model.layer_groups import layer_groups
+from services.model.sizing import Pool, kv_dtype
 from services.values.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ def test_a_page_is_as_large_as_the_engine_makes_it(architecture):
     directory = tiny_checkpoint(architecture)
     runner = TorchRunner(directory, device="cpu", num_pages=4, page_size=16, dtype=None, num_threads=None)
     config = json.loads((directory / "config.json").read_text())
-    pool = Pool(kv_shape(config).token_bytes(kv_dtype(config)), 16, 100)
+    pool = Pool(layer_groups(config).full.token_bytes(kv_dtype(config)), 16, 100)
     assert pool.page_bytes == runner.layout.page_bytes
 
 
@@ -109,3 +110,37 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(tmp_path, capsys):
     assert run([*flags, "--gpu-gib=80"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("missing: the weights alone are too much")
     assert run([*flags, "--gpu-gib=80", "--weights-gib=20"]) == 0
+
+
+def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
+    """Two slots for each of 4 sequences that run on a rank, one for each resume point."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
+    flags = ("--conversations=64", "--concurrency=8", "--ranks=2", "--resume-points=20", "--pool-gib=4")
+    lines = lines_of(capsys, tmp_path, *flags)
+    assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
+    assert lines[3:6] == [
+        "a state            61.9 MiB: 30 recurrent layers",
+        "its pool           4 running, 20 resume points on each decode rank: 28 slots, 1.7 GiB per GPU",
+        "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB per GPU",
+    ]
+    pages = (4 * 2**30 - 28 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
+    assert lines[6].startswith(f"4 GiB per GPU      --kv-pages={pages}: ")
+
+
+def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
+    """A tail of 127 tokens lies on three pages of 64 at most, and so does that of a sequence that decodes."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
+    lines = lines_of(capsys, tmp_path, "--conversations=10")
+    assert lines[3:5] == [
+        "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
+        "its pool           1 running, 10 resume points on each decode rank: 33 pages, 74.2 MiB per GPU",
+    ]
+
+
+def test_what_is_beside_the_pages_must_fit_too(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
+    flags = [f"--model={tmp_path}", "--weights-gib=10", "--kv-pages=1", "--reserve-gib=0"]
+    assert run([*flags, "--resume-points=98", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
+    assert "beside the pages   6.0 GiB" in capsys.readouterr().out.splitlines()
+    assert run([*flags, "--resume-points=98", "--gpu-gib=16"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("what is beside the pages is too much")

@@ -1,0 +1,63 @@
+"""Bytes of what a sequence needs beside full attention's pages, at most. Pure."""
+
+from dataclasses import dataclass
+
+from services.kv.tails import most_units, units_at
+from services.model.layer_groups import AttentionGroup, LayerGroups
+
+
+def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
+    """Of a windowed group: what a sequence needs to go on, at whatever position."""
+    group = window.in_layout("float32", page_size)
+    # From `window` on tails are full, and they are alike every `window` and every `page_size` tokens.
+    positions = range(window.window, window.window + max(window.window, page_size))
+    return max(units_at(group, position, page_size) for position in positions)
+
+
+def most_running_pages(window: AttentionGroup, page_size: int, chunk_size: int) -> int:
+    """Of a windowed group: what a sequence takes that computes up to `chunk_size` tokens in a step."""
+    return most_units(window.in_layout("float32", page_size), page_size, chunk_size)
+
+
+def tail_bytes(window: AttentionGroup, dtype: str, page_size: int, tp_size: int = 1) -> int:
+    return most_tail_pages(window, page_size) * page_size * window.token_bytes(dtype, tp_size)
+
+
+def carried_bytes(groups: LayerGroups, dtype: str, page_size: int, tp_size: int = 1) -> int:
+    """What crosses with each request beside its delta, and what a resume point holds: tails and a state."""
+    tails = sum(tail_bytes(window, dtype, page_size, tp_size) for window in groups.windows)
+    return tails + (groups.recurrent.state_bytes(dtype, tp_size) if groups.recurrent else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedPools:
+    """Of one decode rank, on each of its GPUs: what `running` sequences and `resume_points` take."""
+
+    groups: LayerGroups
+    dtype: str
+    page_size: int
+    tp_size: int
+    running: int
+    resume_points: int
+
+    def window_pages(self, window: AttentionGroup) -> int:
+        """Running sequences decode: a token a step."""
+        running = self.running * most_running_pages(window, self.page_size, 1)
+        return running + self.resume_points * most_tail_pages(window, self.page_size)
+
+    def window_bytes(self, window: AttentionGroup) -> int:
+        return self.window_pages(window) * self.page_size * window.token_bytes(self.dtype, self.tp_size)
+
+    @property
+    def slots(self) -> int:
+        """Two a sequence: its own, and the one that it leaves at the last border."""
+        return 2 * self.running + self.resume_points if self.groups.recurrent else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        recurrent = self.groups.recurrent
+        return self.slots * recurrent.state_bytes(self.dtype, self.tp_size) if recurrent else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slot_bytes + sum(self.window_bytes(window) for window in self.groups.windows)

@@ -1,0 +1,111 @@
+"""`isthmus check DIR`: what a checkpoint's layers keep, in how many bytes, and which engine serves it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from services.cli.look.carried_bytes import carried_bytes, tail_bytes
+from services.cli.look.config_json import read_config
+from services.cli.table import format_bytes, format_table
+from services.engine.choose import check_checkpoint
+from services.model.context_length import context_tokens
+from services.model.layer_groups import LayerGroups, RecurrentGroup, layer_groups
+from services.model.sizing import ITEM_BYTES, kv_dtype
+from services.settings.flags import Bounds, check_bounds, load, setting
+from services.values.errors import ConfigError, Unavailable
+from services.values.kv import GroupKind
+
+_HEADINGS = ("group", "layers", "what is kept", "bytes")
+_ENGINES = {"torch": "serves it, unless its check of itself at start says otherwise", "sglang": "serves it"}
+_NAMES = {
+    GroupKind.FULL_ATTENTION: "full attention",
+    GroupKind.SLIDING_WINDOW: "sliding window",
+    GroupKind.CHUNKED_WINDOW: "chunked window",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Tell what the layers of a checkpoint keep of a sequence, and which engine serves it.
+
+    Exit code 1: none does.
+    """
+
+    directory: Path = setting(help="of the checkpoint", positional=True)
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = setting(
+        None, "of the KV; default: the checkpoint's"
+    )
+    page_size: int = setting(64, "the ranks' --page-size, on whose borders tails begin", bounds=Bounds(1))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+def run(argv: list[str]) -> int:
+    config = load(CheckpointConfig, argv, prog="isthmus check DIR")
+    checkpoint = read_config(config.directory)
+    print("\n".join(report(config, checkpoint)))
+    refusals = {engine: _refusal(engine, config.directory) for engine in _ENGINES}
+    for engine, refusal in refusals.items():
+        print(f"{engine.ljust(8)}{f'refuses it: {refusal}' if refusal else _ENGINES[engine]}")
+    return 1 if all(refusals.values()) else 0
+
+
+def report(config: CheckpointConfig, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Lines for people. Raises ConfigError where config.json does not suffice."""
+    dtype, groups = config.dtype or kv_dtype(checkpoint), layer_groups(checkpoint)
+    lines = [", ".join(_title(checkpoint, dtype)), ""]
+    lines += format_table(_HEADINGS, list(_rows(groups, dtype, config.page_size))).splitlines()
+    return [*lines, "", _moved(groups, dtype, config.page_size)]
+
+
+def _title(checkpoint: Mapping[str, Any], dtype: str) -> Iterator[str]:
+    yield str(next(iter(checkpoint.get("architectures") or ()), checkpoint.get("model_type")))
+    yield dtype
+    try:
+        yield f"{context_tokens(checkpoint)} tokens of context"
+    except (KeyError, TypeError, ValueError, AttributeError):
+        yield "a context of unknown length"
+
+
+def _rows(groups: LayerGroups, dtype: str, page_size: int) -> Iterator[tuple[object, ...]]:
+    full = groups.full
+    seen = f" (of which a layer sees {groups.masked_window})" if groups.masked_window else ""
+    token = f"{format_bytes(full.token_bytes(dtype))} a token"
+    yield _NAMES[full.kind], len(full.layer_ids), f"{full.heads} of every token{seen}", token
+    for window in groups.windows:
+        kept = f"{window.heads} of the last {window.window} tokens"
+        if window.kind is GroupKind.CHUNKED_WINDOW:
+            kept = f"{window.heads} since the last multiple of {window.window} tokens"
+        tail = f"up to {format_bytes(tail_bytes(window, dtype, page_size))} a tail"
+        yield _NAMES[window.kind], len(window.layer_ids), kept, tail
+    if groups.recurrent:
+        yield _recurrent_row(groups.recurrent, full.token_bytes(dtype), dtype)
+
+
+def _recurrent_row(recurrent: RecurrentGroup, token_bytes: int, dtype: str) -> tuple[object, ...]:
+    layer = recurrent.layer
+    convolution = f"{format_bytes(layer.convolution * ITEM_BYTES[dtype])} of convolution"
+    rest = layer.size_bytes(0)
+    kept = f"{convolution}, {format_bytes(rest)} in float32, a layer" if rest else f"{convolution} a layer"
+    size = recurrent.state_bytes(dtype)
+    bytes_ = f"{format_bytes(size)} a state, as {size / token_bytes:.0f} tokens of full attention"
+    return "recurrent", len(recurrent.layer_ids), kept, bytes_
+
+
+def _moved(groups: LayerGroups, dtype: str, page_size: int) -> str:
+    token = format_bytes(groups.full.token_bytes(dtype))
+    if not groups.carries:
+        return f"From prefill to decode: {token} for each token of the delta, and nothing else."
+    carried = format_bytes(carried_bytes(groups, dtype, page_size))
+    return f"From prefill to decode: {token} for each token of the delta, and {carried} however short it is."
+
+
+def _refusal(engine: str, directory: Path) -> str | None:
+    """Why the engine would not serve it, by what its files say."""
+    try:
+        check_checkpoint(engine, directory)
+    except (ConfigError, Unavailable) as error:
+        return str(error)
+    return None

@@ -1,0 +1,172 @@
+"""A checkpoint's layers by what they remember, and how many bytes that is, by its config.json. Pure.
+
+    full attention   page_size tokens a page, of every token
+    window, chunk    pages of a pool of their own, of the last tokens
+    recurrent        one slot of a fixed size
+
+What an engine makes of the model itself decides; this is for whoever sizes and looks before there is one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.model.layer_kinds import LayerKinds, layer_kinds
+from services.model.recurrent_state import LayerState, layer_state
+from services.model.sizing import ITEM_BYTES
+from services.values.errors import ConfigError
+from services.values.kv import GroupKind, KvGroup
+
+# Left out of published checkpoints: transformers' class has them.
+_UNSAID = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma4_text": {"global_head_dim": 512},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Layers of one kind, one window and one width, which share a pool."""
+
+    kind: GroupKind
+    num_kv_heads: int  # 1 with a latent: every GPU of a rank keeps the whole latent
+    head_dim: int  # of keys, or of the latent
+    v_head_dim: int  # 0: a latent, which has no values
+    window: int  # tokens, the own one counted; 0: sees all
+    layer_ids: tuple[int, ...] = ()
+
+    @property
+    def heads(self) -> str:
+        """For people."""
+        if self.v_head_dim == 0:
+            return f"a latent of {self.head_dim}"
+        values = "" if self.v_head_dim == self.head_dim else f" and {self.v_head_dim}"
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}{values}"
+
+    def token_bytes(self, dtype: str, tp_size: int = 1) -> int:
+        """On each of the `tp_size` GPUs of a rank, which share the KV heads; no less than one head each."""
+        heads = -(-self.num_kv_heads // tp_size)
+        return len(self.layer_ids) * heads * (self.head_dim + self.v_head_dim) * ITEM_BYTES[dtype]
+
+    def in_layout(self, dtype: str, page_size: int) -> KvGroup:
+        """As ranks agree on it, whatever the parallelism."""
+        width = None if self.v_head_dim == self.head_dim else self.v_head_dim
+        size = self.token_bytes(dtype) * page_size
+        return KvGroup(
+            self.kind, self.layer_ids, self.num_kv_heads, self.head_dim, dtype, width, self.window, size
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentGroup:
+    """Layers that keep one state a sequence."""
+
+    layer: LayerState
+    layer_ids: tuple[int, ...]
+
+    def state_bytes(self, dtype: str, tp_size: int = 1) -> int:
+        """Of all layers, on each GPU: heads and channels are shared out."""
+        return len(self.layer_ids) * self.layer.size_bytes(ITEM_BYTES[dtype]) // tp_size
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    full: AttentionGroup  # windowed layers too, where no layer sees all: their KV is kept whole, as pages
+    windows: tuple[AttentionGroup, ...] = ()
+    recurrent: RecurrentGroup | None = None
+    masked_window: int = 0  # of windowed layers in `full`
+
+    @property
+    def carries(self) -> bool:
+        """Whether anything beside full attention's pages crosses from rank to rank."""
+        return bool(self.windows or self.recurrent)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is about text, with what its class knows and it leaves out."""
+    text = config.get("text_config") or config
+    return {**_UNSAID.get(str(text.get("model_type")), {}), **text}
+
+
+def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
+    """Of a checkpoint's config.json. Raises ConfigError when it says too little, or what is not known."""
+    try:
+        return _groups(text_config(config))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        said = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"config.json does not tell what its layers keep: {said}") from error
+
+
+def _groups(config: Mapping[str, Any]) -> LayerGroups:
+    kinds = layer_kinds(config)
+    recurrent = tuple(layer for layer, own in enumerate(kinds) if GroupKind.RECURRENT in own)
+    group = RecurrentGroup(layer_state(config), recurrent) if recurrent else None
+    attention = _gathered(_attention_layers(kinds, config), lambda layer: _shape(config, kinds[layer], layer))
+    full = [group for group in attention if group.kind is GroupKind.FULL_ATTENTION]
+    windows = [group for group in attention if group.kind.is_windowed]
+    if full:
+        return LayerGroups(_only(full), tuple(windows), group)
+    window = _only(windows)
+    whole = replace(window, kind=GroupKind.FULL_ATTENTION, window=0)
+    return LayerGroups(whole, (), group, masked_window=window.window)
+
+
+def _attention_layers(kinds: Sequence[LayerKinds], config: Mapping[str, Any]) -> list[int]:
+    """Those that keep KV of their own: the last ones of some models read an earlier layer's."""
+    own = len(kinds) - int(config.get("num_kv_shared_layers") or 0)
+    return [layer for layer in range(own) if any(kind is not GroupKind.RECURRENT for kind in kinds[layer])]
+
+
+def _only(groups: Sequence[AttentionGroup]) -> AttentionGroup:
+    if len(groups) != 1:
+        shapes = ", ".join(f"{group.num_kv_heads} x {group.head_dim}" for group in groups) or "none"
+        raise ValueError(f"the layers that see most have to be alike, and are: {shapes}")
+    return groups[0]
+
+
+def _gathered(layers: Sequence[int], shape: Callable[[int], AttentionGroup]) -> list[AttentionGroup]:
+    """One group of each shape, in the order of their first layers."""
+    found: dict[AttentionGroup, list[int]] = {}
+    for layer in layers:
+        found.setdefault(shape(layer), []).append(layer)
+    return [replace(group, layer_ids=tuple(ids)) for group, ids in found.items()]
+
+
+def _shape(config: Mapping[str, Any], kinds: LayerKinds, layer: int) -> AttentionGroup:
+    """Of one layer."""
+    kind = next(kind for kind in kinds if kind is not GroupKind.RECURRENT)
+    window = _window(config, kind)
+    if latent := config.get("kv_lora_rank"):
+        return AttentionGroup(kind, 1, int(latent) + int(config["qk_rope_head_dim"]), 0, window)
+    own = _own_of_layer(config, kind, layer)
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(own.get("num_key_value_heads") or config.get("num_key_value_heads") or heads)
+    head_dim = int(
+        own.get("head_dim")
+        or config.get("head_dim")
+        or config.get("attention_head_dim")
+        or int(config["hidden_size"]) // heads
+    )
+    v_head_dim = int(own.get("v_head_dim") or config.get("v_head_dim") or head_dim)
+    return AttentionGroup(kind, kv_heads, head_dim, v_head_dim, window)
+
+
+def _window(config: Mapping[str, Any], kind: GroupKind) -> int:
+    if kind is GroupKind.FULL_ATTENTION:
+        return 0
+    name = "sliding_window" if kind is GroupKind.SLIDING_WINDOW else "attention_chunk_size"
+    if not config.get(name):
+        raise ValueError(f"layers of {kind.value} and no {name}")
+    return int(config[name])
+
+
+def _own_of_layer(config: Mapping[str, Any], kind: GroupKind, layer: int) -> Mapping[str, Any]:
+    """Where layers differ: said layer by layer, or once for those that see all or for the others."""
+    if per_layer := config.get("per_layer_config"):
+        own: Mapping[str, Any] = per_layer.get(str(layer)) or per_layer.get(layer) or {}
+        return own
+    if kind is GroupKind.FULL_ATTENTION:  # Gemma 4's
+        heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        return {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads}
+    names = ("head_dim", "v_head_dim", "num_key_value_heads")  # MiMo-V2's
+    return {name: config.get(f"swa_{name}") for name in names}

@@ -1,0 +1,101 @@
+"""`isthmus check DIR`: what it says of known models, and who serves them."""
+
+import json
+
+import pytest
+
+from exactness.checkpoints import tiny_checkpoint
+from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_4_SCOUT, MISTRAL_7B, QWEN3_5_35B_A3B
+from services.cli.look import check
+from services.cli.look.carried_bytes import most_running_pages, most_tail_pages
+from services.cli.look.checkpoint import CheckpointConfig, report
+from services.kv.tails import tail_pages
+from services.model.layer_groups import layer_groups
+from services.values.errors import ConfigError
+
+
+def said(checkpoint, **settings):
+    return report(CheckpointConfig(directory=".", **settings), checkpoint)
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_a_recurrent_model():
+    lines = said(QWEN3_5_35B_A3B)
+    assert lines[0] == "Qwen3_5MoeForConditionalGeneration, bfloat16, 262144 tokens of context"
+    assert [cells(line) for line in lines[4:6]] == [
+        ["full attention", "10", "2 KV heads of 256 of every token", "20.0 KiB a token"],
+        [
+            "recurrent",
+            "30",
+            "64.0 KiB of convolution, 2.0 MiB in float32, a layer",
+            "61.9 MiB a state, as 3168 tokens of full attention",
+        ],
+    ]
+    assert lines[-1] == (
+        "From prefill to decode: 20.0 KiB for each token of the delta, and 61.9 MiB however short it is."
+    )
+
+
+def test_a_windowed_model():
+    lines = said(GPT_OSS_120B, page_size=16)
+    assert cells(lines[5]) == [
+        "sliding window",
+        "18",
+        "8 KV heads of 64 of the last 128 tokens",
+        "up to 5.1 MiB a tail",  # 9 pages of 16 tokens
+    ]
+
+
+def test_a_chunked_model():
+    lines = said(LLAMA_4_SCOUT)
+    assert cells(lines[5])[:3] == [
+        "chunked window",
+        "36",
+        "8 KV heads of 128 since the last multiple of 8192 tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kept"),
+    [
+        (DEEPSEEK_V3, "a latent of 576 of every token"),
+        (MISTRAL_7B, "8 KV heads of 128 of every token (of which a layer sees 4096)"),
+    ],
+)
+def test_models_that_carry_nothing(checkpoint, kept):
+    lines = said(checkpoint)
+    assert cells(lines[4])[2] == kept
+    assert lines[-1].endswith("of the delta, and nothing else.")
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 100])
+@pytest.mark.parametrize("checkpoint", [GPT_OSS_120B, LLAMA_4_SCOUT])
+def test_no_tail_is_longer_and_one_is_as_long(checkpoint, page_size):
+    (window,) = layer_groups(checkpoint).windows
+    group = window.in_layout("bfloat16", page_size)
+    lengths = [len(tail_pages(group, position, page_size)) for position in range(3 * window.window)]
+    assert max(lengths) == most_tail_pages(window, page_size)
+    assert most_tail_pages(window, page_size) <= most_running_pages(window, page_size, 1)
+
+
+def test_who_serves_it_is_the_exit_code(capsys, tmp_path):
+    assert check.run([str(tiny_checkpoint("llama"))]) == 0
+    *_, torch, sglang = capsys.readouterr().out.splitlines()
+    assert torch.startswith("torch   serves it")
+    assert sglang == "sglang  serves it"
+    quantized = {**QWEN3_5_35B_A3B, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    assert check.run([str(tmp_path)]) == 1
+    *_, torch, sglang = capsys.readouterr().out.splitlines()
+    assert torch.startswith("torch   refuses it: ")
+
+
+def test_a_config_that_does_not_suffice_is_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match="does not tell what its layers keep"):
+        check.run([str(tmp_path)])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check.run([str(tmp_path / "nowhere")])
