@@ -237,6 +237,7 @@ class KvSender:
             self._stopped = False
         except BaseException as error:
             self._start_error = error
+            self._gone.set()
             return
         finally:
             self._started.set()
