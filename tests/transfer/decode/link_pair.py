@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 
 from services.kv.transfer_plan import runs_of
 from services.net import servers
@@ -58,6 +59,9 @@ class FakeLink:
     def send_abort(self, room):
         self.asked.append(room)
 
+    def send_renewal(self, room, write_until_s):
+        """Heard by nobody."""
+
     def lease_end_s(self, write_until_s):
         return write_until_s
 
@@ -68,12 +72,14 @@ class Prefill:
     def __init__(self, pool, generation=7, layout=LAYOUT):
         self.pool, self.transport = pool, GatedTransport()
         self.id = RankId("prefill", 0, Generation(generation))
+        self.skipped_s = 0.0  # of time, on its clock
         self.sender = KvSender(
             lambda: self.transport,
             pool.memory,
             layout,
             self.id,
             read_pages=lambda pages: (memoryview(pool.pages[page]) for page in pages),
+            clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.sender.start()
         self.server = None
@@ -116,14 +122,23 @@ class Pair:
         self.pool = make_pool(NUM_PAGES, PAGE_BYTES, seed=1)
         self.transport = LocalTransport()
         self.transport.register(self.pool.memory, PAGE_BYTES)
+        self.skipped_s = 0.0  # of time, on decode's clock
         self.links = self.make_links()
         self.prefills = []
         self.rooms = map(Room, itertools.count(1))
 
+    def clock(self):
+        return time.monotonic() + self.skipped_s
+
     def make_links(self, **changes):
         facts = {"layout": LAYOUT, "transport": "local"} | changes
         return PrefillLinks(
-            DECODE, facts["layout"], self.pool.memory, facts["transport"], self.transport.metadata()
+            DECODE,
+            facts["layout"],
+            self.pool.memory,
+            facts["transport"],
+            self.transport.metadata(),
+            clock=self.clock,
         )
 
     def prefill(self, **fields):

@@ -54,6 +54,18 @@ async def test_pages_wait_for_the_fence_after_a_word_that_leaves_the_end_open(wo
     assert sought == []
 
 
+async def test_a_lease_grows_by_renewals_and_never_shrinks():
+    now_s = 0.0
+    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+    watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+    for until_s in (50.0, 20.0):  # what was granted stays granted
+        watch.renew(until_s)
+    watch.on_lost()
+    watch.abort()
+    for now_s in (10.0, 49.9, 50.0):
+        assert watch.is_over(fence_s=0.0) == (now_s == 50.0)
+
+
 async def test_a_word_that_comes_after_the_lease_has_the_fence_before_it_still():
     now_s = 100.0
     writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")

@@ -7,7 +7,6 @@ import pytest
 
 from services.kv.handshake import ReservationState
 from services.kv.transfer_plan import runs_of
-from services.transfer.decode import links as links_module
 from services.transfer.decode import room_watch
 from services.transfer.prefill.room import Outcome
 from services.values.errors import PeerFailed, StaleGeneration
@@ -75,13 +74,14 @@ async def test_the_next_life_proves_the_last_one_dead(pair, prefill, link):
 
 
 async def test_fence_time_ends_the_wait_for_a_writer_that_says_nothing(pair, prefill, link):
+    end_s = pair.clock() + 60.0
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
     await until(lambda: prefill.sender.open_rooms == 1)
     await prefill.stop_listening()
     await until(lambda: not link.alive)
-    end_s = watch._lease_end_s = links_module.time.monotonic() + 0.2
+    pair.skipped_s = 59.9
     await watch.writer_stopped(fence_s=0.1)
-    assert links_module.time.monotonic() >= end_s + 0.1
+    assert pair.clock() >= end_s + 0.1
     assert watch.state is ReservationState.EXPIRED
 
 
@@ -94,7 +94,7 @@ async def test_fence_time_ends_nothing_while_the_link_stands(pair, prefill, link
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
     ended = prefill.request(watch.room, 10, (1, 2, 3))
     await until(lambda: prefill.sender.writes_in_flight == 1)
-    watch._lease_end_s = 0.0  # over long ago, by our clock
+    pair.skipped_s = 1_000.0  # it is over long ago, by our clock
 
     stopped = asyncio.create_task(watch.writer_stopped(fence_s=0.0))
     await until(lambda: len(asked) >= 3)
@@ -113,16 +113,16 @@ async def test_a_link_that_is_lost_late_wakes_who_waits_and_leaves_the_posts_the
     watch = pair.send_ticket(link, (1, 2, 3), lease_s=60.0)
     prefill.request(watch.room, 10, (1, 2, 3))
     await until(lambda: prefill.sender.writes_in_flight == 1)
-    watch._lease_end_s, fence_s = 0.0, 0.3
-    stopped = asyncio.create_task(watch.writer_stopped(fence_s))
+    pair.skipped_s = 1_000.0
+    stopped = asyncio.create_task(watch.writer_stopped(fence_s=0.3))
     await asyncio.sleep(0)
     assert not stopped.done()
 
-    began_s = links_module.time.monotonic()
+    began_s = pair.clock()
     await prefill.stop_listening()
     async with asyncio.timeout(room_watch._ASK_AGAIN_S + 20):
         await stopped
-    assert links_module.time.monotonic() >= began_s + fence_s
+    assert pair.clock() >= began_s + 0.3
     assert watch.state is ReservationState.EXPIRED
 
 
