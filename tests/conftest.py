@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.etcd.embedded import EmbeddedEtcd
-from services.observe import telemetry
+from services.observe import traces
 
 pytest_plugins = ["plugins.longest", "plugins.mutations", "plugins.transcripts", "pytester"]
 
@@ -53,7 +53,7 @@ def spans(monkeypatch):
     """
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "tracer", lambda: provider.get_tracer("isthmus"))
+    monkeypatch.setattr(traces, "tracer", lambda: provider.get_tracer("isthmus"))
     return exporter
 
 

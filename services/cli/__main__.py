@@ -5,7 +5,7 @@ import os
 import sys
 from types import ModuleType
 
-from services.observe import build_info, json_lines, telemetry
+from services.observe import build_info, json_lines, log_lines
 from services.values.errors import ConfigError, IsthmusError
 
 # Name -> the room of its module, and what it does.
@@ -57,7 +57,7 @@ def _stop_writing() -> None:
 
 def _set_up_logging(arguments: list[str]) -> None:
     log_format = "json" if json_lines.FLAG in arguments else "text"
-    telemetry.setup_logging("isthmus", "warning", log_format)
+    log_lines.setup_logging("isthmus", "warning", log_format)
     if log_format == "json":
         json_lines.lay_pipe("isthmus", descriptors=(2,))  # what a command has to say is on the other one
 

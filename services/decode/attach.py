@@ -21,7 +21,7 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.net import grpc_errors
-from services.observe import telemetry
+from services.observe import log_lines, traces
 from services.rank.intake import Intake
 from services.values.errors import (
     AlreadyRunning,
@@ -147,10 +147,10 @@ class AttachSession:
 
     async def _run(self, command: StartCommand) -> None:
         request_id = command.request.request_id
-        with telemetry.request_context(request_id):
+        with log_lines.request_context(request_id):
             try:
                 with (
-                    telemetry.span("decode.generate", command.traceparent) as span,
+                    traces.span("decode.generate", command.traceparent) as span,
                     self._metrics.counted(),
                 ):
                     async with asyncio.timeout(command.timeout_s):
@@ -173,7 +173,7 @@ class AttachSession:
         leg = None
         if plan is Plan.REMOTE:
             assert command.prefill is not None, "convert_request refuses such a Start"
-            leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, telemetry.traceparent(span))
+            leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, traces.traceparent(span))
         async with aclosing(self._engine.generate(command.request, leg)) as outputs:
             async for output in outputs:
                 if output.admitted is not None:
@@ -181,7 +181,7 @@ class AttachSession:
                 self._put(convert_request.output_to_proto(request_id, output))
                 self._metrics.generated(len(output.token_ids))
                 if output.admitted is not None:
-                    self._metrics.admitted(output.admitted, telemetry.exemplar(span))
+                    self._metrics.admitted(output.admitted, traces.exemplar(span))
                     span.set_attributes(_admitted_attributes(output.admitted))
 
 

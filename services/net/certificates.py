@@ -28,7 +28,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.net.x509 import Validity, validities
-from services.observe.telemetry import event
+from services.observe.log_lines import event
 from services.process.health import Health
 from services.values.errors import ConfigError
 

@@ -8,7 +8,7 @@ import grpc
 
 from services.engine.base import PrefillEngine
 from services.net import servers
-from services.observe import telemetry
+from services.observe import log_lines, traces
 from services.prefill.metrics import PrefillMetrics
 from services.rank.intake import Intake
 from services.values.errors import AlreadyRunning
@@ -36,8 +36,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self.intake.check()
         generation, rendezvous = convert_request.prefill_request_from_proto(request)
         with (
-            telemetry.request_context(generation.request_id),
-            telemetry.span("prefill.prefill", request.traceparent) as span,
+            log_lines.request_context(generation.request_id),
+            traces.span("prefill.prefill", request.traceparent) as span,
             self._metrics.counted(),
             self._in_room(rendezvous.room),
         ):
@@ -45,7 +45,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             async with asyncio.timeout(servers.remaining_s(context)):
                 result = await self._engine.prefill(generation, rendezvous)
             span.set_attributes(_attributes(result))
-            self._metrics.prefilled(result, telemetry.exemplar(span))
+            self._metrics.prefilled(result, traces.exemplar(span))
         return convert_request.prefill_result_to_proto(result)
 
     async def WatchLoad(

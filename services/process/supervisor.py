@@ -32,7 +32,7 @@ from typing import Any
 
 from services.host.parent_death import dying_with_us
 from services.host.ports import free_ports
-from services.observe.telemetry import event
+from services.observe.log_lines import event
 from services.process.health import (
     SILENT_S,
     Health,

@@ -36,7 +36,7 @@ from services.index.write.publisher import PublisherSettings
 from services.kv.block_hash import SCHEME
 from services.net import servers
 from services.net.certificates import CertificateCollector
-from services.observe import build_info, telemetry
+from services.observe import build_info, log_lines, metrics_page, traces
 from services.process import signals, supervisor
 from services.process.notify import Notifier
 from services.rank import operations
@@ -114,7 +114,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
         descriptors.raise_limit()
         if config.rank_index is None:
             sys.exit(supervise(config, module))
-        telemetry.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
+        log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
         configs = rank_configs(config)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
@@ -127,7 +127,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
 
 def supervise(config: RankConfig, module: str) -> int:
     """Run every rank of a worker as a process of its own; returns the exit code."""
-    telemetry.log_service(config.worker, config.log_level, config.log_format)
+    log_lines.log_service(config.worker, config.log_level, config.log_format)
     config.certificates()  # its ranks would refuse them one by one
     num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {
@@ -199,7 +199,7 @@ async def run_ranks(
         )
         failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
     for own_id in own_ids:
-        telemetry.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
+        log_lines.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
     if failed:
         raise RankFailed(f"rank {', '.join(failed)} cannot go on; the log says why")
 
@@ -207,12 +207,12 @@ async def run_ranks(
 def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
     """Spans themselves say which rank of the process they are of."""
     who = str(own_ids[0]) if len(own_ids) == 1 else config.worker
-    process = telemetry.Process(role.value, who, config.cluster)
-    return telemetry.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio)
+    process = traces.Process(role.value, who, config.cluster)
+    return traces.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio)
 
 
 def _tell_ready(rank: OpenRank, role: RankRole) -> None:
-    telemetry.event(
+    log_lines.event(
         log,
         "rank_ready",
         rank=rank.address.id,
@@ -233,7 +233,7 @@ async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> Asy
     build_info.register(registry, config.engine)
     registry.register(CertificateCollector(config.certificates()))
     labels = _process_labels(config, role, own_id)
-    port, stop = telemetry.serve_metrics(config.host, config.metrics_port, registry, labels)
+    port, stop = metrics_page.serve_metrics(config.host, config.metrics_port, registry, labels)
     try:
         yield MetricsPage(registry, port)
     finally:
@@ -308,7 +308,7 @@ async def _start(engine: Engine, stopping: asyncio.Event) -> None:
 
 def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str, str]:
     return {
-        telemetry.CLUSTER_LABEL: config.cluster,
+        metrics_page.CLUSTER_LABEL: config.cluster,
         "role": role.value,
         "worker": own_id.worker,
         "rank": str(own_id.rank),

@@ -9,7 +9,7 @@ import sys
 from services.host import descriptors
 from services.host.ports import host_port
 from services.net import servers
-from services.observe import telemetry
+from services.observe import log_lines
 from services.process import health, signals
 from services.process.health import Health, Lifecycle, ProcessPhase, joint_health
 from services.process.notify import Notifier
@@ -26,9 +26,9 @@ def main() -> None:
     config = load(RouterConfig, prog=_PROG)
     with refusing(_PROG):
         name = config.name or f"router-{secrets.token_hex(3)}"
-        telemetry.log_service(name, config.log_level, config.log_format)
+        log_lines.log_service(name, config.log_level, config.log_format)
         _do_without_torch()
-        telemetry.event(log, "open_files", limit=descriptors.raise_limit())
+        log_lines.event(log, "open_files", limit=descriptors.raise_limit())
         asyncio.run(_run(config, name))
 
 
@@ -58,11 +58,11 @@ async def _run(config: RouterConfig, name: str) -> None:
             lifecycle.enter(ProcessPhase.SERVING)
             notifier.serves()
         await _serve_until_stopped(router, stopping, lifecycle, config.grace_s)
-    telemetry.event(log, "router_stopped")
+    log_lines.event(log, "router_stopped")
 
 
 def _tell_ready(config: RouterConfig, router: OpenRouter) -> None:
-    telemetry.event(
+    log_lines.event(
         log,
         "router_ready",
         endpoint=host_port(config.host, router.server.port),

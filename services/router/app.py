@@ -26,7 +26,7 @@ from services.index.schema import Schema, keep_schema
 from services.kv.block_hash import SCHEME
 from services.net import servers
 from services.net.certificates import CertificateCollector
-from services.observe import build_info, telemetry
+from services.observe import build_info, log_lines, metrics_page, traces
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
@@ -96,8 +96,8 @@ async def open_router(
         api_keys = ApiKeys(config.api_key_file, KeyRefusals(metrics.unauthenticated))
     tls = config.tls()
     async with AsyncExitStack() as stack:
-        process = telemetry.Process("router", name, config.cluster)
-        stack.callback(telemetry.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio))
+        process = traces.Process("router", name, config.cluster)
+        stack.callback(traces.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio))
         keys = ClusterKeys(config.cluster)
         etcd = await stack.enter_async_context(
             Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
@@ -105,7 +105,7 @@ async def open_router(
         observe = StalenessMetrics(registry).observe
         mirror = Mirror(etcd, keys, name, fleet=config.served_name, observe_staleness=observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
-        registry.register(telemetry.OnLoop(MirrorCollector(mirror, pins)))
+        registry.register(metrics_page.OnLoop(MirrorCollector(mirror, pins)))
         schema = keep_schema(etcd, keys, Schema(config.index_block, SCHEME), lambda: mirror.listings)
         for work in (mirror.run(), pins.run(), schema, garbage.freeze(mirror)):
             await stack.enter_async_context(_background(work, failed))
@@ -132,7 +132,7 @@ async def open_router(
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
-        registry.register(telemetry.OnLoop(RankCollector(cluster, mirror)))
+        registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(
@@ -140,12 +140,12 @@ async def open_router(
         )
         registry.register(CertificateCollector(config.certificates()))
         labels = {
-            telemetry.CLUSTER_LABEL: config.cluster,
+            metrics_page.CLUSTER_LABEL: config.cluster,
             "role": "router",
             "worker": name,
             "model": config.served_name,
         }
-        metrics_port, stop_metrics = telemetry.serve_metrics(
+        metrics_port, stop_metrics = metrics_page.serve_metrics(
             config.host, config.metrics_port, registry, labels
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
@@ -157,14 +157,14 @@ async def open_router(
 
 def _tell_ends(end: EndOfSequence) -> None:
     stated = ",".join(map(str, end.stated))
-    telemetry.event(log, "end_of_sequence", source=end.source, stated=stated, tokenizer=end.tokenizer)
+    log_lines.event(log, "end_of_sequence", source=end.source, stated=stated, tokenizer=end.tokenizer)
 
 
 def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDefaults:
     if config.sampling_defaults == "openai":
         return OPENAI
     defaults = defaults_of(tokenizer.generation_config)
-    telemetry.event(log, "sampling_defaults", **asdict(defaults))
+    log_lines.event(log, "sampling_defaults", **asdict(defaults))
     return defaults
 
 
@@ -197,13 +197,13 @@ async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
     place of one that does. Then a moment for the index; until it is read, load alone decides."""
     await _wait_for(mirror.ranks_known, *ends, timeout_s=_RANKS_LATE_S)
     if not mirror.ranks_known.is_set():
-        telemetry.event(log, "router_waits_for_etcd", level=logging.WARNING, reason=mirror.degraded)
+        log_lines.event(log, "router_waits_for_etcd", level=logging.WARNING, reason=mirror.degraded)
         await _wait_for(mirror.ranks_known, *ends, timeout_s=None)
         if not mirror.ranks_known.is_set():
             return
     await _wait_for(mirror.ready, *ends, timeout_s=_INDEX_TIMEOUT_S)
     if not mirror.ready.is_set():
-        telemetry.event(log, "router_degraded", level=logging.WARNING, reason=mirror.degraded)
+        log_lines.event(log, "router_degraded", level=logging.WARNING, reason=mirror.degraded)
 
 
 async def _wait_for(*wanted: asyncio.Event, timeout_s: float | None) -> None:

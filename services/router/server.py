@@ -8,7 +8,7 @@ from contextlib import aclosing
 import grpc
 
 from services.net import servers
-from services.observe import telemetry
+from services.observe import traces
 from services.router.cluster import Cluster, Explained, RankStatus
 from services.router.placement.candidates import Candidate, DecodeCandidate
 from services.router.placement.decision import Decision, Nowhere
@@ -33,7 +33,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        traceparent = telemetry.traceparent_in(context.invocation_metadata())
+        traceparent = traces.traceparent_in(context.invocation_metadata())
         timeout_s = servers.remaining_s(context)
         # A client may have stopped reading.
         async with asyncio.timeout(self.time_limit_s(timeout_s)):

@@ -28,7 +28,7 @@ def isthmus_command(monkeypatch, capsys):
             isthmus.main()
         return ended.value.code, *capsys.readouterr()
 
-    monkeypatch.setattr(isthmus.telemetry, "setup_logging", lambda *settings: None)
+    monkeypatch.setattr(isthmus.log_lines, "setup_logging", lambda *settings: None)
     return command
 
 

@@ -17,7 +17,7 @@ def said(call):
     function = call.func
     is_method = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
     if is_method and (
-        function.attr not in METHODS or function.value.id not in ("log", "logger", "telemetry")
+        function.attr not in METHODS or function.value.id not in ("log", "logger", "log_lines")
     ):
         return None
     if not is_method and not (isinstance(function, ast.Name) and function.id == "event"):

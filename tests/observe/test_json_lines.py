@@ -50,8 +50,8 @@ def logged(body, **popen):
     code = textwrap.dedent(
         """
         import logging, os, signal, subprocess, sys, threading, warnings
-        from services.observe import json_lines, telemetry
-        telemetry.log_service("me", "info", "json")
+        from services.observe import json_lines, log_lines
+        log_lines.log_service("me", "info", "json")
         log = logging.getLogger("services.somewhere")
         """
     ) + textwrap.dedent(body)
@@ -71,7 +71,7 @@ def logged(body, **popen):
 def test_our_lines_those_of_libraries_and_of_children_are_objects_in_their_order():
     code, out, said = logged(
         """
-        telemetry.event(log, "began", tokens=3, seconds=0.25, why="two words", rank=None, far=float("inf"))
+        log_lines.event(log, "began", tokens=3, seconds=0.25, why="two words", rank=None, far=float("inf"))
         os.write(2, b"W1122 06:38:49.020359 7 tcp.cc:1] lost\\n")   # as C++ does
         subprocess.run([sys.executable, "-c", "print('of a child')"])
         print("printed", flush=True)

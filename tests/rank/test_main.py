@@ -144,7 +144,7 @@ async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, mon
         set_up.append((process.service, process.instance, process.cluster))
         return lambda: shut_down.append(threading.get_ident())
 
-    monkeypatch.setattr(rank.telemetry, "setup_tracing", setup_tracing)
+    monkeypatch.setattr(rank.traces, "setup_tracing", setup_tracing)
     configs = [replace(CONFIG, rank_index=index) for index in range(2)]
     own_ids = [own_rank_id(config) for config in configs]
     roles = [role_of(Engine(own_id)) for own_id in own_ids]
@@ -157,7 +157,7 @@ async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, mon
 @pytest.mark.parametrize(("flag", "told"), [(None, math.inf), (900.0, 900.0)])
 def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(flag, told, monkeypatch):
     calls = []
-    monkeypatch.setattr(rank.telemetry, "log_service", lambda *_: None)
+    monkeypatch.setattr(rank.log_lines, "log_service", lambda *_: None)
     monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
     rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode")
     ((_, _, _, _, timeout_s, _),) = calls

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from services.observe import telemetry
+from services.observe import log_lines
 from services.router.keys.refusals import NO_KEY, WRONG_KEY, KeyRefusals
 from services.values.errors import ConfigError, Unauthenticated
 
@@ -57,12 +57,12 @@ class ApiKeys:
         except ConfigError as error:
             self._revoke(str(error))
         else:
-            telemetry.event(log, "api_keys_read", keys=len(self._digests))
+            log_lines.event(log, "api_keys_read", keys=len(self._digests))
 
     def _revoke(self, problem: str) -> None:
         self._digests, self._stamp = (), None
         if problem != self._problem:
-            telemetry.event(log, "api_keys_revoked", level=logging.ERROR, error=problem, keys=0)
+            log_lines.event(log, "api_keys_revoked", level=logging.ERROR, error=problem, keys=0)
         self._problem = problem
 
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from services.observe import telemetry
+from services.observe import log_lines
 from services.values.errors import Unauthenticated
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class KeyRefusals:
         if self._logged_s is not None and now - self._logged_s < _LOG_EVERY_S:
             self._unlogged += 1
             return
-        telemetry.event(
+        log_lines.event(
             log,
             "unauthenticated",
             level=logging.WARNING,

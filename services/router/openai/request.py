@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.observe import telemetry
+from services.observe import traces
 from services.router.openai import refused as openai_refused
 from services.router.openai.request_id import REQUEST_ID
 from services.router.openai.sampling_defaults import SamplingDefaults
@@ -299,7 +299,7 @@ def _make_call(body: _Body, headers: Mapping[str, str], request: GenerateRequest
         stream,
         _read_include_usage(body.get("stream_options"), stream),
         body.flag("return_token_ids"),
-        headers.get(telemetry.TRACEPARENT, ""),
+        headers.get(traces.TRACEPARENT, ""),
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from services.observe import telemetry
+from services.observe import log_lines, traces
 from services.router.cluster import Cluster, HashedPrompt, Placed
 from services.router.links.decode_client import DecodeRankLost, OutputStream
 from services.router.request.metrics import RouterMetrics
@@ -187,7 +187,7 @@ class FailoverStream:
             plan=placed.plan,
             eos_token_ids=self._eos_token_ids,
         )
-        traceparent = telemetry.traceparent(self._progress.span)
+        traceparent = traces.traceparent(self._progress.span)
         return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
 
     def _withdraw(self) -> Placed | None:
@@ -211,7 +211,7 @@ class FailoverStream:
         left, num_tokens = placed.decision.chosen.decode.id, len(self._prompt.ids) + len(progress.output_ids)
         progress.span.add_event("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
         self._metrics.outgrew()
-        telemetry.event(log, "request_moved_on", request_id=progress.request_id, left=left, tokens=num_tokens)
+        log_lines.event(log, "request_moved_on", request_id=progress.request_id, left=left, tokens=num_tokens)
         return None
 
     def _leave(self, error: IsthmusError) -> None:
@@ -237,7 +237,7 @@ class FailoverStream:
         if progress.failures >= self._max_attempts:
             raise error
         self._metrics.moved(progress)
-        telemetry.event(
+        log_lines.event(
             log,
             "request_moved",
             level=logging.WARNING,

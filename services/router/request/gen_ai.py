@@ -7,7 +7,7 @@ package. No text of a prompt or an answer is recorded.
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from services.observe import telemetry
+from services.observe import traces
 from services.router.request.progress import Progress
 from services.router.request.trace_attributes import Attributes
 from services.values.request import MAX_ID_CHARS
@@ -98,7 +98,7 @@ class GenAiMetrics:
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         labels = self._labels(progress)
         error_type = "" if outcome in _ENDED_WELL else outcome
-        self._duration.labels(*labels, error_type).observe(took_s, telemetry.exemplar(progress.span))
+        self._duration.labels(*labels, error_type).observe(took_s, traces.exemplar(progress.span))
         later_tokens = len(progress.output_ids) - 1
         if outcome == "finished" and later_tokens > 0 and progress.first_token_s is not None:
             self._per_token.labels(*labels).observe((took_s - progress.first_token_s) / later_tokens)

@@ -17,7 +17,7 @@ from functools import partial
 
 from opentelemetry.trace import Span
 
-from services.observe import telemetry
+from services.observe import log_lines, traces
 from services.router.cluster import Cluster, Explained
 from services.router.placement.admission import allowed_wait_s
 from services.router.request import gen_ai
@@ -137,7 +137,7 @@ class Generator:
         timeout_s = self._timeout_s(timeout_s)
         deadline = self._clock() + timeout_s
         self._metrics.received()
-        with telemetry.span("router.generate", traceparent) as span:
+        with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
                 span.set_attributes(gen_ai.asked(request, self._model_name))
             checked = self._admit(request, timeout_s)
@@ -236,7 +236,7 @@ class Generator:
         if progress.span.is_recording():
             told = gen_ai.answered(progress, self._model_name)
             progress.span.set_attributes(attributes_of(progress) | told)
-        telemetry.event(
+        log_lines.event(
             log,
             "request_finished",
             request_id=progress.request_id,

@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.index.read.mirror import Mirror
-from services.observe import telemetry
+from services.observe import traces
 from services.router.cluster import Cluster, Placed
 from services.router.keys.refusals import FRONTS, REASONS
 from services.router.request.gen_ai import GenAiMetrics
@@ -158,7 +158,7 @@ class RouterMetrics:
         self._placements.labels(placed.plan.value, placed.decision.reason).inc()
 
     def first_token(self, progress: Progress) -> None:
-        exemplar = telemetry.exemplar(progress.span)
+        exemplar = traces.exemplar(progress.span)
         self._gen_ai.first_token(progress)
         if progress.first_token_s is not None:
             self._ttft.observe(progress.first_token_s, exemplar)
@@ -209,7 +209,7 @@ class RouterMetrics:
         self._cut_off.inc(progress.finish_reason is FinishReason.CAPACITY)
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()
-        self._duration.observe(took_s, telemetry.exemplar(progress.span))
+        self._duration.observe(took_s, traces.exemplar(progress.span))
 
     def _tokens(self, name: str, documentation: str, registry: CollectorRegistry) -> Counter:
         return Counter(f"isthmus_{name}_tokens", documentation, registry=registry)

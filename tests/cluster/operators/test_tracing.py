@@ -9,10 +9,10 @@ import pytest
 from opentelemetry.trace import StatusCode
 
 from cluster.harness import FakeCluster, ids_request
-from services.observe import telemetry
+from services.observe import traces
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-METADATA = ((telemetry.TRACEPARENT, f"00-{TRACE}-{CALLER}-01"),)
+METADATA = ((traces.TRACEPARENT, f"00-{TRACE}-{CALLER}-01"),)
 PROMPT = [(11 * i) % 500 for i in range(21)]
 ROUTER, DECODE, PREFILL = "router.generate", "decode.generate", "prefill.prefill"
 
@@ -254,13 +254,13 @@ async def test_without_an_exporter_nothing_is_recorded(etcd_endpoint, model_dir,
             started.append(self.tracer.start_span(*arguments))
             return started[-1]
 
-    tracer = telemetry.tracer
-    monkeypatch.setattr(telemetry, "tracer", lambda: Watched(tracer()))
+    tracer = traces.tracer
+    monkeypatch.setattr(traces, "tracer", lambda: Watched(tracer()))
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
         await answer(cluster, ids_request(PROMPT), metadata=METADATA)
         assert len(started) == 3 and not any(span.is_recording() for span in started)
         # The client's trace goes through all the same, for whoever records further on.
-        assert {telemetry.traceparent(span) for span in started} == {METADATA[0][1]}
+        assert {traces.traceparent(span) for span in started} == {METADATA[0][1]}
         started.clear()
         await answer(cluster, ids_request(PROMPT))
-        assert len(started) == 3 and {telemetry.traceparent(span) for span in started} == {""}
+        assert len(started) == 3 and {traces.traceparent(span) for span in started} == {""}

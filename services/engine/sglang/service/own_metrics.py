@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.observe.telemetry import event
+from services.observe.log_lines import event
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,136 @@
+"""Log lines: `time level service logger event key=value ...`, or with --log-format=json an object of these.
+
+Inside `request_context(id)` every line of the same task also carries `request_id=...`.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+
+from services.observe import json_lines
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+@contextlib.contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Log lines of this task, and of tasks started in it, carry the id."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def event(logger: logging.Logger, name: str, level: int = logging.INFO, **fields: object) -> None:
+    """Log `name key=value ...`; a value with spaces, quotes or control characters is quoted as JSON."""
+    if logger.isEnabledFor(level):
+        text = " ".join([name, *(f"{key}={_text(value)}" for key, value in fields.items())])
+        logger.log(level, "%s", text, extra={"event": name, "fields": fields})
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    is_plain = text.isprintable() and not any(character in text for character in ' "=')
+    return text if text and is_plain else json.dumps(text)
+
+
+class _RequestIdFilter(logging.Filter):
+    """Runs in the task that logs, so that it sees the task's request id."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = _request_id.get()
+        return True
+
+
+_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
+
+
+class _LineFormatter(logging.Formatter):
+    def __init__(self, service: str, color: bool) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03dZ %(levelname)s {service.replace('%', '%%')} %(name)s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
+        self.converter = time.gmtime
+        self._color = color
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if request_id := getattr(record, "request_id", ""):
+            line += f" request_id={_text(request_id)}"
+        color = _COLORS.get(record.levelno) if self._color else None
+        return f"{color}{line}\x1b[0m" if color else line
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line: an event's fields are its own, by their names."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, object] = {
+            "time": json_lines.timestamp(record.created),
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+        }
+        if (name := getattr(record, "event", None)) is not None:
+            said["event"] = name
+            fields: Mapping[str, object] = getattr(record, "fields", {})
+            said |= {f"{key}_" if key in said else key: _plain(value) for key, value in fields.items()}
+        else:
+            said["message"] = record.getMessage()
+        if request_id := getattr(record, "request_id", ""):
+            said.setdefault("request_id", request_id)
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            said["stack"] = record.stack_info
+        return json.dumps(said)
+
+
+def _plain(value: object) -> str | int | float | bool | None:
+    """As JSON has it, which knows neither infinity nor our types."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value if value is None or type(value) in (str, int, bool) else str(value)  # type: ignore[return-value]
+
+
+def setup_logging(
+    service: str, level: str = "INFO", log_format: str = "text", color: bool | None = None
+) -> None:
+    """Send every log line to stderr; replaces what was set up before.
+
+    `service` names the process in each line ("decode-0/1"); `log_format` is text or json; `color` None means:
+    on a terminal. Of what others write there json_lines.lay_pipe makes JSON.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_RequestIdFilter())
+    colors = sys.stderr.isatty() if color is None else color
+    handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _LineFormatter(service, colors))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(log_format == "json")
+
+
+def log_service(service: str, level: str, log_format: str) -> None:
+    """Set logging up for the whole of a service's process, its libraries and its children."""
+    setup_logging(service, level, log_format)
+    if log_format == "json":
+        json_lines.lay_pipe(service)
+        sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback is one object, too."""
+    logging.getLogger("uncaught").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))

@@ -1,0 +1,87 @@
+"""The page of metrics that Prometheus reads: /metrics on a port of its own."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import prometheus_client
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.host.ports import bindable, host_port
+from services.values.errors import ConfigError
+
+# Not `cluster`: by that many a Prometheus tells Kubernetes clusters apart (external_labels, relabelings), and
+# with honor_labels a label of ours would take its place.
+CLUSTER_LABEL = "isthmus_cluster"
+_SCRAPE_TIMEOUT_S = 10.0  # Prometheus's own
+
+
+class OnLoop(Collector):
+    """What another collector has, collected on the event loop that makes it: /metrics is served by a thread,
+    and what the loop owns must not change while it is read, nor by being read."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def collect(self) -> Iterable[Metric]:
+        """Raises TimeoutError where the loop does not answer."""
+        if threading.get_ident() == self._thread:
+            return list(self._collector.collect())
+        return asyncio.run_coroutine_threadsafe(self._collect(), self._loop).result(_SCRAPE_TIMEOUT_S)
+
+    async def _collect(self) -> list[Metric]:
+        return list(self._collector.collect())
+
+
+class _Labelled(Collector):
+    """What another registry has, with the process's labels on every sample."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            # When a counter began helps nobody, and would be a third of all series.
+            metric.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in metric.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield metric
+
+
+def serve_metrics(
+    host: str, port: int, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]
+) -> tuple[int, Callable[[], None]]:
+    """Serve `registry` on http://host:port/metrics from a thread of its own; port 0: a free one.
+
+    `labels` tell whose metrics they are: every sample has them, unless it has one of that name itself.
+    Returns the port, and a function that stops the server and returns when it has.
+    Raises ConfigError when the address cannot be bound.
+    """
+    served = prometheus_client.CollectorRegistry()
+    served.register(_Labelled(registry, labels))
+    try:
+        server, thread = prometheus_client.start_http_server(port, bindable(host), served)
+    except OSError as error:
+        raise ConfigError(f"cannot serve metrics on {host_port(host, port)}: {error}") from error
+
+    here = (bindable(host), server.server_port)
+
+    def stop() -> None:
+        stopping = threading.Thread(target=server.shutdown)
+        stopping.start()
+        # The server looks for that twice a second, and whenever somebody calls.
+        with contextlib.suppress(OSError), socket.create_connection(here, 1.0):
+            stopping.join()
+        stopping.join()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop
