@@ -28,6 +28,7 @@ from services.host.parent_death import dying_with_us
 from services.index.keys import ClusterKeys
 from services.index.write.prefix_writer import LogLimits, PrefixWriter
 from services.index.write.publisher import PublisherSettings
+from services.index.write.rank_ledger import Changes, Contents
 
 BLOCKS_PER_S = 600.0
 WRITES_PER_S = PublisherSettings().writes_per_s
@@ -124,9 +125,9 @@ async def _fill(etcd: Etcd, keys: ClusterKeys, number: int, held: list[int], log
     async def no_pause() -> None:
         pass
 
-    await writer.replace(held[:base], lambda: 0.0, 0, no_pause)
+    await writer.replace(Contents(held[:base]), lambda: 0.0, 0, no_pause)
     for start in range(base, len(held), per_delta):
-        await writer.append(held[start : start + per_delta], (), 0.0, 0)
+        await writer.append(Changes(held[start : start + per_delta]), 0.0, 0)
 
 
 @dataclass

@@ -34,15 +34,22 @@ class TimedIndex(PrefixIndex):
         """Blocks that were told for the first time, since `begin`."""
         return self._num_new / (time.monotonic() - self._began_s)
 
-    def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
-        applied = super().apply_delta(rank, added, removed)
+    def apply_delta(
+        self,
+        rank: RankId,
+        added: Collection[int],
+        removed: Collection[int],
+        resumable_added: Iterable[int] = (),
+        resumable_removed: Iterable[int] = (),
+    ) -> bool:
+        applied = super().apply_delta(rank, added, removed, resumable_added, resumable_removed)
         if self._timing and added and applied:
             self.delta_ages_s.append(time.monotonic() - stamped_s(next(iter(added))))
             self._num_new += len(added)
         return applied
 
-    def take_snapshot(self, rank: RankId, hashes: set[int]) -> None:
-        super().take_snapshot(rank, hashes)
+    def take_snapshot(self, rank: RankId, hashes: set[int], resumable: Iterable[int] = ()) -> None:
+        super().take_snapshot(rank, hashes, resumable)
         if self._timing and hashes:
             now_s = time.monotonic()
             stamp_s, num_new = newest_of(np.fromiter(hashes, np.uint64))

@@ -25,12 +25,27 @@ def encode_head(head: PrefixHead) -> bytes:
 
 
 def encode_snapshot(snapshot: PrefixSnapshot) -> bytes:
-    return to_bytes(message_of(index_pb2.PrefixSnapshot, snapshot, hashes=pack_hashes(snapshot.hashes)))
+    return to_bytes(
+        message_of(
+            index_pb2.PrefixSnapshot,
+            snapshot,
+            hashes=pack_hashes(snapshot.hashes),
+            resumable=pack_hashes(snapshot.resumable),
+        )
+    )
 
 
 def encode_delta(delta: PrefixDelta) -> bytes:
-    added, removed = pack_hashes(delta.added), pack_hashes(delta.removed)
-    return to_bytes(message_of(index_pb2.PrefixDelta, delta, added=added, removed=removed))
+    return to_bytes(
+        message_of(
+            index_pb2.PrefixDelta,
+            delta,
+            added=pack_hashes(delta.added),
+            removed=pack_hashes(delta.removed),
+            resumable_added=pack_hashes(delta.resumable_added),
+            resumable_removed=pack_hashes(delta.resumable_removed),
+        )
+    )
 
 
 def decode_record(
@@ -56,7 +71,8 @@ def _decode_snapshot(key: SnapshotKey, value: bytes) -> PrefixSnapshot:
     fill(pb, value)
     if (pb.epoch, pb.chunk) != (key.epoch, key.chunk):
         raise ProtocolError(f"a snapshot of epoch {pb.epoch}, chunk {pb.chunk} lies at {key}")
-    return PrefixSnapshot(Generation(pb.generation), pb.epoch, pb.chunk, unpack_hashes(pb.hashes))
+    hashes, resumable = unpack_hashes(pb.hashes), unpack_hashes(pb.resumable)
+    return PrefixSnapshot(Generation(pb.generation), pb.epoch, pb.chunk, hashes, resumable)
 
 
 def _decode_delta(key: LogKey, value: bytes) -> PrefixDelta:
@@ -64,8 +80,16 @@ def _decode_delta(key: LogKey, value: bytes) -> PrefixDelta:
     fill(pb, value)
     if pb.seq != key.seq:
         raise ProtocolError(f"a delta with seq {pb.seq} lies at {key}")
-    added, removed = unpack_hashes(pb.added), unpack_hashes(pb.removed)
-    return PrefixDelta(Generation(pb.generation), pb.epoch, pb.seq, added, removed, _age_s(pb.age_s))
+    return PrefixDelta(
+        Generation(pb.generation),
+        pb.epoch,
+        pb.seq,
+        unpack_hashes(pb.added),
+        unpack_hashes(pb.removed),
+        _age_s(pb.age_s),
+        unpack_hashes(pb.resumable_added),
+        unpack_hashes(pb.resumable_removed),
+    )
 
 
 def _age_s(age_s: float) -> float:

@@ -42,11 +42,13 @@ class PrefixSnapshot:
     epoch: int
     chunk: int
     hashes: Hashes
+    resumable: Hashes = field(default_factory=hashes_of)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixDelta:
-    """`added` and `removed` have nothing in common. `age_s`: how long the oldest event in it waited."""
+    """`added` and `removed` have nothing in common, nor have the resumable ones. `age_s`: how long the oldest
+    event in it waited."""
 
     generation: Generation
     epoch: int
@@ -54,6 +56,8 @@ class PrefixDelta:
     added: Hashes = field(default_factory=hashes_of)
     removed: Hashes = field(default_factory=hashes_of)
     age_s: float = 0.0
+    resumable_added: Hashes = field(default_factory=hashes_of)
+    resumable_removed: Hashes = field(default_factory=hashes_of)
 
 
 def pack_hashes(hashes: Hashes) -> bytes:

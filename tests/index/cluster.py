@@ -56,6 +56,7 @@ class FakeRank:
     ) -> None:
         self.id = its.id
         self.held: set[int] = set()
+        self.resumable: set[int] = set()
         self._read = partial(etcd.get, keys.registration(its.id.key))
         self.membership = Membership(etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=settings)
         self._events: asyncio.Queue[CacheEvents] = asyncio.Queue()
@@ -71,11 +72,23 @@ class FakeRank:
         self._events.put_nowait(CacheEvents(stored=tuple(map(BlockHash, blocks))))
 
     def evict(self, *blocks: int) -> None:
+        """Where it can go on at one of them, no more."""
+        lost = self.resumable & set(blocks)
         self.held -= set(blocks)
-        self._events.put_nowait(CacheEvents(removed=tuple(map(BlockHash, blocks))))
+        self.resumable -= lost
+        removed, resumable_removed = tuple(map(BlockHash, blocks)), tuple(map(BlockHash, lost))
+        self._events.put_nowait(CacheEvents(removed=removed, resumable_removed=resumable_removed))
+
+    def resume(self, *blocks: int) -> None:
+        """It can go on at the end of these, which it holds, and nowhere else."""
+        added, removed = set(blocks) - self.resumable, self.resumable - set(blocks)
+        self.resumable = set(blocks)
+        stored, gone = tuple(map(BlockHash, added)), tuple(map(BlockHash, removed))
+        self._events.put_nowait(CacheEvents(resumable_stored=stored, resumable_removed=gone))
 
     def clear(self) -> None:
         self.held.clear()
+        self.resumable.clear()
         self._events.put_nowait(CacheEvents(cleared=True))
 
     async def events(self) -> AsyncIterator[CacheEvents]:
@@ -86,11 +99,13 @@ class FakeRank:
         await self.membership.run(self.events())
 
     def is_mirrored_by(self, mirror: Mirror) -> bool:
-        key = self.id.key
+        key, points = self.id.key, mirror.index.resume_points
         return (
             mirror.index.generation(key) == self.id.generation
             and mirror.index.num_blocks(key) == len(self.held)
             and all(mirror.index.holds(key, block) for block in self.held)
+            and points.num_blocks(key) == len(self.resumable)
+            and all(points.holds(key, block) for block in self.resumable)
         )
 
 

@@ -22,7 +22,8 @@ KEYS = ClusterKeys("c")
 
 
 class Churn:
-    """Two ranks that store and evict at random, until `rest`; of so many blocks some come again."""
+    """Two ranks that store and evict at random, until `rest`; of so many blocks some come again. At some of
+    those that they hold they can go on."""
 
     def __init__(self, ranks: list[FakeRank], num_blocks: int) -> None:
         self.ranks = ranks
@@ -35,6 +36,7 @@ class Churn:
             for rank in self.ranks:
                 rank.store(*self._rng.sample(self._blocks, 40))
                 rank.evict(*self._rng.sample(sorted(rank.held), len(rank.held) // 3))
+                rank.resume(*self._rng.sample(sorted(rank.held), len(rank.held) // 5))
             await asyncio.sleep(0.02)
 
     async def agree(self, *mirrors: Mirror) -> None:
@@ -54,12 +56,14 @@ class Churn:
     def _told(self, mirrors: Sequence[Mirror]) -> str:
         """What each side says of itself."""
         ranks = [
-            f"{rank.id}: holds {len(rank.held)}, {rank.membership.publisher}, "
-            f"registered {rank.membership.registered.is_set()}, lost leases {rank.membership.lease_losses}"
+            f"{rank.id}: holds {len(rank.held)}, goes on at {len(rank.resumable)}, "
+            f"{rank.membership.publisher}, registered {rank.membership.registered.is_set()}, "
+            f"lost leases {rank.membership.lease_losses}"
             for rank in self.ranks
         ]
         seen = [
-            f"{mirror.index} at {mirror.revision}, degraded {mirror.degraded}, gaps {mirror.blocks.gaps}"
+            f"{mirror.index}, {len(mirror.index.resume_points)} resumable, at {mirror.revision}, "
+            f"degraded {mirror.degraded}, gaps {mirror.blocks.gaps}"
             for mirror in mirrors
         ]
         return "; ".join([*ranks, *seen])

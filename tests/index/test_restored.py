@@ -59,7 +59,9 @@ async def test_ranks_and_routers_find_their_way_back_and_none_of_them_ends(tmp_p
         live = await stack.enter_async_context(running(d1.run()))
         async with killed_at_the_end(rank_of(etcd, "d0", 1)) as _, killed_at_the_end(d2):
             d1.store(*range(100))
+            d1.resume(10, 20, 99)
             d2.store(500, 501)
+            d2.resume(501)
             await until(lambda: all(m.match_all([500, 501]) == {d2.id.key: 2} for m in both))
             await until(lambda: all(d1.is_mirrored_by(m) and len(m.ranks) == 3 for m in both))
             pins.pin("old", HOME)
@@ -71,6 +73,8 @@ async def test_ranks_and_routers_find_their_way_back_and_none_of_them_ends(tmp_p
             d1.store(1000 + number)
             d1.evict(number)
             d3.store(2000 + number)
+            d1.resume(99, 1000 + number)
+            d3.resume(2000, 2000 + number)
             await asyncio.sleep(0.01)
         pins.pin("new", HOME)
         await until(lambda: all(m.pin("new") for m in both))
@@ -84,6 +88,7 @@ async def test_ranks_and_routers_find_their_way_back_and_none_of_them_ends(tmp_p
         await server.start()
         for rank in (d0, d1, d3):
             rank.store(3000)
+        d3.resume(2005)
         await until(lambda: all(reconciled(m, [d0, d1, d3]) for m in both), timeout_s=30.0)
         for mirror in both:
             # It was in the backup, and asked again it does not answer.

@@ -8,7 +8,7 @@ A rank's snapshot takes effect at once, when all of it is there.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.etcd.backoff import Backoff
@@ -129,13 +129,15 @@ class BlockMirror:
 
     async def _take(self, life: RankId, reading: _Reading, step: Step) -> None:
         if step.snapshot is not None:
-            blocks = await self._gather(step.snapshot)
+            blocks = await self._gather([chunk.hashes for chunk in step.snapshot])
             if self._readings.get(life.key) is not reading:
                 return  # forgotten meanwhile
-            self.index.take_snapshot(life, blocks)
+            self.index.take_snapshot(life, blocks, _resumable(step.snapshot))
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
-            self.index.apply_delta(life, delta.added, delta.removed)
+            self.index.apply_delta(
+                life, delta.added, delta.removed, delta.resumable_added, delta.resumable_removed
+            )
             self.added_blocks += len(delta.added)
             self.removed_blocks += len(delta.removed)
             self._note_age(life.key, reading, delta.age_s)
@@ -182,3 +184,7 @@ class BlockMirror:
         if reading is None:
             reading = self._readings[rank] = _Reading()
         return reading
+
+
+def _resumable(snapshot: Iterable[PrefixSnapshot]) -> Iterator[int]:
+    return (block for chunk in snapshot for block in chunk.resumable)

@@ -12,17 +12,22 @@ entry: the index is a hint, and decode matches its own tree again.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from services.index.read.resume_points import ResumePoints
 from services.values.rank import Generation, RankId, RankKey
 
 
 class PrefixIndex:
-    """Per rank, the sequence hashes of its present life. About 84 bytes an entry."""
+    """Per rank, the sequence hashes of its present life. About 84 bytes an entry.
+
+    `resume_points` are those of ranks that tell them: all others can go on computing wherever they hold.
+    """
 
     def __init__(self) -> None:
         # Two tables, so that a look-up finds the set without an object on the way there.
         self._blocks: dict[RankKey, set[int]] = {}
         self._generations: dict[RankKey, Generation] = {}  # of the life that holds them
         self.total_blocks = 0  # kept up, for every rank's snapshot asks for it
+        self.resume_points = ResumePoints()
 
     def __repr__(self) -> str:
         return f"PrefixIndex({ {str(key): len(blocks) for key, blocks in self._blocks.items()} })"
@@ -42,11 +47,11 @@ class PrefixIndex:
         known = self._blocks
         return (key for key in ranks if block in known.get(key, ()))
 
-    def apply_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
+    def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
         """The rank holds exactly these; whatever was known of this or another life is forgotten."""
-        self.take_snapshot(rank, set(hashes))
+        self.take_snapshot(rank, set(hashes), resumable)
 
-    def take_snapshot(self, rank: RankId, hashes: set[int]) -> None:
+    def take_snapshot(self, rank: RankId, hashes: set[int], resumable: Iterable[int] = ()) -> None:
         """The same of a set, which is the index's from now on.
 
         Of a life that is known the set stays the same object, so that one frozen for the garbage collector
@@ -59,8 +64,17 @@ class PrefixIndex:
         else:
             known.clear()
             known.update(hashes)  # into an empty set: no more than a copy of the table
+        self.resume_points.remove_rank(key)
+        self.resume_points.add(key, resumable)
 
-    def apply_delta(self, rank: RankId, added: Collection[int], removed: Iterable[int]) -> bool:
+    def apply_delta(
+        self,
+        rank: RankId,
+        added: Collection[int],
+        removed: Collection[int],
+        resumable_added: Iterable[int] = (),
+        resumable_removed: Iterable[int] = (),
+    ) -> bool:
         """False, and nothing changes: this life of the rank has no snapshot here."""
         key = rank.key
         if self._generations.get(key) != rank.generation:
@@ -70,9 +84,13 @@ class PrefixIndex:
         blocks.difference_update(removed)
         blocks.update(added)
         self.total_blocks += len(blocks) - before
+        self.resume_points.remove(key, removed)
+        self.resume_points.remove(key, resumable_removed)
+        self.resume_points.add(key, resumable_added)
         return True
 
     def remove_rank(self, key: RankKey) -> None:
+        self.resume_points.remove_rank(key)
         self.total_blocks -= len(self._blocks.pop(key, ()))
         self._generations.pop(key, None)
 
@@ -88,6 +106,7 @@ class PrefixIndex:
             return 0
         before = len(blocks)
         blocks.difference_update(hashes[present_depth:])
+        self.resume_points.remove(key, hashes[present_depth:])
         self.total_blocks -= before - len(blocks)
         return before - len(blocks)
 

@@ -14,7 +14,7 @@ once a registration has named the generation, records of any other life are igno
 from dataclasses import dataclass
 from enum import Enum
 
-from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot
+from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot
 from services.values.rank import Generation
 
 _Life = tuple[Generation, int]  # generation, epoch
@@ -37,7 +37,7 @@ class Step:
 
     verdict: Verdict
     generation: Generation | None = None
-    snapshot: tuple[Hashes, ...] | None = None
+    snapshot: tuple[PrefixSnapshot, ...] | None = None
     snapshot_age_s: float = 0.0
     deltas: tuple[PrefixDelta, ...] = ()
 
@@ -55,7 +55,7 @@ class RankHistory:
         self._head_revision = 0
         self._following = False  # the head's snapshot has been applied
         self._next_seq = 0
-        self._chunks: dict[_Life, dict[int, Hashes]] = {}
+        self._chunks: dict[_Life, dict[int, PrefixSnapshot]] = {}
         self._deltas: dict[int, PrefixDelta] = {}  # of the head's epoch, waiting for their turn
         self._gap_told: _Life | None = None
 
@@ -127,7 +127,7 @@ class RankHistory:
             return _IGNORE
         if life not in self._chunks:
             self._make_room_for_chunks()
-        self._chunks.setdefault(life, {})[snapshot.chunk] = snapshot.hashes
+        self._chunks.setdefault(life, {})[snapshot.chunk] = snapshot
         return self._advance()
 
     def _make_room_for_chunks(self) -> None:
@@ -168,7 +168,7 @@ class RankHistory:
             return _WAIT
         return Step(Verdict.APPLY, head.generation, snapshot, head.age_s, deltas)
 
-    def _whole_snapshot(self, head: PrefixHead) -> tuple[Hashes, ...] | None:
+    def _whole_snapshot(self, head: PrefixHead) -> tuple[PrefixSnapshot, ...] | None:
         chunks = self._chunks.get((head.generation, head.epoch), {})
         # A torn head may ask for billions.
         if len(chunks) < head.snapshot_chunks or not all(

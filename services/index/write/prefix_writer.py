@@ -12,8 +12,7 @@ backup, whose leases live on, has the same head and not all that came after it.
 """
 
 import logging
-from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
 from services.etcd.client import Etcd, delete_range_op, prefix_end, put_op, unchanged
@@ -21,11 +20,13 @@ from services.index.codec import decode_record, encode_delta, encode_head, encod
 from services.index.keys import ClusterKeys, HeadKey
 from services.index.records import (
     HASH_BYTES,
+    Hashes,
     PrefixDelta,
     PrefixHead,
     PrefixSnapshot,
     hashes_of,
 )
+from services.index.write.rank_ledger import Changes, Contents
 from services.values.errors import IsthmusError, ProtocolError, StaleGeneration
 from services.values.rank import RankId
 from services.wire.etcd import etcd_pb2
@@ -112,12 +113,19 @@ class PrefixWriter:
         """Whatever head is found next is an earlier life's."""
         self._has_ruled = False
 
-    async def append(self, added: Sequence[int], removed: Sequence[int], age_s: float, lease_id: int) -> None:
+    async def append(self, changes: Changes, age_s: float, lease_id: int) -> None:
         """One delta. Only with a log."""
         log = self._log
         assert log is not None, "a delta needs a snapshot to stand on"
         delta = PrefixDelta(
-            self._rank.generation, log.epoch, self._next_seq, hashes_of(added), hashes_of(removed), age_s
+            self._rank.generation,
+            log.epoch,
+            self._next_seq,
+            hashes_of(changes.added),
+            hashes_of(changes.removed),
+            age_s,
+            hashes_of(changes.resumable_added),
+            hashes_of(changes.resumable_removed),
         )
         value = encode_delta(delta)
         put = put_op(self._keys.log(self._rank.key, delta.seq), value, lease_id)
@@ -128,28 +136,30 @@ class PrefixWriter:
 
     async def replace(
         self,
-        held: Sequence[int],
+        contents: Contents,
         age_s: Callable[[], float],
         lease_id: int,
         pause: Callable[[], Awaitable[None]],
     ) -> None:
-        """A snapshot of all that is held; `pause` is awaited between two of its chunks. `age_s` is asked when
-        it takes effect."""
+        """A snapshot of all that there is; `pause` is awaited between two of its chunks. `age_s` is asked
+        when it takes effect."""
         # What the log says since its head counts no more, so nothing stands on it.
         stand = _Stand(self._log.stand.head_revision if self._log else await self._check_head())
         # A number of its own for every attempt: the chunks of one that failed are never mixed in.
         self._epoch += 1
         size = self._limits.max_chunk_hashes
         chunks: list[etcd_pb2.RequestOp] = []
-        for number, start in enumerate(range(0, len(held), size)):
+        num_chunks = 0
+        for held, resumable in _parts(contents, size):
             if chunks:
                 stand = await self._put(chunks[0], stand)
                 await pause()
-            chunks = [self._chunk_op(number, array("Q", held[start : start + size]), lease_id)]
-        num_chunks = -(-len(held) // size)
+            chunks = [self._chunk_op(num_chunks, held, resumable, lease_id)]
+            num_chunks += 1
         revision = await self._flip(chunks, num_chunks, age_s(), stand, lease_id)
         self._has_ruled = True
-        self._log = _Log(self._epoch, _Stand(revision), len(held) * HASH_BYTES)
+        num_hashes = len(contents.held) + len(contents.resumable)
+        self._log = _Log(self._epoch, _Stand(revision), num_hashes * HASH_BYTES)
 
     async def is_intact(self) -> bool:
         """False: etcd has not the newest record as we wrote it. Only with a log; raises Unavailable."""
@@ -158,8 +168,8 @@ class PrefixWriter:
         found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))
         return (found.mod_revision if found else 0) == (stand.newest_revision or stand.head_revision)
 
-    def _chunk_op(self, number: int, hashes: "array[int]", lease_id: int) -> etcd_pb2.RequestOp:
-        snapshot = PrefixSnapshot(self._rank.generation, self._epoch, number, hashes)
+    def _chunk_op(self, number: int, held: Hashes, resumable: Hashes, lease_id: int) -> etcd_pb2.RequestOp:
+        snapshot = PrefixSnapshot(self._rank.generation, self._epoch, number, held, resumable)
         key = self._keys.snapshot(self._rank.key, self._epoch, number)
         return put_op(key, encode_snapshot(snapshot), lease_id)
 
@@ -221,3 +231,11 @@ class PrefixWriter:
         if not result.succeeded:
             raise RecordsMoved("the head was written by someone else, or etcd has lost what came after it")
         return result.revision
+
+
+def _parts(contents: Contents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
+    """Of the snapshot's chunks: at most `size` hashes together, the resumable ones in the last of them."""
+    held, resumable = contents.held, contents.resumable
+    for start in range(0, len(held) + len(resumable), size):
+        first, end = max(0, start - len(held)), max(0, start + size - len(held))
+        yield hashes_of(held[start : start + size]), hashes_of(resumable[first:end])

@@ -25,6 +25,7 @@ from services.index.keys import ClusterKeys
 from services.index.write.flush_pace import FlushPace
 from services.index.write.hash_ledger import HashLedger
 from services.index.write.prefix_writer import LogLimits, PrefixWriter
+from services.index.write.rank_ledger import RankLedger
 from services.values.errors import IsthmusError, StaleGeneration
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
@@ -66,7 +67,7 @@ class Publisher:
         self._rank = rank
         self._settings = settings or PublisherSettings()
         self.pace = FlushPace(self._settings.flush_s, self._settings.writes_per_s)
-        self._ledger = ledger or HashLedger()
+        self._ledger = RankLedger(ledger)
         self._writer = PrefixWriter(etcd, keys, rank, self._settings.log)
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
@@ -85,6 +86,11 @@ class Publisher:
     def num_blocks(self) -> int:
         """What the tree holds."""
         return len(self._ledger.held)
+
+    @property
+    def num_resumable(self) -> int:
+        """Of those, told by the engine as resumable."""
+        return len(self._ledger.resumable)
 
     @property
     def idle(self) -> bool:
@@ -217,7 +223,7 @@ class Publisher:
             await self._writer.replace(self._ledger.take_snapshot(), self._taken_age_s, lease_id, self._pause)
             self.snapshots_written += 1
         else:
-            added, removed = self._ledger.take_delta(self._settings.max_delta_hashes)
-            await self._writer.append(added, removed, self._taken_age_s(), lease_id)
+            changes = self._ledger.take_delta(self._settings.max_delta_hashes)
+            await self._writer.append(changes, self._taken_age_s(), lease_id)
             self.deltas_written += 1
         self._ledger.told()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +36,7 @@ class Life:
         self.generation = generation
         self.publisher = Publisher(etcd, KEYS, RankId("w", 0, Generation(generation)), SMALL)  # type: ignore[arg-type]
         self.held: set[int] = set()
+        self.resumable: set[int] = set()
         self.lease_id = 0
         self.new_lease()
 
@@ -45,11 +45,15 @@ class Life:
         self.etcd.leases.add(self.lease_id)
         self.publisher.attach(self.lease_id)
 
-    def change(self, stored: set[int], removed: set[int], cleared: bool) -> None:
+    def change(self, stored: set[int], removed: set[int], number: int) -> None:
+        """With 0 all of before is gone, of other numbers the multiples are where it can go on."""
+        cleared = number == 0
         self.held = ((set() if cleared else self.held) | stored) - removed
-        self.publisher.record(
-            CacheEvents(tuple(map(BlockHash, stored)), tuple(map(BlockHash, removed)), cleared)
-        )
+        before = set() if cleared else self.resumable
+        self.resumable = {block for block in self.held if number and block % number == 0}
+        told = (stored, removed, self.resumable - before, before - self.resumable)
+        added, gone, resumable, resumable_gone = (tuple(map(BlockHash, blocks)) for blocks in told)
+        self.publisher.record(CacheEvents(added, gone, cleared, resumable, resumable_gone))
 
     async def flush(self) -> None:
         with contextlib.suppress(Unavailable, LeaseNotFound, StaleGeneration, RecordsMoved):
@@ -76,6 +80,10 @@ class Reader:
     def blocks(self) -> set[int]:
         return {block for block in range(40) if self.index.holds(RANK, block)}
 
+    @property
+    def resumable(self) -> set[int]:
+        return {block for block in range(40) if self.index.resume_points.holds(RANK, block)}
+
     def take(self, change: KeyChange) -> Verdict | None:
         if change.value is None:
             self.delivered.pop(change.key, None)
@@ -86,9 +94,15 @@ class Reader:
         if step.verdict is Verdict.APPLY:
             life = RankId("w", 0, step.generation or Generation(0))
             if step.snapshot is not None:
-                self.index.apply_snapshot(life, chain.from_iterable(step.snapshot))
+                held, resumable = [], []
+                for chunk in step.snapshot:
+                    held += chunk.hashes
+                    resumable += chunk.resumable
+                self.index.apply_snapshot(life, held, resumable)
             for delta in step.deltas:
-                assert self.index.apply_delta(life, delta.added, delta.removed)
+                resumable = delta.resumable_added, delta.resumable_removed
+                assert self.index.apply_delta(life, delta.added, delta.removed, *resumable)
+            assert self.resumable <= self.blocks
         return step.verdict
 
     def list_at(self, etcd: FakeEtcd, revision: int) -> None:
@@ -127,7 +141,7 @@ async def play(story: list[tuple]) -> tuple[FakeEtcd, Life]:
         life = lives[operation[1] % len(lives)]
         match operation:
             case ("change", _, stored, removed, number):
-                life.change(stored, removed, cleared=number == 0)
+                life.change(stored, removed, number)
             case ("flush", _, fault, writes):
                 etcd.fault, etcd.writes_until_fault = fault, writes
                 await life.flush()
@@ -163,7 +177,7 @@ def test_a_reader_that_comes_at_any_time_ends_with_the_blocks_of_the_last_life(
             reader.watch(etcd, here, there)
         here = there
     assert reader.history.current
-    assert reader.blocks == life.held
+    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
     assert reader.index.generation(RANK) == life.generation
 
 
@@ -178,7 +192,7 @@ def test_leases_that_lapse_and_records_that_come_again(story: list[tuple], data:
         for earlier in data.draw(st.lists(st.integers(0, number), max_size=2), label="again"):
             reader.take(everything[earlier])
     assert reader.history.current
-    assert reader.blocks == life.held
+    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,7 +210,7 @@ def test_what_an_etcd_restored_under_a_living_lease_has_lost_is_told_again(
         life.publisher.doubt()
         for operation in of_one_life(after):
             if operation[0] == "change":
-                life.change(operation[2], operation[3], cleared=operation[4] == 0)
+                life.change(operation[2], operation[3], operation[4])
             else:
                 etcd.fault, etcd.writes_until_fault = operation[2], operation[3]
                 await life.flush()
@@ -208,7 +222,7 @@ def test_what_an_etcd_restored_under_a_living_lease_has_lost_is_told_again(
     reader = Reader()
     reader.list_at(etcd, etcd.revision)
     assert reader.history.current
-    assert reader.blocks == life.held
+    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
 
 
 @settings(max_examples=60, deadline=None)
@@ -221,7 +235,7 @@ def test_once_registered_a_life_is_the_only_one_that_counts(story: list[tuple]) 
         for change in changes:
             reader.take(change)
             assert reader.index.generation(RANK) in (None, life.generation)
-    assert reader.blocks == life.held
+    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
 
 
 GENERATION = Generation(7)
@@ -250,7 +264,7 @@ def test_a_missing_delta_is_made_up_for_by_the_next_snapshot() -> None:
     history.offer(delta(1), 6)
     history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([1, 2])), 7)
     step = history.offer(PrefixHead(GENERATION, epoch=2, base_seq=2, snapshot_chunks=1), 8)
-    assert (step.snapshot, history.current) == ((hashes_of([1, 2]),), True)
+    assert ([chunk.hashes for chunk in step.snapshot or ()], history.current) == ([hashes_of([1, 2])], True)
 
 
 def test_who_missed_no_delta_waits_for_the_next_snapshot_all_the_same() -> None:
@@ -264,11 +278,8 @@ def test_who_missed_no_delta_waits_for_the_next_snapshot_all_the_same() -> None:
     ]
     assert [step.verdict for step in listed] == [Verdict.WAIT] * 3
     step = history.offer(PrefixSnapshot(GENERATION, 2, 1, hashes_of([6])), 8)
-    assert (step.snapshot, step.deltas, history.current) == (
-        (hashes_of([5]), hashes_of([6])),
-        (delta(1, epoch=2),),
-        True,
-    )
+    assert [chunk.hashes for chunk in step.snapshot or ()] == [hashes_of([5]), hashes_of([6])]
+    assert (step.deltas, history.current) == ((delta(1, epoch=2),), True)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +306,8 @@ def test_chunks_of_failed_attempts_do_not_pile_up() -> None:
     for epoch in range(2, 100):
         history.offer(PrefixSnapshot(GENERATION, epoch, 0, hashes_of([epoch])), epoch)
     assert len(history._chunks) <= 3
-    assert history.offer(PrefixHead(GENERATION, 99, 1, 1), 100).snapshot == (hashes_of([99]),)
+    newest = PrefixSnapshot(GENERATION, 99, 0, hashes_of([99]))
+    assert history.offer(PrefixHead(GENERATION, 99, 1, 1), 100).snapshot == (newest,)
 
 
 @pytest.mark.parametrize("value", [b"\xff", b"\x22\x03abc"])

@@ -7,7 +7,7 @@
     read                                                 everything up to some revision has been offered
     from-the-start                                       the records are read again, from the first one on
 
-Revisions count up, unless `at` says otherwise. Blocks are letters.
+Revisions count up, unless `at` says otherwise. Blocks are letters; x* is told as resumable, beside x as held.
 """
 
 import pytest
@@ -22,7 +22,7 @@ class Router:
     """What a router knows of one rank's blocks."""
 
     def __init__(self):
-        self.history, self.blocks, self.revision = RankHistory(), set(), 0
+        self.history, self.blocks, self.resumable, self.revision = RankHistory(), set(), set(), 0
 
     def perform(self, command):
         return getattr(self, f"do_{command.name.replace('-', '_')}")(command)
@@ -35,13 +35,14 @@ class Router:
 
     def do_chunk(self, command):
         number, *blocks = command.words[1:]
-        return self.offer(PrefixSnapshot(*life_of(command), int(number), hashes(blocks)))
+        return self.offer(PrefixSnapshot(*life_of(command), int(number), held(blocks), resumable(blocks)))
 
     def do_delta(self, command):
         seq, *changes = command.words[1:]
-        added = hashes(change[1:] for change in changes if change[0] == "+")
-        removed = hashes(change[1:] for change in changes if change[0] == "-")
-        return self.offer(PrefixDelta(*life_of(command), int(seq), added, removed))
+        added = [change[1:] for change in changes if change[0] == "+"]
+        removed = [change[1:] for change in changes if change[0] == "-"]
+        told = [of(blocks) for of in (held, resumable) for blocks in (added, removed)]
+        return self.offer(PrefixDelta(*life_of(command), int(seq), *told[:2], 0.0, *told[2:]))
 
     def do_registers(self, command):
         self.history.expect(Generation(int(command.words[0])))
@@ -60,13 +61,16 @@ class Router:
         if step.verdict is not Verdict.APPLY:
             return [step.verdict.value]
         if step.snapshot is not None:
-            self.blocks = {block for chunk in step.snapshot for block in chunk}
+            self.blocks = {block for chunk in step.snapshot for block in chunk.hashes}
+            self.resumable = {block for chunk in step.snapshot for block in chunk.resumable}
         for delta in step.deltas:
             self.blocks = (self.blocks | set(delta.added)) - set(delta.removed)
+            self.resumable = (self.resumable | set(delta.resumable_added)) - set(delta.resumable_removed)
         what = ["the snapshot"] * (step.snapshot is not None) + [
             f"delta {delta.seq}" for delta in step.deltas
         ]
-        return [f"apply {', '.join(what)}", f"holds {' '.join(map(chr, sorted(self.blocks))) or 'nothing'}"]
+        shown = [chr(block) + "*" * (block in self.resumable) for block in sorted(self.blocks)]
+        return [f"apply {', '.join(what)}", f"holds {' '.join(shown) or 'nothing'}"]
 
 
 def life_of(command):
@@ -74,8 +78,12 @@ def life_of(command):
     return Generation(int(generation)), int(epoch)
 
 
-def hashes(blocks):
-    return hashes_of(map(ord, blocks))
+def held(blocks):
+    return hashes_of(ord(block) for block in blocks if not block.endswith("*"))
+
+
+def resumable(blocks):
+    return hashes_of(ord(block[0]) for block in blocks if block.endswith("*"))
 
 
 @pytest.mark.parametrize("path", transcripts_beside(__file__), ids=stem)

@@ -4,12 +4,13 @@ from etcd.fake_etcd import FakeEtcd
 from services.etcd.errors import LeaseNotFound
 from services.index.codec import decode_record
 from services.index.keys import ClusterKeys, HeadKey, LogKey, ParsedKey, SnapshotKey
-from services.index.records import PrefixDelta, PrefixHead
+from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of, pack_hashes
 from services.index.write.prefix_writer import LogLimits, RecordsMoved
 from services.index.write.publisher import Publisher, PublisherSettings
 from services.values.errors import StaleGeneration, Unavailable
 from services.values.kv import BlockHash, CacheEvents
 from services.values.rank import Generation, RankId, RankKey
+from services.wire.isthmus.v1 import index_pb2
 
 KEYS = ClusterKeys("c")
 RANK = RankKey("w", 0)
@@ -38,6 +39,13 @@ def head(etcd: FakeEtcd) -> PrefixHead:
     return record
 
 
+def chunk_of(etcd: FakeEtcd, epoch: int, number: int) -> PrefixSnapshot:
+    key = SnapshotKey(RANK, epoch, number)
+    record = decode_record(key, etcd.kvs[KEYS.snapshot(RANK, epoch, number)].value)
+    assert isinstance(record, PrefixSnapshot)
+    return record
+
+
 async def test_a_long_log_gives_way_to_a_snapshot_and_nothing_old_is_left() -> None:
     etcd = FakeEtcd()
     writer = publisher(etcd)
@@ -55,6 +63,40 @@ async def test_a_long_log_gives_way_to_a_snapshot_and_nothing_old_is_left() -> N
     assert LogKey(RANK, 3) in parsed(etcd)
     assert {kv.lease_id for kv in etcd.kvs.values()} == {LEASE}
     assert (writer.snapshots_written, writer.deltas_written) == (2, 4)
+
+
+async def test_chunks_hold_both_kinds_and_no_more_hashes_than_one_may() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    held, resumable = tuple(map(BlockHash, range(6))), tuple(map(BlockHash, (1, 3, 5)))
+    writer.record(CacheEvents(stored=held, resumable_stored=resumable))
+    await writer.flush()
+    chunks = [chunk_of(etcd, epoch=1, number=number) for number in range(head(etcd).snapshot_chunks)]
+    assert [len(chunk.hashes) + len(chunk.resumable) for chunk in chunks] == [4, 4, 1]
+    assert {block for chunk in chunks for block in chunk.hashes} == set(held)
+    assert {block for chunk in chunks for block in chunk.resumable} == set(resumable)
+    assert (writer.num_blocks, writer.num_resumable) == (6, 3)
+    writer.record(CacheEvents(resumable_removed=resumable[:1]))
+    await writer.flush()
+    told = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
+    assert told == PrefixDelta(Generation(1), 1, 0, resumable_removed=hashes_of(resumable[:1]))
+
+
+async def test_who_goes_on_wherever_it_holds_writes_no_byte_more() -> None:
+    etcd = FakeEtcd()
+    writer = publisher(etcd)
+    store(writer, 1, 2)
+    await writer.flush()
+    store(writer, 3)
+    await writer.flush()
+    of_one_kind = {
+        KEYS.snapshot(RANK, 1, 0): index_pb2.PrefixSnapshot(
+            generation=1, epoch=1, hashes=pack_hashes(hashes_of((1, 2)))
+        ),
+        KEYS.log(RANK, 0): index_pb2.PrefixDelta(generation=1, epoch=1, added=pack_hashes(hashes_of((3,)))),
+    }
+    for key, message in of_one_kind.items():
+        assert etcd.kvs[key].value == message.SerializeToString()
 
 
 async def test_a_later_life_uses_later_epochs_and_clears_up_after_the_earlier_one() -> None:

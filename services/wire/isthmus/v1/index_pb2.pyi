@@ -61,32 +61,38 @@ class PrefixHead(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., base_seq: _Optional[int] = ..., snapshot_chunks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class PrefixSnapshot(_message.Message):
-    __slots__ = ("generation", "epoch", "chunk", "hashes")
+    __slots__ = ("generation", "epoch", "chunk", "hashes", "resumable")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     chunk: int
     hashes: bytes
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., chunk: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    resumable: bytes
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., chunk: _Optional[int] = ..., hashes: _Optional[bytes] = ..., resumable: _Optional[bytes] = ...) -> None: ...
 
 class PrefixDelta(_message.Message):
-    __slots__ = ("generation", "epoch", "seq", "added", "removed", "age_s")
+    __slots__ = ("generation", "epoch", "seq", "added", "removed", "age_s", "resumable_added", "resumable_removed")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_ADDED_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_REMOVED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     seq: int
     added: bytes
     removed: bytes
     age_s: float
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., age_s: _Optional[float] = ...) -> None: ...
+    resumable_added: bytes
+    resumable_removed: bytes
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., age_s: _Optional[float] = ..., resumable_added: _Optional[bytes] = ..., resumable_removed: _Optional[bytes] = ...) -> None: ...
 
 class Pin(_message.Message):
     __slots__ = ("decode", "prefill")

@@ -1,0 +1,72 @@
+"""Where ranks can go on computing, by the blocks at whose end they kept tails and state, in memory. Pure.
+
+They are few, and no rank has all before one that it has. So they are looked up the other way round: which
+of a prompt's blocks are anybody's, and whose.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from services.values.rank import RankKey
+
+
+class ResumePoints:
+    """Per rank, a set of sequence hashes; per hash, the ranks. About 400 bytes an entry."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[RankKey, set[int]] = {}
+        self._ranks: dict[int, set[RankKey]] = {}
+
+    def __len__(self) -> int:
+        """Over all ranks."""
+        return sum(map(len, self._blocks.values()))
+
+    def num_blocks(self, key: RankKey) -> int:
+        return len(self._blocks.get(key, ()))
+
+    def holds(self, key: RankKey, block: int) -> bool:
+        return block in self._blocks.get(key, ())
+
+    def add(self, key: RankKey, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._blocks.setdefault(key, set()).add(block)
+            self._ranks.setdefault(block, set()).add(key)
+
+    def remove(self, key: RankKey, blocks: Iterable[int]) -> int:
+        """Returns how many of them were there."""
+        known = self._blocks.get(key)
+        if known is None:
+            return 0
+        gone = known.intersection(blocks)
+        known -= gone
+        if not known:
+            del self._blocks[key]
+        for block in gone:
+            ranks = self._ranks[block]
+            ranks.remove(key)
+            if not ranks:
+                del self._ranks[block]
+        return len(gone)
+
+    def remove_rank(self, key: RankKey) -> None:
+        self.remove(key, tuple(self._blocks.get(key, ())))
+
+    def along(self, hashes: Sequence[int]) -> Iterator[tuple[int, set[RankKey]]]:
+        """Those of a sequence, deepest first: how many of its blocks lie before, and the ranks, which nobody
+        may change."""
+        if not self._ranks:
+            return
+        depths = {block: depth for depth, block in enumerate(hashes, 1)}
+        for depth in sorted(map(depths.__getitem__, depths.keys() & self._ranks.keys()), reverse=True):
+            yield depth, self._ranks[hashes[depth - 1]]
+
+    def deepest(self, hashes: Sequence[int], most: Mapping[RankKey, int]) -> dict[RankKey, int]:
+        """Of each rank of `most`, its deepest one of the sequence within so many blocks; ranks that have none
+        are left out."""
+        found: dict[RankKey, int] = {}
+        for depth, ranks in self.along(hashes):
+            for key in ranks & most.keys():
+                if depth <= most[key]:
+                    found.setdefault(key, depth)
+            if len(found) == len(most):
+                break
+        return found

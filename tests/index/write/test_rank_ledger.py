@@ -1,0 +1,118 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.index.write.hash_ledger import HashLedger
+from services.index.write.rank_ledger import Changes, Contents, RankLedger
+from services.values.kv import BlockHash, CacheEvents
+
+
+def events(stored=(), removed=(), resumable=(), no_more=(), cleared=False) -> CacheEvents:
+    told = (tuple(map(BlockHash, blocks)) for blocks in (stored, removed, resumable, no_more))
+    added, gone, resumable_added, resumable_gone = told
+    return CacheEvents(added, gone, cleared, resumable_added, resumable_gone)
+
+
+def told_everything(*told: CacheEvents) -> RankLedger:
+    ledger = RankLedger()
+    for each in told:
+        ledger.record(each, now=0.0)
+    ledger.take_snapshot()
+    ledger.told()
+    return ledger
+
+
+def test_a_block_is_told_held_and_then_resumable() -> None:
+    ledger = told_everything()
+    ledger.record(events(stored=(1, 2, 3), resumable=(3,)), now=0.0)
+    assert ledger.take_delta(2) == Changes((1, 2), ())
+    assert ledger.take_delta(2) == Changes((3,), (), (3,), ())
+    assert not ledger.has_news
+
+
+def test_of_a_block_that_is_evicted_nothing_is_left() -> None:
+    """Even where the engine tells of one kind only."""
+    ledger = told_everything(events(stored=(1, 2), resumable=(1, 2)))
+    ledger.record(events(removed=(2,)), now=0.0)
+    assert ledger.take_delta(9) == Changes((), (2,), (), (2,))
+    ledger.record(events(resumable=(2,)), now=0.0)
+    assert not ledger.has_news and ledger.resumable == {1}
+
+
+def test_a_point_that_moves_on_is_news_though_nothing_is_stored() -> None:
+    ledger = told_everything(events(stored=(1, 2), resumable=(1,)))
+    ledger.record(events(resumable=(2,), no_more=(1,)), now=5.0)
+    assert ledger.has_news and ledger.age_s(6.5) == 1.5
+    assert ledger.take_delta(9) == Changes((), (), (2,), (1,))
+    assert ledger.taken_age_s(7.0) == 2.0
+
+
+def test_too_much_news_of_one_kind_is_a_snapshot_of_both() -> None:
+    ledger = RankLedger(HashLedger(max_untold=2))
+    ledger.take_snapshot()
+    ledger.record(events(stored=(1, 2, 3), resumable=(2,)), now=0.0)
+    assert ledger.needs_snapshot
+    snapshot = ledger.take_snapshot()
+    assert (set(snapshot.held), set(snapshot.resumable)) == ({1, 2, 3}, {2})
+    assert not ledger.has_news
+
+
+def test_who_goes_on_wherever_it_holds_tells_no_second_kind() -> None:
+    ledger = RankLedger()
+    ledger.record(events(stored=(1, 2)), now=0.0)
+    assert ledger.take_snapshot() == Contents((1, 2), ())
+    ledger.record(events(stored=(3,), removed=(1,)), now=0.0)
+    assert ledger.take_delta(9) == Changes((3,), (1,))
+
+
+blocks = st.lists(st.integers(0, 9), max_size=5, unique=True)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("events"), blocks, blocks, st.integers(1, 4), st.booleans()),
+        st.tuples(st.just("tell"), st.integers(1, 4), st.booleans()),
+    ),
+    max_size=40,
+)
+Told = tuple[set[int], set[int]]
+
+
+def tell(ledger: RankLedger, told: Told, max_hashes: int, fails: bool) -> Told:
+    """What etcd has been told after one more write."""
+    held, resumable = told
+    if ledger.needs_snapshot:
+        contents = ledger.take_snapshot()
+        now = set(contents.held), set(contents.resumable)
+    else:
+        changes = ledger.take_delta(max_hashes)
+        each = (changes.added, changes.removed, changes.resumable_added, changes.resumable_removed)
+        assert sum(map(len, each)) <= max_hashes
+        # As a mirror takes it in.
+        resumable = resumable - set(changes.removed) - set(changes.resumable_removed)
+        now = (held - set(changes.removed)) | set(changes.added), resumable | set(changes.resumable_added)
+    if fails:
+        ledger.forget_told()
+        return told
+    ledger.told()
+    assert now[1] <= now[0]
+    return now
+
+
+@given(steps)
+def test_what_was_told_ends_up_as_what_there_is(story: list[tuple]) -> None:
+    """Of any number at most that many blocks' distance apart a rank can go on."""
+    ledger, held, resumable = RankLedger(HashLedger(max_untold=8)), set[int](), set[int]()
+    told: Told = set(), set()
+    for step in story:
+        match step:
+            case ("tell", max_hashes, fails):
+                told = tell(ledger, told, max_hashes, fails)
+            case ("events", stored, removed, every, cleared):
+                removed = [block for block in removed if block not in stored]
+                held = ((set() if cleared else held) | set(stored)) - set(removed)
+                before = set() if cleared else resumable
+                resumable = {block for block in held if block % every == 0}
+                news = resumable - before, before - resumable
+                ledger.record(events(stored, removed, *news, cleared=cleared), now=0.0)
+        assert (ledger.held, ledger.resumable) == (held, resumable)
+    while ledger.has_news:
+        told = tell(ledger, told, 3, fails=False)
+    assert told == (held, resumable)
