@@ -2,12 +2,9 @@
 
 import pytest
 
-from router.cluster.fake_mirror import D0, D1, P0, FakeMirror, NoPins
-from services.router.cluster import Cluster, ClusterSettings
-from services.router.placement.placer import PlacerSettings
-from services.router.placement.price import PriceWeights
+from router.cluster.fake_mirror import D0, D1, P0, FakeMirror, cluster_of, connect, started
 from services.router.ranks.balance import Balance
-from services.values.rank import Plan, Role
+from services.values.rank import Role
 
 
 @pytest.fixture
@@ -27,11 +24,8 @@ def balance(clock):
 
 @pytest.fixture
 async def cluster(mirror, balance):
-    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
-    opened = Cluster(settings, mirror, NoPins(), balance, None)
-    await opened.start()
-    yield opened
-    await opened.close()
+    async with started(cluster_of(mirror, balance)) as cluster:
+        yield cluster
     assert mirror.subscribers == []
 
 
@@ -40,6 +34,5 @@ async def two_decodes(cluster, mirror):
     """Both are reached."""
     mirror.set(D0, D1, P0)
     cluster.ranks(Role.DECODE)
-    for client in cluster._connections.clients.values():
-        client.connected.set()
+    connect(cluster)
     return cluster

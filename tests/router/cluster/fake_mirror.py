@@ -1,13 +1,17 @@
 """Ranks as a router sees them, and a mirror that changes when told to."""
 
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import RankState, RankView
 from services.index.read.prefix_index import PrefixIndex
+from services.router.cluster import Cluster, ClusterSettings
+from services.router.placement.placer import PlacerSettings
+from services.router.placement.price import PriceWeights
 from services.values.kv import KvLayout
 from services.values.load import RankLoad
-from services.values.rank import Generation, RankAddress, RankId, Role
+from services.values.rank import Generation, Plan, RankAddress, RankId, Role
 from services.values.registration import Registration
 
 LAYOUT = KvLayout(page_size=16, page_bytes=1024, model_fingerprint=1)
@@ -34,6 +38,12 @@ class FakeMirror:
 
     def progress(self, rank):
         return RankProgress(0, 0, 0.0, True)
+
+    def unregistered_s(self, view):
+        return 0.0
+
+    def rank_staleness_s(self, rank):
+        return 0.0
 
     def pin(self, conversation):
         return None
@@ -64,6 +74,27 @@ class FakeMirror:
 class NoPins:
     def recent(self, conversation):
         return None
+
+
+def cluster_of(mirror, balance, plans=Plan, model="m", pins=None, tls=None) -> Cluster:
+    """Not yet started."""
+    settings = ClusterSettings(model, frozenset(plans), PlacerSettings(16, 512, PriceWeights()))
+    return Cluster(settings, mirror, pins if pins is not None else NoPins(), balance, tls)
+
+
+@asynccontextmanager
+async def started(cluster: Cluster):
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+def connect(cluster: Cluster) -> None:
+    """As if all its decode ranks had answered."""
+    for client in cluster._connections.clients.values():
+        client.connected.set()
 
 
 D0, D1, P0 = view(Role.DECODE, 0), view(Role.DECODE, 1), view(Role.PREFILL, 0)

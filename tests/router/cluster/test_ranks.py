@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 
 from net.certificates import make_certificates
-from router.cluster.fake_mirror import D0, D0_KEY, D1, D1_KEY, LAYOUT, P0, NoPins, view
+from router.cluster.fake_mirror import D0, D0_KEY, D1, D1_KEY, LAYOUT, P0, cluster_of, connect, started, view
 from services.index.pins import Pin
 from services.index.read.mirror import RankState
 from services.net.tls import TlsConfig
-from services.router.cluster import Cluster, ClusterSettings
 from services.router.links import connections
-from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.price import PriceWeights
+from services.router.placement.placer import Placer
 from services.router.ranks.balance import Balance, Liveness
 from services.values.errors import Unavailable
 from services.values.load import RankLoad
@@ -38,22 +36,25 @@ async def test_a_burst_of_changes_is_looked_at_once_and_before_anyone_asks(clust
     assert calls[1:] == [(30, 19)]
 
 
-async def test_draining_changes_the_layout_that_counts_at_once(cluster, mirror):
+def of_another_layout(cluster):
+    """The prefill ranks that are excluded for that."""
+    ranks = [status for status in cluster.status() if "KV layout differs" in status.excluded]
+    return {rank.view.registration.id.rank for rank in ranks if rank.view.registration.role is Role.PREFILL}
+
+
+async def test_draining_changes_the_layout_that_counts_at_once(cluster, mirror, balance):
     """Registered first, or told by the load."""
     other = replace(LAYOUT, page_bytes=2048)
     d1 = view(Role.DECODE, 1, layout=other)
     mirror.set(D0, P0, d1, view(Role.PREFILL, 1, layout=other))
-    cluster.ranks(Role.DECODE)
-    assert cluster._placer._layout == LAYOUT
+    assert of_another_layout(cluster) == {1}
     mirror.set(view(Role.DECODE, 0, draining=True))
-    cluster.ranks(Role.DECODE)
-    assert cluster._placer._layout == other
+    assert of_another_layout(cluster) == {0}
     mirror.set(D0)
-    cluster.ranks(Role.DECODE)
-    assert cluster._placer._layout == LAYOUT
-    for draining, layout in ((True, other), (False, LAYOUT)):
-        cluster._report(D0_KEY, RankLoad(draining=draining))
-        assert cluster._placer._layout == layout
+    assert of_another_layout(cluster) == {1}
+    for draining, apart in ((True, 0), (False, 1)):
+        balance.report(D0_KEY, RankLoad(draining=draining))
+        assert of_another_layout(cluster) == {apart}
 
 
 async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, mirror):
@@ -69,11 +70,13 @@ async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, m
 
 async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror, balance):
     """It was told to stop while it had no key: it says that it does not serve, and finishes what runs."""
+    prompt, others = await two_decodes.hash((1, 2), ""), frozenset({D1.registration.id})
+    client = two_decodes.place(prompt, "", others).client
     mirror.set(replace(D0, registered=False))
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == []
     assert balance.liveness(D0_KEY) is Liveness.FAILED
-    two_decodes._connections.clients[D0_KEY].connected.clear()
+    client.connected.clear()
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == [D0_KEY]
 
@@ -150,15 +153,9 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
     async with AsyncExitStack() as stack:
         routers = []
         for model in "mn":
-            settings = ClusterSettings(
-                model, frozenset({Plan.LOCAL}), PlacerSettings(16, 512, PriceWeights())
-            )
-            router = Cluster(settings, mirror, pins, Balance(lambda: 0.0), None)
-            await router.start()
-            stack.push_async_callback(router.close)
-            for client in router._connections.clients.values():
-                client.connected.set()
-            routers.append(router)
+            router = cluster_of(mirror, Balance(lambda: 0.0), {Plan.LOCAL}, model, pins)
+            routers.append(await stack.enter_async_context(started(router)))
+            connect(router)
         for turn in range(2):
             for router in routers:
                 placed = router.place(await router.hash((1, 2), ""), "c", frozenset())
@@ -169,9 +166,7 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
 
 async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "_RETRY_S", 0.01)
-    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
-    tls = TlsConfig(ca=tmp_path / "ca.pem")
-    opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), tls)
+    opened = cluster_of(mirror, Balance(lambda: 0.0), tls=TlsConfig(ca=tmp_path / "ca.pem"))
     mirror.set(D0, P0)
     await opened.start()
     assert len(opened.ranks(Role.DECODE)) == 1
@@ -184,8 +179,7 @@ async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_pa
 
 
 async def test_ranks_may_leave_while_a_router_closes(mirror):
-    settings = ClusterSettings("m", frozenset(Plan), PlacerSettings(16, 512, PriceWeights()))
-    opened = Cluster(settings, mirror, NoPins(), Balance(lambda: 0.0), None)
+    opened = cluster_of(mirror, Balance(lambda: 0.0))
     await opened.start()
     mirror.set(D0, view(Role.DECODE, 1), P0)
     await asyncio.sleep(0)
