@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.torch.sequences import PageTables, Sequence, generate
+from engine.torch.sequences import PageTables, Sequence, generate, kv_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
@@ -87,7 +87,7 @@ def test_a_lost_page_is_seen(device):
         runner = make_runner(device)
         sequence = Sequence(prompt, PageTables(runner).take(180), 150)
         generate(runner, [sequence], 1)
-        damage(runner._pool.kv, sequence.pages)
+        damage(kv_of(runner), sequence.pages)
         generate(runner, [sequence], NUM_TOKENS)
         return sequence.output_ids
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.torch.sequences import PageTables, Sequence, generate
+from engine.torch.sequences import PageTables, Sequence, generate, kv_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, random_prompt
 from services.engine.torch.runner import TorchRunner
@@ -24,7 +24,7 @@ def answers(device, dtype, directory, damage=lambda kv, pages: None):
     for seed in (4, 5):
         prompt = prefix + random_prompt(30, seed=seed)
         sequences.append(Sequence(prompt, first.pages[:6] + tables.take(60), 16, start=96))
-    damage(runner._pool.kv, first.pages)
+    damage(kv_of(runner), first.pages)
     generate(runner, sequences, NUM_TOKENS)
     return [(tuple(own.ids[: own.prompt_len]), own.output_ids[:NUM_TOKENS]) for own in sequences]
 

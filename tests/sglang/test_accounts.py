@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
+from engine.sglang.stand_in import tell
 from services.engine.sglang.reports import TicketSent
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
@@ -70,14 +71,14 @@ async def outputs(engine, leg):
 async def test_a_request_s_time_is_told_apart(rank, told, queue_s, compute_s, transfer_s):
     """Also where prefill's clock says that it took longer than it can have."""
     engine, worker, clock = rank
-    worker._http = Sglang([chunk(7, finish="length")])
+    worker._http = sglang = Sglang([chunk(7, finish="length")])
 
     async def reserve(room):
         clock.now += 5  # in decode's queue
-        worker._take(TicketSent(room, 0, 2))
+        tell(worker, TicketSent(room, 0, 2))
         clock.now += 4  # until the delta has landed
 
-    worker._http.reserve = reserve
+    sglang.reserve = reserve
     (first,) = await outputs(engine, Leg(*told))
     admitted = first.admitted
     assert admitted.decode_queue_s == 5
@@ -90,11 +91,11 @@ async def test_retractions_are_those_of_all_requests(rank):
     engine, worker, _ = rank
 
     async def reserve(room):
-        worker._take(TicketSent(room, 0, 2))
+        tell(worker, TicketSent(room, 0, 2))
 
     for counts in ((0, 0, 1), (0, 2, 2)):
         *running, last = counts
-        worker._http = Sglang([*(chunk(7, count) for count in running), chunk(7, last, "length")])
-        worker._http.reserve = reserve
+        worker._http = sglang = Sglang([*(chunk(7, count) for count in running), chunk(7, last, "length")])
+        sglang.reserve = reserve
         await outputs(engine, Leg(0, 0))
     assert worker.load(0).retractions == 3

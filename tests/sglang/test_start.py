@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from engine.sglang.stand_in import active
+from engine.sglang.stand_in import active, tell
 from services.engine.sglang.service import worker
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, Role
@@ -112,7 +112,7 @@ def make_worker(checkpoint, monkeypatch):
 
 def report(to, *tp_ranks, tp_size):
     for tp_rank in tp_ranks:
-        to._take(active(role="prefill", tp_rank=tp_rank, tp_size=tp_size))
+        tell(to, active(role="prefill", tp_rank=tp_rank, tp_size=tp_size))
 
 
 @pytest.mark.parametrize("told,missing", [((), "[(0, 0)]"), ((0,), "[(0, 1)]"), ((0, 1), "")])
@@ -139,14 +139,14 @@ async def test_a_pool_that_is_smaller_than_asked_for_is_refused_with_its_size(ma
 async def test_a_model_whose_state_is_in_no_page_is_refused(make_worker, kind):
     """Whatever its config.json says: SGLang itself knows best."""
     started = make_worker()
-    started._take(active(role="prefill", state_kinds=["dsa", kind]))
+    tell(started, active(role="prefill", state_kinds=["dsa", kind]))
     with pytest.raises(ConfigError, match=rf"no page holds \({kind}\)"):
         await started.start()
 
 
 async def test_what_is_part_of_each_page_passes(make_worker):
     started = make_worker()
-    started._take(active(role="prefill", state_kinds=["dsa", "block_scale"]))
+    tell(started, active(role="prefill", state_kinds=["dsa", "block_scale"]))
     await started.start()
     await started.stop()
 
@@ -179,7 +179,7 @@ async def test_temporary_files_of_sglangs_go_with_their_worker(make_worker, monk
 @pytest.mark.parametrize("place", [{"cp_rank": 1}, {"pp_rank": 1}])
 async def test_a_model_that_sglang_spreads_over_stages_is_refused(make_worker, place):
     started = make_worker()
-    started._take(active(role="prefill"))
-    started._take(active(role="prefill", **place))
+    tell(started, active(role="prefill"))
+    tell(started, active(role="prefill", **place))
     with pytest.raises(ConfigError, match="not supported"):
         await started.start()

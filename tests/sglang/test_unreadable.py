@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from engine.sglang.stand_in import PAGE, worker_on
+from engine.sglang.stand_in import PAGE, tell, worker_on
 from services.engine.sglang.reports import TreeEvents
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.errors import ProtocolError
@@ -29,7 +29,7 @@ PAIRS = [stored([[token, token + 1] for token in range(PAGE)])]
 async def test_events_that_cannot_be_read_are_counted_and_logged_once_of_each_kind(checkpoint, caplog):
     async with worker_on(None, checkpoint) as worker:
         for events in (TREE, PAIRS, PAIRS, [{"type": "BlockMoved"}], TREE):
-            worker._take(TreeEvents(0, events))
+            tell(worker, TreeEvents(0, events))
         blocks = tuple(sequence_hashes(list(range(PAGE)), PAGE, scope_seed("m")))
         told = [worker.events[0].get_nowait() for _ in range(5)]
         nothing = CacheEvents()
@@ -49,7 +49,7 @@ async def test_events_that_cannot_be_read_are_counted_and_logged_once_of_each_ki
 
 async def test_a_report_that_cannot_be_read_may_have_had_any_ranks_events(checkpoint):
     async with worker_on(None, checkpoint) as worker:
-        worker._take(TreeEvents(0, TREE))
+        tell(worker, TreeEvents(0, TREE))
         worker._take_unreadable(ProtocolError("a report is too long"))
         async with asyncio.timeout(SECONDS):
             assert (await worker.events[0].get()).stored

@@ -45,6 +45,12 @@ class RunningProcess:
         self.ended = asyncio.Event()
 
 
+def tell(worker, *reports):
+    """As SGLang's processes do, through the worker's socket."""
+    for report in reports:
+        worker._take(report)
+
+
 def chunk(finish_reason=None, ids=(5,)):
     meta_info = {"finish_reason": finish_reason, "cached_tokens": 0}
     return f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta_info})}\n\n".encode()
@@ -55,11 +61,11 @@ async def worker_on(generate, model, **settings):
     """`generate(worker, request, response)` writes what SGLang would; None: nothing listens."""
     worker = SglangWorker(sglang_settings(model, **settings), {0: OWN})
     worker._process = RunningProcess()
-    worker._take(active())
+    tell(worker, active())
 
     async def answer(request):
         body = await request.json()
-        worker._take(TicketSent(body["bootstrap_room"], 0, 1))
+        tell(worker, TicketSent(body["bootstrap_room"], 0, 1))
         response = web.StreamResponse()
         await response.prepare(request)
         await generate(worker, request, response)

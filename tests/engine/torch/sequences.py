@@ -50,6 +50,11 @@ def generate(runner, sequences, max_tokens):
         step(runner, [s for s in sequences[:joined] if len(s.output_ids) < max_tokens])
 
 
+def kv_of(runner):
+    """Its pool: what a test damages, or looks at, behind its back."""
+    return runner._pool.kv
+
+
 class PageTables:
     """Hands out pages in shuffled order."""
 

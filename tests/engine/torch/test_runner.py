@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.torch.sequences import PageTables, Sequence, generate, step
+from engine.torch.sequences import PageTables, Sequence, generate, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
@@ -93,7 +93,7 @@ def assert_as_transformers(prompts, sequences, architecture="llama"):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefixes_of_prefixes_are_read_together_beside_prompts(architecture, page_size, views):
     runner = make_runner(architecture, page_size)
-    assert runner._pool.kv.shape[1] > 1  # layers
+    assert kv_of(runner).shape[1] > 1  # layers
     outer, inner = random_prompt(128, seed=1), random_prompt(128, seed=2)
     free = random.Random(page_size).sample(range(runner.memory.num_pages), runner.memory.num_pages)
     num_pages = 128 // page_size
@@ -135,7 +135,7 @@ def test_a_page_that_is_lost_or_misplaced_changes_the_output():
         runner = make_runner()
         sequence = Sequence(prompt, PageTables(runner).take(180), 150)
         generate(runner, [sequence], 1)
-        damage(runner._pool.kv, sequence.pages)
+        damage(kv_of(runner), sequence.pages)
         generate(runner, [sequence], 24)
         return tuple(sequence.output_ids)
 
@@ -194,7 +194,7 @@ def half_precise_output(dtype, prompt, architecture="llama", damage=lambda kv, p
     runner = make_runner(architecture, dtype=dtype)
     sequence = Sequence(prompt, PageTables(runner).take(len(prompt) + 40), 64)
     generate(runner, [sequence], 1)
-    damage(runner._pool.kv, sequence.pages)
+    damage(kv_of(runner), sequence.pages)
     generate(runner, [sequence], 33)
     return sequence.output_ids
 
@@ -232,9 +232,9 @@ def test_only_the_chunks_that_ask_are_sampled():
 
 def test_a_step_writes_its_own_slots_and_no_others():
     runner = make_runner()
-    runner._pool.kv.fill_(7)
+    kv_of(runner).fill_(7)
     runner.run([Chunk([5, 6, 7], 15, [9, 2], False, GREEDY)])
-    touched = (runner._pool.kv != 7).any(dim=(1, 2, 3, 5)).nonzero().tolist()
+    touched = (kv_of(runner) != 7).any(dim=(1, 2, 3, 5)).nonzero().tolist()
     assert touched == [[2, 0], [2, 1], [9, 15]]
 
 
@@ -244,7 +244,7 @@ def test_what_another_sequence_left_behind_changes_nothing():
     outputs = []
     for left_behind in (0, torch.inf):
         runner = make_runner()
-        runner._pool.kv.fill_(left_behind)
+        kv_of(runner).fill_(left_behind)
         # Lengths that differ, so that the copied tails are cut at the longest.
         sequences = [Sequence(prompt[:n], PageTables(runner, n).take(100), 32) for n in (75, 66)]
         sequences[1].pages = [page for page in range(128) if page not in sequences[0].pages][:7]
@@ -321,4 +321,4 @@ def test_what_a_failed_step_may_still_write_is_waited_for(stage, told, monkeypat
 def test_close_frees_the_pool():
     runner = make_runner()
     runner.close()
-    assert runner._pool.kv.untyped_storage().nbytes() == 0
+    assert kv_of(runner).untyped_storage().nbytes() == 0
