@@ -31,6 +31,7 @@ from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
+from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling import sample
 from services.values.kv import PageId
@@ -120,13 +121,13 @@ class Transformers:
     """The same batch with a DynamicCache, filled from the pages of `tables`."""
 
     def __init__(
-        self, model: PreTrainedModel, kv: torch.Tensor, tables: Sequence[list[PageId]], context: int
+        self, model: PreTrainedModel, kv: PagedKv, tables: Sequence[list[PageId]], context: int
     ) -> None:
         self._model = model
         self._cache = DynamicCache(config=model.config)
         self._ids = [FIRST_ID + row for row in range(len(tables))]
-        for layer in range(kv.shape[1]):
-            key, value = (_gather(kv[:, layer, which], tables, context) for which in (0, 1))
+        for layer in range(kv.shape.num_layers):
+            key, value = (_gather(pages, tables, context) for pages in kv.layer(layer))
             self._cache.update(key, value, layer)
 
     @torch.inference_mode()
@@ -301,7 +302,7 @@ def run(
         dtype = getattr(torch, where.dtype or "float32")
         model = AutoModelForCausalLM.from_pretrained(chosen, attn_implementation="sdpa", dtype=dtype)
         model = model.to(where.device).eval()
-    runner._pool.kv.normal_(generator=torch.Generator(where.device).manual_seed(seed))
+    runner._pool.kv.numbers.normal_(generator=torch.Generator(where.device).manual_seed(seed))
     rows = decode_rows(runner, model, plan)
     return rows, prefill_rows(runner, model, plan, random.Random(seed))
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.kernel_cases import Layout, attended, steps
 from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.parts import OnDevice
 from services.engine.torch.device import open_device
 
@@ -32,7 +33,8 @@ def attend_parts():
 
 
 def pool(device, dtype, page_size, head_dim):
-    return torch.zeros(1, 3, 2, 2, page_size, head_dim, dtype=dtype, device=open_device(device))
+    shape = PageShape(3, 2, page_size, head_dim, head_dim)
+    return PagedKv(torch.zeros(shape.page_numbers, dtype=dtype, device=open_device(device)), shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -43,6 +43,7 @@ _EXP_COEFFICIENTS = (
 )
 _ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves no bits for a fraction
 _MANTISSA_BITS, _ONE_AS_BITS = 23, 0x3F800000
+_TANH_IS_ONE = 20.0
 
 
 class Lanes(types.Type):
@@ -303,22 +304,39 @@ def exp(_context: Any, lanes: Any) -> Any:
     """To within 2e-7 of e**x for x of at most 88; below -87 that of -87 (1e-38). NaN stays NaN."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        width = lanes.width
-        lowest = _all(width, _LOWEST)
-        x = builder.select(builder.fcmp_ordered("<", arguments[0], lowest), lowest, arguments[0])
-        # Its lowest bits are n, the whole power of two, as an integer.
-        rounded = _fused(builder, x, _all(width, _LOG2_E), _all(width, _ROUNDING))
-        n = builder.fsub(rounded, _all(width, _ROUNDING))
-        r = _fused(builder, n, _all(width, -_LOG_2_HIGH), x)
-        r = _fused(builder, n, _all(width, -_LOG_2_LOW), r)
-        polynomial = _all(width, _EXP_COEFFICIENTS[0])
-        for coefficient in _EXP_COEFFICIENTS[1:]:
-            polynomial = _fused(builder, polynomial, r, _all(width, coefficient))
-        power = _fused(builder, builder.fmul(polynomial, r), r, r)
-        power = builder.fadd(power, _all(width, 1.0))
-        integers = _vector(width, _INT32)
-        exponent = builder.shl(builder.bitcast(rounded, integers), _all_int(width, _MANTISSA_BITS))
-        two_to_n = builder.add(exponent, _all_int(width, _ONE_AS_BITS))
-        return builder.fmul(power, builder.bitcast(two_to_n, _vector(width)))
+        return _exp(builder, arguments[0], lanes.width)
 
     return lanes(lanes), build
+
+
+@intrinsic
+def tanh(_context: Any, lanes: Any) -> Any:
+    """To within 2e-7. NaN stays NaN."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        # (e**2x - 1) / (e**2x + 1), of an x that is as good as infinite where it is more.
+        width, one, most = lanes.width, _all(lanes.width, 1.0), _all(lanes.width, _TANH_IS_ONE)
+        x = builder.select(builder.fcmp_ordered(">", arguments[0], most), most, arguments[0])
+        power = _exp(builder, builder.fadd(x, x), width)
+        return builder.fdiv(builder.fsub(power, one), builder.fadd(power, one))
+
+    return lanes(lanes), build
+
+
+def _exp(builder: Any, x: Any, width: int) -> Any:
+    lowest = _all(width, _LOWEST)
+    x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
+    # Its lowest bits are n, the whole power of two, as an integer.
+    rounded = _fused(builder, x, _all(width, _LOG2_E), _all(width, _ROUNDING))
+    n = builder.fsub(rounded, _all(width, _ROUNDING))
+    r = _fused(builder, n, _all(width, -_LOG_2_HIGH), x)
+    r = _fused(builder, n, _all(width, -_LOG_2_LOW), r)
+    polynomial = _all(width, _EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        polynomial = _fused(builder, polynomial, r, _all(width, coefficient))
+    power = _fused(builder, builder.fmul(polynomial, r), r, r)
+    power = builder.fadd(power, _all(width, 1.0))
+    integers = _vector(width, _INT32)
+    exponent = builder.shl(builder.bitcast(rounded, integers), _all_int(width, _MANTISSA_BITS))
+    two_to_n = builder.add(exponent, _all_int(width, _ONE_AS_BITS))
+    return builder.fmul(power, builder.bitcast(two_to_n, _vector(width)))

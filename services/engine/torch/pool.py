@@ -1,23 +1,27 @@
-"""The KV pool: one allocation, page-major, so that a page is one run of bytes over all layers."""
+"""A group's KV pool: one allocation, page-major, so that a page is one run of bytes over all its layers."""
 
 import os
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from services.engine.start_fault import start_fault
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.page_reader import PageReader, page_reader
 from services.transfer.host_memory import map_memory
 from services.values.errors import ConfigError, ProtocolError
-from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
+from services.values.kv import GroupKind, KvGroup, PageId, PoolMemory
 
 
 class KvPool:
-    """Owns the pool's memory; `kv` is [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+    """Owns the memory of a group of attention layers, full or windowed; `kv` is what is in it.
 
-    def __init__(
-        self, group: KvGroup, *, num_pages: int, page_size: int, model_fingerprint: int, device: torch.device
-    ) -> None:
+    Where K and V are alike, the bytes are those of [num_pages, num_layers, 2, num_kv_heads, page_size,
+    head_dim]. The group's own unit_bytes are not read: they come of its shape.
+    """
+
+    def __init__(self, group: KvGroup, *, num_pages: int, page_size: int, device: torch.device) -> None:
         """Allocate and zero the pool.
 
         Raises:
@@ -26,24 +30,34 @@ class KvPool:
         """
         if num_pages < 1 or page_size < 1:
             raise ConfigError(f"a KV pool needs pages: num_pages={num_pages}, page_size={page_size}")
-        page_shape = (len(group.layer_ids), 2, group.num_kv_heads, page_size, group.head_dim)
         dtype: torch.dtype = getattr(torch, group.dtype)
-        page_bytes = torch.Size(page_shape).numel() * dtype.itemsize
-        self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=(group,))
-        memory = _allocate(num_pages * page_bytes, device)
-        self.kv = memory.view(dtype).view(num_pages, *page_shape)
-        self.read_pages: PageReader = page_reader(memory.view(num_pages, page_bytes))
+        shape = page_shape(group, page_size)
+        self.group = group
+        self.unit_bytes = shape.page_numbers * dtype.itemsize
+        memory = _allocate(num_pages * self.unit_bytes, device)
+        self.kv = PagedKv(memory.view(dtype), shape)
+        self.read_pages: PageReader = page_reader(memory.view(num_pages, self.unit_bytes))
 
     @property
     def memory(self) -> PoolMemory:
-        on_cuda = self.kv.device.type == "cuda"
-        kind, device_id = ("VRAM", self.kv.device.index or 0) if on_cuda else ("DRAM", 0)
-        return PoolMemory(self.kv.data_ptr(), self.kv.shape[0], kind, device_id)
+        numbers = self.kv.numbers
+        on_cuda = numbers.device.type == "cuda"
+        kind, device_id = ("VRAM", numbers.device.index or 0) if on_cuda else ("DRAM", 0)
+        return PoolMemory(numbers.data_ptr(), self.kv.num_pages, kind, device_id)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """See PagedKv.layer; `index` counts the group's layers."""
+        return self.kv.layer(index)
 
     def close(self) -> None:
-        """Free the memory; `kv` has no pages afterwards."""
-        self.kv = self.kv.new_empty(0, *self.kv.shape[1:])
+        """Free the memory; there are no pages afterwards."""
+        self.kv = PagedKv(self.kv.numbers.new_empty(0), self.kv.shape)
         self.read_pages = _closed
+
+
+def page_shape(group: KvGroup, page_size: int) -> PageShape:
+    v_head_dim = group.head_dim if group.v_head_dim is None else group.v_head_dim
+    return PageShape(len(group.layer_ids), group.num_kv_heads, page_size, group.head_dim, v_head_dim)
 
 
 def _closed(pages: Sequence[PageId]) -> Iterator[memoryview]:

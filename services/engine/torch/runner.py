@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.engine.torch.attention.in_place import choose_in_place
-from services.engine.torch.attention.step_view import InPlace, view_step
+from services.engine.torch.attention.in_place import choose_in_place, end_threads
+from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
+from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.pool import KvPool, full_attention_group
 from services.engine.torch.sampling import sample
+from services.engine.torch.step_cache import StepCache
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 
@@ -52,22 +54,20 @@ class TorchRunner:
         with LOADING:
             self._model = load_model(checkpoint, self._device)
         pack_linears(self._model, torch.get_num_threads())
-        self._pool = KvPool(
-            full_attention_group(
-                config.num_hidden_layers, config.num_key_value_heads, checkpoint.head_dim, checkpoint.dtype
-            ),
-            num_pages=num_pages,
-            page_size=page_size,
-            model_fingerprint=checkpoint.fingerprint,
-            device=self._device,
+        group = full_attention_group(
+            config.num_hidden_layers, config.num_key_value_heads, checkpoint.head_dim, checkpoint.dtype
         )
-        self._in_place = choose_in_place(self._pool.kv, config.num_attention_heads)
+        self._pool = KvPool(group, num_pages=num_pages, page_size=page_size, device=self._device)
+        self._layout = KvLayout(page_size, self._pool.unit_bytes, checkpoint.fingerprint, groups=(group,))
+        self._in_place = choose_in_place([self._pool.kv], config.num_attention_heads)
+        places = {layer: LayerPlace(Reach(0), layer) for layer in group.layer_ids}
+        self._layers = PagedLayers([self._pool.kv], self._in_place, places)
         self._vocab_size: int = config.vocab_size
         self._max_context_tokens = checkpoint.max_context_tokens
 
     @property
     def layout(self) -> KvLayout:
-        return self._pool.layout
+        return self._layout
 
     @property
     def memory(self) -> PoolMemory:
@@ -116,12 +116,14 @@ class TorchRunner:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
+        cache = StepCache()
         outputs = self._model(
             input_ids=self._tensor(token_ids)[None],
             position_ids=self._tensor(positions)[None],
             use_cache=False,
             logits_to_keep=self._tensor(_sampled_offsets(chunks)),
-            paged=view_step(self._pool.kv, chunks, self._in_place),
+            past_key_values=cache,
+            paged=view_step(self._layers, chunks, cache),
         )
         logits: torch.Tensor = outputs.logits[0]
         return logits
@@ -131,8 +133,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Free the pool and end the threads; the runner cannot run any more."""
-        if isinstance(self._in_place, InPlace) and self._in_place.executor is not None:
-            self._in_place.executor.shutdown()
+        end_threads(self._in_place)
         self._pool.close()
 
 

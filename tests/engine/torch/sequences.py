@@ -2,6 +2,7 @@
 
 import random
 
+from engine.torch.attention.paging import alike
 from services.engine.paged.runner import Chunk
 from services.values.request import SamplingParams
 
@@ -51,8 +52,8 @@ def generate(runner, sequences, max_tokens):
 
 
 def kv_of(runner):
-    """Its pool: what a test damages, or looks at, behind its back."""
-    return runner._pool.kv
+    """Its pool of full attention, page by page: what a test damages, or looks at, behind its back."""
+    return alike(runner._pool.kv)
 
 
 class PageTables:

@@ -4,57 +4,75 @@ import errno
 import pytest
 import torch
 
+from engine.torch.attention.paging import alike
 from services.engine.torch import pool as pool_module
 from services.engine.torch.pool import KvPool, full_attention_group
 from services.values.errors import ConfigError, ProtocolError, Unavailable
+from services.values.kv import GroupKind, KvGroup
 
 
 def make_pool(num_pages=5, page_size=8, dtype=torch.bfloat16):
     group = full_attention_group(num_layers=3, num_kv_heads=2, head_dim=4, dtype=dtype)
-    return KvPool(
-        group, num_pages=num_pages, page_size=page_size, model_fingerprint=7, device=torch.device("cpu")
-    )
+    return KvPool(group, num_pages=num_pages, page_size=page_size, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_page_is_one_run_of_bytes_at_the_address_that_the_layout_says(dtype):
     pool = make_pool(dtype=dtype)
-    assert pool.kv.shape == (5, 3, 2, 2, 8, 4)
-    assert pool.kv.is_contiguous()
-    assert pool.layout.page_bytes == 3 * 2 * 2 * 8 * 4 * dtype.itemsize
+    content = alike(pool.kv)
+    assert content.shape == (5, 3, 2, 2, 8, 4)
+    assert content.is_contiguous()
+    assert pool.unit_bytes == 3 * 2 * 2 * 8 * 4 * dtype.itemsize
     for page in range(5):
-        assert pool.kv[page].data_ptr() == pool.memory.base_address + page * pool.layout.page_bytes
+        assert content[page].data_ptr() == pool.memory.base_address + page * pool.unit_bytes
+    for layer in range(3):
+        keys, values = pool.layer(layer)
+        content[:, layer, 0], content[:, layer, 1] = layer + 1, -layer - 1
+        assert keys.shape == values.shape == (5, 2, 8, 4)
+        assert (keys == layer + 1).all()
+        assert (values == -layer - 1).all()
+
+
+@pytest.mark.parametrize("v_head_dim", [5, 3, 0])
+def test_keys_and_values_may_differ_in_width(v_head_dim):
+    """A page is, layer by layer, all heads' K, then all heads' V: nothing between, and nothing twice."""
+    group = KvGroup(GroupKind.SLIDING_WINDOW, (1, 3), 2, 4, "float32", v_head_dim=v_head_dim, window=9)
+    pool = KvPool(group, num_pages=5, page_size=8, device=torch.device("cpu"))
+    assert pool.unit_bytes == 2 * 2 * 8 * (4 + v_head_dim) * 4
+    assert pool.kv.is_latent == (v_head_dim == 0)
+    numbers = pool.kv.numbers
+    numbers.copy_(torch.arange(len(numbers)))
+    read = [number.flatten(1) for layer in range(2) for number in pool.layer(layer)]
+    assert torch.equal(torch.cat(read, dim=1), numbers.view(5, -1))
+    assert read[1].shape[1] == 2 * 8 * v_head_dim
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_are_read_as_their_bytes(dtype):
     pool = make_pool(dtype=dtype)
-    pool.kv.copy_(torch.rand(pool.kv.shape))
-    whole = ctypes.string_at(pool.memory.base_address, 5 * pool.layout.page_bytes)
+    pool.kv.numbers.copy_(torch.rand(len(pool.kv.numbers)))
+    whole = ctypes.string_at(pool.memory.base_address, 5 * pool.unit_bytes)
     wanted = [3, 0, 1, 4, 2, 4]
-    firsts = [page * pool.layout.page_bytes for page in wanted]
-    expected = [whole[first : first + pool.layout.page_bytes] for first in firsts]
+    firsts = [page * pool.unit_bytes for page in wanted]
+    expected = [whole[first : first + pool.unit_bytes] for first in firsts]
     assert [bytes(page) for page in pool.read_pages(wanted)] == expected
 
 
-def test_the_pool_says_what_a_peer_must_know():
+def test_the_pool_says_where_it_is():
     pool = make_pool()
-    [group] = pool.layout.groups
-    assert (group.layer_ids, group.num_kv_heads, group.head_dim, group.dtype) == ((0, 1, 2), 2, 4, "bfloat16")
-    assert (pool.layout.page_size, pool.layout.model_fingerprint) == (8, 7)
     assert (pool.memory.num_pages, pool.memory.kind, pool.memory.device_id) == (5, "DRAM", 0)
 
 
 def test_the_pool_starts_at_a_memory_page_and_is_zero():
     pool = make_pool()
     assert pool.memory.base_address % 4096 == 0
-    assert not pool.kv.any()
+    assert not pool.kv.numbers.any()
 
 
 def test_a_closed_pool_holds_no_memory_and_is_not_read():
     pool = make_pool()
     pool.close()
-    assert pool.kv.untyped_storage().nbytes() == 0
+    assert pool.kv.numbers.untyped_storage().nbytes() == 0
     with pytest.raises(ProtocolError, match="closed"):
         pool.read_pages([0])
 

@@ -50,8 +50,9 @@ def views(monkeypatch):
     recorded = []
 
     def recording(*args):
-        recorded.append(view_step(*args))
-        return recorded[-1]
+        view = view_step(*args)
+        recorded.extend(view.by_reach.values())
+        return view
 
     monkeypatch.setattr(torch_runner, "view_step", recording)
     return recorded

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from services.engine.paged.runner import Chunk
 from services.engine.start_fault import start_fault
+from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.attention.paged_attention import paged_attention
+from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.parts import OnDevice
 from services.engine.torch.attention.step_view import view_step
 from services.values.errors import ConfigError
-from services.values.kv import PageId
+from services.values.kv import GroupKind, PageId
 from services.values.request import SamplingParams
 
 # How far two ways to compute the same may differ: relative, and absolute for numbers below 1.
@@ -31,79 +33,124 @@ _NUM_LAYERS, _LAYER = 2, 1
 _SPANS = ((0, 150), (0, 64), (200, 185), (64, 64), (63, 2), (96, 1))
 
 
+_ALL = Reach(0)
+
+
 class KernelWrong(Exception):
     """A kernel does not compute what the gather path does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What layers differ in beside their pool."""
+
+    reach: Reach = _ALL
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+# Windows that begin within pages, and cut both what is shared and what is not. Scores are about 4 and more.
+_WAYS = (
+    _Way(),
+    _Way(Reach(0, GroupKind.SLIDING_WINDOW, 77), has_sinks=True),
+    _Way(Reach(0, GroupKind.CHUNKED_WINDOW, 90), softcap=3.0),
+    _Way(softcap=5.0, has_sinks=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
     """A step over a pool of random pages, in which slots that nobody reads hold NaN."""
 
-    pool: Tensor
+    pool: PagedKv
     chunks: Sequence[Chunk]
     query: Tensor  # [1, num_heads, total, head_dim]
     key: Tensor  # [1, num_kv_heads, total, head_dim]
     value: Tensor
+    reach: Reach
+    softcap: float | None
+    sinks: Tensor | None
 
 
-def require_agreement(on_device: OnDevice, kv: Tensor) -> None:
+class _OneLayer:
+    def take(self) -> tuple[int, bool]:
+        return _LAYER, True
+
+
+def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
     """Compile for the layout of `kv`, compare with the gather path; `kv` is not touched.
 
     Raises KernelWrong, and whatever compiling and running raises.
     """
-    example = _example(kv, on_device.num_heads, _tree_of_readers(kv.shape[4]))
-    expected = _attend(example, None)
-    excess = _excess(_attend(example, on_device), expected)
-    if not excess <= _TOLERANCE[kv.dtype]:  # nor for NaN
-        raise KernelWrong(f"differs from the gather path by {excess:.2g} of {_TOLERANCE[kv.dtype]:.2g}")
+    for way in _WAYS:
+        example = _example(kv, on_device.num_heads, _tree_of_readers(kv.shape.page_size), way)
+        expected = _attend(example, None)
+        excess = _excess(_attend(example, on_device), expected)
+        if not excess <= _TOLERANCE[kv.numbers.dtype]:  # nor for NaN
+            allowed = _TOLERANCE[kv.numbers.dtype]
+            raise KernelWrong(f"differs from the gather path by {excess:.2g} of {allowed:.2g}, with {way}")
 
 
-def require_causal(kv: Tensor, num_heads: int) -> None:
+def require_causal(kv: PagedKv, num_heads: int) -> None:
     """Compare the gather path, which serves prompts, with a plain softmax; `kv` is not touched.
 
     Raises:
         ConfigError: it differs, or cannot compute.
         Unavailable: it cannot now: memory is short, or the device is lost.
     """
-    try:
-        example = _example(kv, num_heads, _prompts(kv.shape[4]))
-        got = _attend(example, None).cpu()
-    except RuntimeError as error:
-        raise start_fault(f"this torch cannot attend on {kv.device}: {error}", error) from error
-    excess = _excess(got, _attend_plainly(example))
-    if not excess <= _CAUSAL_TOLERANCE:  # nor for NaN
-        raise ConfigError(
-            f"this torch does not attend as it should on {kv.device}: prompts differ from a plain softmax "
-            f"by {excess:.2g}"
-        )
+    for way in _WAYS:
+        try:
+            example = _example(kv, num_heads, _prompts(kv.shape.page_size), way)
+            got = _attend(example, None).cpu()
+        except RuntimeError as error:
+            raise start_fault(f"this torch cannot attend on {kv.numbers.device}: {error}", error) from error
+        excess = _excess(got, _attend_plainly(example))
+        if not excess <= _CAUSAL_TOLERANCE:  # nor for NaN
+            raise ConfigError(
+                f"this torch does not attend as it should on {kv.numbers.device}: prompts differ from a "
+                f"plain softmax by {excess:.2g}, with {way}"
+            )
 
 
-def _example(kv: Tensor, num_heads: int, chunks: Sequence[Chunk]) -> _Example:
+def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) -> _Example:
     """For the layout of `kv`."""
-    num_kv_heads, page_size, head_dim = kv.shape[3:]
-    generator = torch.Generator(kv.device).manual_seed(0)
+    shape = kv.shape._replace(num_layers=_NUM_LAYERS)
+    device = kv.numbers.device
+    generator = torch.Generator(device).manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(kv.numbers.dtype)
 
-    num_pages = 1 + max(max(chunk.pages) for chunk in chunks)
-    pool = random(num_pages, _NUM_LAYERS, 2, num_kv_heads, page_size, head_dim)
+    is_unread = torch.ones(1 + max(max(chunk.pages) for chunk in chunks), shape.page_size, dtype=torch.bool)
     for chunk in chunks:
-        if chunk.end % page_size:
-            pool[chunk.pages[-1], ..., chunk.end % page_size :, :] = torch.nan
+        for position in range(max(0, way.reach.first_seen(chunk.start)), chunk.end):
+            is_unread[chunk.pages[position // shape.page_size], position % shape.page_size] = False
+    pool = PagedKv(random(len(is_unread) * shape.page_numbers), shape)
+    for index in range(_NUM_LAYERS):
+        for numbers in pool.layer(index):
+            numbers.masked_fill_(is_unread[:, None, :, None].to(device), torch.nan)
     total = sum(len(chunk.token_ids) for chunk in chunks)
     # Scores of some size, so that few tokens decide: one that is left out is seen.
-    query = 4 * random(1, num_heads, total, head_dim)
-    key, value = random(1, num_kv_heads, total, head_dim), random(1, num_kv_heads, total, head_dim)
-    return _Example(pool, chunks, query, key, value)
+    query = 4 * random(1, num_heads, total, shape.head_dim)
+    key = random(1, shape.num_kv_heads, total, shape.head_dim)
+    value = random(1, shape.num_kv_heads, total, shape.v_head_dim)
+    sinks = 4 * random(num_heads) if way.has_sinks else None
+    return _Example(pool, chunks, query, key, value, way.reach, way.softcap, sinks)
 
 
 def _attend(example: _Example, in_place: OnDevice | None) -> Tensor:
-    """Float32 [total, num_heads, head_dim]. Stores the step's keys and values in the example's pool."""
-    view = view_step(example.pool, example.chunks, in_place)
-    layer = SimpleNamespace(layer_idx=_LAYER)
+    """Float32 [total, num_heads, v_head_dim]. Stores the step's keys and values in the example's pool."""
+    layers = PagedLayers((example.pool,), (in_place,), {_LAYER: LayerPlace(example.reach, _LAYER)})
     output, _ = paged_attention(
-        layer, example.query, example.key, example.value, None, scaling=_scaling(example), paged=view
+        SimpleNamespace(),
+        example.query,
+        example.key,
+        example.value,
+        None,
+        scaling=_scaling(example),
+        paged=view_step(layers, example.chunks, _OneLayer()),
+        s_aux=example.sinks,
+        softcap=example.softcap,
     )
     return output[0].float()
 
@@ -115,15 +162,29 @@ def _attend_plainly(example: _Example) -> Tensor:
     for chunk in example.chunks:
         rows = slice(offset, offset + len(chunk.token_ids))
         offset = rows.stop
-        content = example.pool[list(chunk.pages), _LAYER].cpu().float()
-        keys, values = content.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : chunk.end]
+        keys, values = (
+            numbers[list(chunk.pages)].cpu().float().transpose(0, 1).flatten(1, 2)[:, : chunk.end]
+            for numbers in example.pool.layer(_LAYER)
+        )
         queries = example.query[0, :, rows].cpu().float().unflatten(0, (len(keys), -1))
-        scores = torch.einsum("hgqd,hkd->hgqk", queries, keys) * _scaling(example)
-        positions = torch.arange(chunk.end)
-        is_later = positions > positions[chunk.start :, None]
-        weights = scores.masked_fill(is_later, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, values).flatten(1, 2))
+        weights = _plain_weights(torch.einsum("hgqd,hkd->hgqk", queries, keys), chunk, example)
+        # Weight 0 times the NaN of what nobody reads is not 0.
+        outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, values.nan_to_num()).flatten(1, 2))
     return torch.cat(outputs)
+
+
+def _plain_weights(products: Tensor, chunk: Chunk, example: _Example) -> Tensor:
+    scores = products * _scaling(example)
+    if example.softcap is not None:
+        scores = torch.tanh(scores / example.softcap) * example.softcap
+    positions = torch.arange(chunk.end)
+    own = positions[chunk.start :, None]
+    is_hidden = (positions > own) | (positions < example.reach.first_seen(own))
+    exponentials = scores.masked_fill(is_hidden, -torch.inf).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if example.sinks is not None:
+        total = total + example.sinks.cpu().float().exp().view(*products.shape[:2], 1, 1)
+    return exponentials / total
 
 
 def _scaling(example: _Example) -> float:

@@ -15,7 +15,7 @@ long, and so they do for what 32 queries share in such pages.
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import njit
 from numpy.typing import NDArray
 
+from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.lanes import (
     add,
     exp,
@@ -32,6 +33,7 @@ from services.engine.torch.lanes import (
     multiply_rows,
     store,
     subtract,
+    tanh,
     width_of,
     zeros,
 )
@@ -49,14 +51,15 @@ _inner = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython
 
 
 class Pieces(NamedTuple):
-    """Piece i is the first tokens[j] slots of pages[j], for each j from page_starts[i] to page_starts[i + 1].
+    """Piece i is slots [firsts[j], ends[j]) of pages[j], for j from page_starts[i] to page_starts[i + 1].
 
     The queries readers[j] read it, for each j from reader_starts[i] to reader_starts[i + 1]. Nobody reads
     nothing: every query has a piece, and every piece a page and a reader.
     """
 
     pages: Ids
-    tokens: Ids
+    firsts: Ids
+    ends: Ids
     page_starts: Ids  # [num_pieces + 1]
     readers: Ids
     reader_starts: Ids  # [num_pieces + 1]
@@ -71,43 +74,55 @@ class Joins(NamedTuple):
 
 def attend_pages(
     query: Floats,
-    kv: NDArray[Any],
+    numbers: NDArray[Any],
+    shape: PageShape,
     layer: int,
     pieces: Pieces,
     joins: Joins,
-    scaling: float,
     *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Floats | None = None,
     shares: Sequence[range] = (),
     executor: Executor | None = None,
 ) -> Floats:
-    """Each query's attention over all that it reads, [num_queries, num_heads, head_dim] as `query`.
+    """Each query's attention over all that it reads, [num_queries, num_heads, v_head_dim].
 
-    `kv` is the pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] and contiguous, of
-    float32, bfloat16 as uint16, or float16 as int16. `shares` cut [0, num_pieces * num_kv_heads) into what
-    the caller computes and, beside it, the `executor`; without one there is a single share.
+    `query` is [num_queries, num_heads, head_dim]; `numbers` are the pool's, in pages of `shape`: float32,
+    bfloat16 as uint16, or float16 as int16. `softcap` and `sinks` [num_heads] are as in Scores. `shares` cut
+    [0, num_pieces * num_kv_heads) into what the caller computes and, beside it, the `executor`; without one
+    there is a single share.
     """
-    num_heads, head_dim = query.shape[1:]
-    outputs = np.empty((len(pieces.readers), num_heads, head_dim), np.float32)
+    num_heads = query.shape[1]
+    outputs = np.empty((len(pieces.readers), num_heads, shape.v_head_dim), np.float32)
     log_sums = np.empty((len(pieces.readers), num_heads), np.float32)
     # In the usual order, whatever `query` is a view of: for another one the kernel would be compiled anew.
-    numbers, scaled = kv.reshape(-1), np.multiply(query, np.float32(scaling), order="C")
-    attend = partial(_attend_pieces, scaled, numbers, kv.shape, layer, pieces, outputs, log_sums)
-    own, *others = shares or [range((len(pieces.page_starts) - 1) * kv.shape[3])]
+    # With a soft cap, scores are made as parts of it.
+    scaled = np.multiply(query, np.float32(scaling / (softcap or 1.0)), order="C")
+    cap = np.float32(softcap or 0.0)
+    attend = partial(_attend_pieces, scaled, numbers, shape, layer, cap, pieces, outputs, log_sums)
+    own, *others = shares or [range((len(pieces.page_starts) - 1) * shape.num_kv_heads)]
     assert executor is not None or not others
     futures = [executor.submit(attend, share.start, share.stop) for share in others] if executor else []
     attend(own.start, own.stop)
     for future in futures:
         future.result()
-    joined: Floats = _joined(joins, outputs, log_sums)
+    joined: Floats = _joined(joins, outputs, log_sums, _no_sinks(num_heads) if sinks is None else sinks)
     return joined
+
+
+@cache
+def _no_sinks(num_heads: int) -> Floats:
+    return np.full(num_heads, -np.inf, np.float32)
 
 
 @_compiled
 def _attend_pieces(
     query: Any,
-    kv: Any,
+    numbers: Any,
     shape: Any,
     layer: Any,
+    softcap: Any,
     pieces: Any,
     outputs: Any,
     log_sums: Any,
@@ -115,41 +130,41 @@ def _attend_pieces(
     end: Any,
 ) -> None:
     """Item i * num_kv_heads + k of [first, end): piece i, the heads of its readers that share KV head k."""
-    num_kv_heads, page_size, head_dim = shape[3:]
+    num_kv_heads = shape.num_kv_heads
     group = query.shape[1] // num_kv_heads
-    scratch = np.zeros((2 * head_dim + page_size + 2) * _MAX_LANES, np.float32)
+    rows_of_lanes = shape.head_dim + shape.v_head_dim + shape.page_size + 3
+    scratch = np.zeros(rows_of_lanes * _MAX_LANES, np.float32)
     for item in range(first, end):
         piece, kv_head = item // num_kv_heads, item % num_kv_heads
         num_rows = (pieces.reader_starts[piece + 1] - pieces.reader_starts[piece]) * group
         for first_row in range(0, num_rows, _MAX_LANES):
             place = (layer, piece, kv_head, first_row, min(_MAX_LANES, num_rows - first_row))
+            of_step = (query, numbers, shape, softcap, pieces, scratch, outputs, log_sums)
             if place[4] <= _FEW_LANES:
-                _attend_rows(zeros(_FEW_LANES), place, query, kv, shape, pieces, scratch, outputs, log_sums)
+                _attend_rows(zeros(_FEW_LANES), place, of_step)
             else:
-                _attend_rows(zeros(_MAX_LANES), place, query, kv, shape, pieces, scratch, outputs, log_sums)
+                _attend_rows(zeros(_MAX_LANES), place, of_step)
 
 
 @_inner
-def _attend_rows(
-    zero: Any,
-    place: Any,
-    query: Any,
-    kv: Any,
-    shape: Any,
-    pieces: Any,
-    scratch: Any,
-    outputs: Any,
-    log_sums: Any,
-) -> None:
+def _attend_rows(zero: Any, place: Any, of_step: Any) -> None:
     """Rows [first_row, first_row + num_rows) of a piece: as many as `zero` has lanes, or fewer."""
     layer, piece, kv_head, _, num_rows = place
-    num_layers, _, num_kv_heads, page_size, head_dim = shape[1:]
-    width, head_size = width_of(zero), page_size * head_dim
-    # In scratch, each with a row of lanes for each index: [head_dim, width], [page_size, width], ...
-    weighted, scores = head_dim * width, 2 * head_dim * width
+    query, numbers, shape, softcap, pieces, scratch, outputs, log_sums = of_step
+    num_layers, num_kv_heads, page_size, head_dim, v_head_dim = shape
+    width = width_of(zero)
+    # Of the numbers: where in a page this head's K and V are.
+    keys_size, values_size = page_size * head_dim, page_size * v_head_dim
+    of_layer = num_kv_heads * (keys_size + values_size)
+    own_keys = layer * of_layer + kv_head * keys_size
+    own_values = layer * of_layer + num_kv_heads * keys_size + kv_head * values_size
+    # In scratch, each with a row of lanes for each index: [head_dim, width], [v_head_dim, width], ...
+    weighted, scores = head_dim * width, (head_dim + v_head_dim) * width
     sums = scores + page_size * width
+    caps = sums + 2 * width
     scratch[:sums] = 0.0
     scratch[sums : sums + width] = -np.inf
+    scratch[caps : caps + width] = softcap
     for lane in range(num_rows):
         reading, head = _row_of(place, lane, pieces, query.shape[1] // num_kv_heads)
         for d in range(head_dim):
@@ -158,11 +173,15 @@ def _attend_rows(
     greatest, total = load(scratch, sums, zero), zero
     end_page = pieces.page_starts[piece + 1]
     for j in range(pieces.page_starts[piece], end_page):
-        num_tokens = pieces.tokens[j]
-        head_index = 2 * layer * num_kv_heads + kv_head
-        keys = (pieces.pages[j] * num_layers * 2 * num_kv_heads + head_index) * head_size
-        values = keys + num_kv_heads * head_size
-        _multiply(kv, keys, (head_dim, 1), (num_tokens, head_dim), scratch, 0, scores, zero, values)
+        first, num_tokens = pieces.firsts[j], pieces.ends[j] - pieces.firsts[j]
+        page = pieces.pages[j] * num_layers * of_layer
+        keys, values = page + own_keys + first * head_dim, page + own_values + first * v_head_dim
+        _multiply(numbers, keys, (head_dim, 1), (num_tokens, head_dim), scratch, 0, scores, zero, values)
+        if softcap > 0.0:
+            cap = load(scratch, caps, zero)
+            for slot in range(num_tokens):
+                part = load(scratch, scores + slot * width, zero)
+                store(scratch, scores + slot * width, multiply(tanh(part), cap))
         peak = greatest
         for slot in range(num_tokens):
             peak = greater(load(scratch, scores + slot * width, zero), peak)
@@ -172,15 +191,15 @@ def _attend_rows(
             weight = exp(subtract(load(scratch, scores + slot * width, zero), peak))
             store(scratch, scores + slot * width, weight)
             total = add(total, weight)
-        next_page = pieces.pages[min(j + 1, end_page - 1)]
-        ahead = (next_page * num_layers * 2 * num_kv_heads + head_index) * head_size
-        _multiply(kv, values, (1, head_dim), (head_dim, num_tokens), scratch, scores, weighted, shrunk, ahead)
+        ahead = pieces.pages[min(j + 1, end_page - 1)] * num_layers * of_layer + own_keys
+        of_values = (v_head_dim, num_tokens)
+        _multiply(numbers, values, (1, v_head_dim), of_values, scratch, scores, weighted, shrunk, ahead)
     store(scratch, sums, greatest)
     store(scratch, sums + width, total)
     for lane in range(num_rows):
         reading, head = _row_of(place, lane, pieces, query.shape[1] // num_kv_heads)
         share = np.float32(1.0) / scratch[sums + width + lane]
-        for d in range(head_dim):
+        for d in range(v_head_dim):
             outputs[reading, head, d] = scratch[weighted + d * width + lane] * share
         log_sums[reading, head] = scratch[sums + lane] + np.log(scratch[sums + width + lane])
 
@@ -222,20 +241,21 @@ def _multiply(
 
 
 @_compiled
-def _joined(joins: Any, outputs: Any, log_sums: Any) -> Any:
-    num_queries, num_heads, head_dim = len(joins.starts) - 1, outputs.shape[1], outputs.shape[2]
-    joined = np.zeros((num_queries, num_heads, head_dim), np.float32)
+def _joined(joins: Any, outputs: Any, log_sums: Any, sinks: Any) -> Any:
+    """A head's sink, a score without a value (-inf: none), is joined here, and so once for each query."""
+    num_queries, num_heads, v_head_dim = len(joins.starts) - 1, outputs.shape[1], outputs.shape[2]
+    joined = np.zeros((num_queries, num_heads, v_head_dim), np.float32)
     for i in range(num_queries):
         readings = joins.readings[joins.starts[i] : joins.starts[i + 1]]
         for head in range(num_heads):
-            peak = np.float32(-np.inf)
+            peak = sinks[head]
             for reading in readings:
                 peak = max(peak, log_sums[reading, head])
-            total = np.float32(0.0)
+            total = np.exp(sinks[head] - peak)
             for reading in readings:
                 total += np.exp(log_sums[reading, head] - peak)
             for reading in readings:
                 share = np.exp(log_sums[reading, head] - peak) / total
-                for d in range(head_dim):
+                for d in range(v_head_dim):
                     joined[i, head, d] += share * outputs[reading, head, d]
     return joined

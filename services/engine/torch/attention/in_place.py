@@ -2,43 +2,64 @@
 
 On a CPU that is decode_kernel.py; on a GPU triton_kernel.py, if it compiles there and agrees with the gather
 path, which copies each sequence's K and V and needs nothing but torch. If not, that path serves them too, as
-it serves all chunks of several tokens; it is tried itself, before that (agreement.py). (A kernel that breaks
-the CUDA context ends the process, for torch cannot go on either.)
+it serves all chunks of several tokens, and latents; it is tried itself, before that (agreement.py). (A kernel
+that breaks the CUDA context ends the process, for torch cannot go on either.)
 """
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor
 
 from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
+from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.parts import OnDevice
-from services.engine.torch.attention.step_view import InPlace
 
 logger = logging.getLogger(__name__)
 
 _PROGRAMS_OF_A_PROCESSOR = 2
 
 
-def choose_in_place(kv: Tensor, num_heads: int) -> InPlace | OnDevice | None:
-    """For the pool `kv`; None where single tokens must gather. Takes some seconds on a GPU.
+def choose_in_place(pools: Sequence[PagedKv], num_heads: int) -> tuple[InPlace | OnDevice | None, ...]:
+    """For each pool; None where its single tokens must gather. Takes some seconds a pool on a GPU.
 
     Raises ConfigError where not even those that gather attend as they should.
     """
-    if kv.device.type == "cuda":
-        return _on_cuda(kv, num_heads)
-    if kv.dtype not in IN_PLACE_DTYPES:
+    on_cpu = _on_cpu() if any(_is_read_by_numba(kv) for kv in pools) else None
+    return tuple(_choose(kv, num_heads, on_cpu) for kv in pools)
+
+
+def end_threads(in_place: Sequence[InPlace | OnDevice | None]) -> None:
+    for chosen in in_place:
+        if isinstance(chosen, InPlace) and chosen.executor is not None:
+            chosen.executor.shutdown()
+
+
+def _choose(kv: PagedKv, num_heads: int, on_cpu: InPlace | None) -> InPlace | OnDevice | None:
+    if kv.is_latent:
+        logger.info("attention_gathers reason=%r", "a latent is expanded by the model, whole")
         return None
+    if kv.numbers.device.type == "cuda":
+        return _on_cuda(kv, num_heads)
+    return on_cpu if _is_read_by_numba(kv) else None
+
+
+def _is_read_by_numba(kv: PagedKv) -> bool:
+    return kv.numbers.device.type == "cpu" and kv.numbers.dtype in IN_PLACE_DTYPES and not kv.is_latent
+
+
+def _on_cpu() -> InPlace:
     num_threads = torch.get_num_threads()
     executor = ThreadPoolExecutor(num_threads - 1, "attention") if num_threads > 1 else None
     return InPlace(num_threads, executor)
 
 
-def _on_cuda(kv: Tensor, num_heads: int) -> OnDevice | None:
+def _on_cuda(kv: PagedKv, num_heads: int) -> OnDevice | None:
     require_causal(kv, num_heads)
-    properties = torch.cuda.get_device_properties(kv.device)
+    properties = torch.cuda.get_device_properties(kv.numbers.device)
     try:
         # Only torch for CUDA brings Triton along, and it takes a second to import.
         from services.engine.torch.attention.triton_kernel import attend_parts

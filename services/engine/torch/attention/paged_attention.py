@@ -1,11 +1,12 @@
-"""Attention over the paged KV pool, for Hugging Face model definitions.
+"""Attention over paged KV pools, for Hugging Face model definitions.
 
-    view_step(pool, chunks)   once a step (step_view.py): where K and V go, who reads which pages
-    model(..., paged=view)    transformers hands our keyword to the attention function of each layer
-      paged_attention         1. store the step's K and V in their pages
-                              2. chunks of several tokens: gather the sequence's K and V, attend causally
-                              3. single tokens: attend to pages where they lie, by the kernel that was chosen
-                                 at start (in_place.py); without one, as 2.
+    view_step(layers, chunks, cache)   once a step (step_view.py): where K and V go, who reads which pages
+    model(..., paged=view)             transformers hands our keyword to the attention function of each layer
+      cache.update(key, value, idx)    which layer it is: module.layer_idx does not say it everywhere
+      paged_attention                  1. store the step's K and V in their pages
+                                       2. chunks of several tokens: gather what they see, attend (gathered.py)
+                                       3. single tokens: attend to pages where they lie, by the kernel that
+                                          was chosen at start (in_place.py); without one, as 2.
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
@@ -19,13 +20,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.engine.torch.attention.decode_kernel import attend_pages
+from services.engine.torch.attention.gathered import attend_gathered, gather
+from services.engine.torch.attention.latent import contexts
+from services.engine.torch.attention.layers import Reach
+from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.parts import PartsView
-from services.engine.torch.attention.step_view import ChunkView, DecodeView, StepView
+from services.engine.torch.attention.scores import Scores
+from services.engine.torch.attention.step_view import DecodeView, ReachView, StepView
+from services.engine.torch.attention.stores import store
 from services.engine.torch.lanes import HAS_FLOAT16
+from services.values.errors import ConfigError
+from services.values.kv import GroupKind
 
 IMPLEMENTATION = "isthmus_paged"
 # What decode_kernel reads, and what it takes their numbers for.
@@ -33,6 +41,22 @@ _NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 if HAS_FLOAT16:
     _NUMPY_VIEWS[torch.float16] = torch.int16
 IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)
+
+# What transformers and its models may hand to an attention function without a say in what it computes: of
+# training, of what else the model returns, and what the view knows better.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 def paged_attention(
@@ -44,66 +68,92 @@ def paged_attention(
     *,
     scaling: float,
     paged: StepView,
-    **_ignored: Any,  # dropout, sliding_window (refused at load) and what else transformers passes
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it.
 
-    `query` is [1, num_heads, total, head_dim], `key` and `value` [1, num_kv_heads, total, head_dim].
-    Returns [1, total, num_heads, head_dim]. Writes the pool.
+    `query` is [1, num_heads, total, head_dim], `key` and `value` [1, num_kv_heads, total, ..]; of a latent,
+    they are of all contexts, as store_and_gather gave them. Returns [1, total, num_heads, head dimension of
+    the values]. Writes the pool.
+
+    Raises ConfigError where the model asks for what is not computed here.
     """
-    keys, values = paged.kv[:, module.layer_idx].unbind(1)
-    keys[paged.token_pages, :, paged.token_slots] = key[0].transpose(0, 1)
-    values[paged.token_pages, :, paged.token_slots] = value[0].transpose(0, 1)
+    _require_known(module, attention_mask, is_causal, others)
+    layer_idx, is_stored = paged.cache.take()
+    view, index = paged.of_layer(layer_idx)
+    _require_window(paged.layers.places[layer_idx].reach, sliding_window)
+    scores = Scores(scaling, softcap, s_aux)
     queries = query[0].transpose(0, 1)
-    if isinstance(paged.decode, DecodeView) and not paged.chunks:
-        return attend_in_place(queries, paged.decode, paged.kv, module.layer_idx, scaling)[None], None
-    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    for chunk in paged.chunks:
+    if view.kv.is_latent:
+        return _attend_to_contexts(queries, key[0], value[0], view, scores)[None], None
+    keys, values = view.kv.layer(index)
+    if is_stored:
+        store(key, keys, view)
+        store(value, values, view)
+    if isinstance(view.decode, DecodeView) and not view.chunks:
+        return attend_in_place(queries, view.decode, view.kv, index, scores)[None], None
+    output = queries.new_empty(*queries.shape[:2], values.shape[3])
+    for chunk in view.chunks:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
-        output[rows] = attend_gathered(queries[rows], keys, values, chunk, scaling)
-    if isinstance(paged.decode, PartsView):
-        paged.decode.attend(paged.decode, queries, paged.kv, module.layer_idx, scaling, output)
-    elif paged.decode is not None:
-        offsets = paged.decode.offsets
-        output[offsets] = attend_in_place(queries[offsets], paged.decode, paged.kv, module.layer_idx, scaling)
+        output[rows] = attend_gathered(
+            queries[rows], gather(keys, chunk), gather(values, chunk), chunk, scores
+        )
+    if isinstance(view.decode, PartsView):
+        view.decode.attend(view.decode, queries, view.kv, index, scores, output)
+    elif view.decode is not None:
+        offsets = view.decode.offsets
+        output[offsets] = attend_in_place(queries[offsets], view.decode, view.kv, index, scores)
     return output[None], None
 
 
-def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scaling: float) -> Tensor:
-    """`query` and the result are [length, num_heads, head_dim]; `keys` and `values` one layer's pages."""
-    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    # KV heads as the batch, the query heads of a group as its heads: nothing is repeated for GQA.
-    grouped = query.transpose(0, 1).unflatten(0, (num_kv_heads, -1))
-    shape = (num_kv_heads, grouped.shape[1], chunk.end, head_dim)
-    output = scaled_dot_product_attention(
-        grouped,
-        _gather(keys, chunk).expand(shape),
-        _gather(values, chunk).expand(shape),
-        attn_mask=chunk.mask,
-        is_causal=chunk.is_causal and chunk.length > 1,
-        scale=scaling,
-    )
-    return output.flatten(0, 1).transpose(0, 1)
+def _require_known(
+    module: torch.nn.Module, mask: Tensor | None, is_causal: bool | None, others: dict[str, Any]
+) -> None:
+    """What is not known must not be ignored: the model would compute something else."""
+    unknown = {name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT}
+    if mask is not None:
+        unknown.add("attention_mask")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        unknown.add("is_causal=False")
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} attends with {', '.join(sorted(unknown))}, which is not supported"
+        )
 
 
-def _gather(pages: Tensor, chunk: ChunkView) -> Tensor:
-    """The sequence's K or V in token order: [num_kv_heads, 1, end, head_dim]."""
-    # By heads, then pages: so it is copied once, not a second time to put the heads first. Selected from the
-    # transposed pool instead, torch would copy all of that.
-    own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
-    torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
-    return own.flatten(1, 2)[:, None, : chunk.end]
+def _require_window(reach: Reach, sliding_window: int | None) -> None:
+    known = reach.window if reach.kind is GroupKind.SLIDING_WINDOW else None
+    if sliding_window is not None and sliding_window != known:
+        raise ConfigError(f"a layer attends to a window of {sliding_window} tokens, and is taken for {reach}")
 
 
-def attend_in_place(query: Tensor, view: DecodeView, kv: Tensor, layer: int, scaling: float) -> Tensor:
-    """`query` and the result are [num_queries, num_heads, head_dim]; `kv` is the pool."""
+def _attend_to_contexts(
+    query: Tensor, keys: Tensor, values: Tensor, view: ReachView, scores: Scores
+) -> Tensor:
+    """`keys` and `values` are [num_heads, the contexts' tokens, ..]."""
+    output = query.new_empty(*query.shape[:2], values.shape[2])
+    for chunk, context in contexts(view):
+        rows = slice(chunk.offset, chunk.offset + chunk.length)
+        output[rows] = attend_gathered(query[rows], keys[:, context], values[:, context], chunk, scores)
+    return output
+
+
+def attend_in_place(query: Tensor, view: DecodeView, kv: PagedKv, layer: int, scores: Scores) -> Tensor:
+    """`query` is [num_queries, num_heads, head_dim]; the result has the values' head dimension."""
     output = attend_pages(
         query.float().numpy(),
-        kv.view(_NUMPY_VIEWS[kv.dtype]).numpy(),
+        kv.numbers.view(_NUMPY_VIEWS[kv.numbers.dtype]).numpy(),
+        kv.shape,
         layer,
         view.pieces,
         view.joins,
-        scaling,
+        scaling=scores.scaling,
+        softcap=scores.softcap,
+        sinks=None if scores.sinks is None else scores.sinks.detach().float().numpy(),
         shares=view.shares,
         executor=view.executor,
     )

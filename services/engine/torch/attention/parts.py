@@ -1,4 +1,4 @@
-"""Pieces (step_view.py) cut into parts: what one program of a device computes, and how queries join them.
+"""Pieces (pieces.py) cut into parts: what one program of a device computes, and how queries join them.
 
     piece   pages x their readers            who reads what
     part    some of the pages x some of the readers, for one KV head at a time
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from services.engine.torch.attention.decode_kernel import Ids, Joins, Pieces
+from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.scores import Scores
 
 # Rows that a program multiplies at once: a row is one query head of one reader. Tensor cores take 16 at
 # least; parts of that many are computed apart, for most pages are read by one sequence alone. Wide ones are
@@ -39,27 +41,28 @@ class PartsView:
     """The step's single tokens, on the device; tables are int32.
 
     Query i is the one at offsets[i] of the step. Part j is parts[j] = (first_page, end_page, first_reader,
-    end_reader, first_output): tokens[k] slots of pages[k], for each k from first_page to end_page, for the
-    queries at readers[k] of the step, for each k from first_reader to end_reader. Their results are
+    end_reader, first_output): slots [firsts[k], ends[k]) of pages[k], for each k from first_page to end_page,
+    for the queries at readers[k] of the step, for each k from first_reader to end_reader. Their results are
     `outputs` from first_output on, in that order. Query i joins outputs[readings[k]] for each k from
     starts[i] to starts[i + 1].
     """
 
     pages: Tensor
-    tokens: Tensor
+    firsts: Tensor
+    ends: Tensor
     readers: Tensor
     parts: Tensor  # [num_parts, 5], the narrow ones first
     readings: Tensor
     starts: Tensor  # [num_queries + 1]
     offsets: Tensor  # [num_queries]
     num_narrow: int
-    outputs: Tensor  # float32 [num_outputs, num_heads, head_dim], for each layer anew
+    outputs: Tensor  # float32 [num_outputs, num_heads, v_head_dim], for each layer anew
     log_sums: Tensor  # float32 [num_outputs, num_heads], to base 2
     attend: "AttendParts"
 
 
-# See triton_kernel.attend_parts: view, query, the pool, layer, scaling, output.
-AttendParts = Callable[[PartsView, Tensor, Tensor, int, float, Tensor], None]
+# See triton_kernel.attend_parts: view, query, the pool, layer, scores, output.
+AttendParts = Callable[[PartsView, Tensor, PagedKv, int, Scores, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +72,48 @@ class Parts:
     joins: Joins
 
 
-def rows_of(kv: Tensor, num_heads: int) -> tuple[int, int]:
+def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
     """Rows of a narrow and of a wide part: powers of two, and enough for one reader."""
-    whole = 1 << (num_heads // kv.shape[3] - 1).bit_length()
-    return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.itemsize, whole)
+    whole = 1 << (num_heads // kv.shape.num_kv_heads - 1).bit_length()
+    return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.numbers.itemsize, whole)
 
 
-def view_parts(kv: Tensor, offsets: Ids, pieces: Pieces, on_device: OnDevice) -> PartsView:
+def view_parts(kv: PagedKv, offsets: Ids, pieces: Pieces, on_device: OnDevice) -> PartsView:
     """`offsets` say where in the step each query is. All tables go to the device in one copy."""
     parts = cut_pieces(pieces, kv, on_device.num_heads, on_device.num_programs)
     tables = (
         pieces.pages,
-        pieces.tokens,
+        pieces.firsts,
+        pieces.ends,
         offsets[pieces.readers],
         parts.table.reshape(-1),
         parts.joins.readings,
         parts.joins.starts,
         offsets,
     )
-    packed = torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(kv.device)
-    pages, tokens, readers, table, readings, starts, on_offsets = packed.split([len(t) for t in tables])
-    shape = (len(parts.joins.readings), on_device.num_heads, kv.shape[5])
+    device = kv.numbers.device
+    packed = torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(device)
+    pages, firsts, ends, readers, table, readings, starts, on_offsets = packed.split([len(t) for t in tables])
+    shape = (len(parts.joins.readings), on_device.num_heads, kv.shape.v_head_dim)
     return PartsView(
         pages=pages,
-        tokens=tokens,
+        firsts=firsts,
+        ends=ends,
         readers=readers,
         parts=table.view(-1, 5),
         readings=readings,
         starts=starts,
         offsets=on_offsets,
         num_narrow=parts.num_narrow,
-        outputs=torch.empty(shape, dtype=torch.float32, device=kv.device),
-        log_sums=torch.empty(shape[:2], dtype=torch.float32, device=kv.device),
+        outputs=torch.empty(shape, dtype=torch.float32, device=device),
+        log_sums=torch.empty(shape[:2], dtype=torch.float32, device=device),
         attend=on_device.attend,
     )
 
 
-def cut_pieces(pieces: Pieces, kv: Tensor, num_heads: int, num_programs: int) -> Parts:
+def cut_pieces(pieces: Pieces, kv: PagedKv, num_heads: int, num_programs: int) -> Parts:
     """About `num_programs` parts for all KV heads together, or fewer where that would make them too small."""
-    num_kv_heads, page_size = kv.shape[3:5]
+    num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
     narrow, wide = rows_of(kv, num_heads)
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)

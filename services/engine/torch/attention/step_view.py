@@ -1,8 +1,4 @@
-"""What attention must know of a step, worked out once for all layers: who reads which pages.
-
-Single tokens read pages where they lie. Pages that the same queries read, wherever they are, are a *piece*: a
-prefix that several sequences share, a longer prefix that fewer of them share, and what each has for itself.
-"""
+"""What attention must know of a step, worked out once for all layers of a reach: see layers.py."""
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -11,13 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.runner import Chunk, TailPages
 from services.engine.torch.attention.decode_kernel import Ids, Joins, Pieces
+from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
+from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.parts import OnDevice, PartsView, view_parts
+from services.engine.torch.attention.pieces import Read, pieces_of
+from services.values.errors import ProtocolError
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
@@ -27,17 +26,28 @@ _READERS_OF_A_READ = 8
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
-    """Tokens [offset, offset + length) of the step: the last ones of a sequence of `end` tokens."""
+    """Tokens [offset, offset + length) of the step, the last ones of a sequence, and what they see of it.
+
+    That are positions [first, end): they begin `skip` slots into the first of `pages`.
+    """
 
     offset: int
     length: int
+    first: int
     end: int
-    pages: Tensor  # int64, the pages of positions [0, end)
-    mask: Tensor | None  # see _causal_mask; None where is_causal or nothing is masked
+    skip: int
+    pages: Tensor  # int64
+    mask: Tensor | None  # [length, end - first], see _mask; None where is_causal or nothing is masked
+    reach: Reach
+
+    @property
+    def num_seen(self) -> int:
+        return self.end - self.first
 
     @property
     def is_causal(self) -> bool:
-        return self.length == self.end
+        """That is all, and `mask` need not say it."""
+        return self.length == self.num_seen and self.mask is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,68 +62,141 @@ class DecodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class StepView:
-    """The same for all layers."""
+class ReachView:
+    """The same for all layers of a reach."""
 
-    kv: Tensor  # the pool: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
-    token_pages: Tensor  # int64 [total]
-    token_slots: Tensor  # int64 [total]
+    kv: PagedKv
+    stored: Tensor | None  # int64, which of the step's tokens are stored; None: all
+    token_pages: Tensor  # int64 [num_stored]
+    token_slots: Tensor  # int64 [num_stored]
     chunks: tuple[ChunkView, ...]
     decode: DecodeView | PartsView | None
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
-    """That single tokens are to read pages where they are, on the CPU, and by how many threads at most."""
+class StepView:
+    layers: PagedLayers
+    cache: StoredLayers
+    by_reach: dict[Reach, ReachView]
 
-    num_threads: int = 1
-    executor: Executor | None = None  # of num_threads - 1
+    def of_layer(self, layer_idx: int) -> tuple[ReachView, int]:
+        """What the step is to a layer, and which of its pool's layers it is."""
+        place = self.layers.places[layer_idx]
+        return self.by_reach[place.reach], place.index
 
 
-def view_step(kv: Tensor, chunks: Sequence[Chunk], in_place: InPlace | OnDevice | None) -> StepView:
-    """Plan a step over the pool `kv`."""
-    page_size = kv.shape[4]
+def view_step(layers: PagedLayers, chunks: Sequence[Chunk], cache: StoredLayers) -> StepView:
+    """Plan a step. Raises ProtocolError where a chunk lacks pages that it is to read or write."""
+    views = {reach: _view_reach(reach, layers, chunks) for reach in layers.reaches}
+    return StepView(layers, cache, views)
+
+
+def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> ReachView:
+    kv, in_place = layers.pools[reach.pool], layers.in_place[reach.pool]
     offsets = np.cumsum([0, *(len(chunk.token_ids) for chunk in chunks)])[:-1].tolist()
     placed = list(zip(offsets, chunks, strict=True))
-    positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-    pages = [_pages_at(c, p, page_size) for c, p in zip(chunks, positions, strict=True)]
     decodes = [(offset, c) for offset, c in placed if in_place is not None and len(c.token_ids) == 1]
     gathered = [(offset, c) for offset, c in placed if in_place is None or len(c.token_ids) > 1]
-    return StepView(
+    stored, pages, slots = _stored(reach.pool, chunks, kv)
+    return ReachView(
         kv=kv,
-        token_pages=torch.from_numpy(np.concatenate(pages)).to(kv.device),
-        token_slots=torch.from_numpy(np.concatenate(positions) % page_size).to(kv.device),
-        chunks=tuple(_view_chunk(offset, chunk, page_size, kv.device) for offset, chunk in gathered),
-        decode=_view_decodes(decodes, kv, in_place) if in_place is not None and decodes else None,
+        stored=stored,
+        token_pages=pages,
+        token_slots=slots,
+        chunks=tuple(_view_chunk(offset, chunk, reach, kv) for offset, chunk in gathered),
+        decode=_view_decodes(decodes, reach, kv, in_place) if in_place is not None and decodes else None,
     )
 
 
-def _pages_at(chunk: Chunk, positions: Ids, page_size: int) -> Ids:
-    first = chunk.start // page_size
-    return np.asarray(chunk.pages[first:], np.int64)[positions // page_size - first]
+def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Which tokens of the step are stored, and in which slots of which pages."""
+    page_size, device = kv.shape.page_size, kv.numbers.device
+    positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+    stored_from = [max(chunk.store_from, chunk.start) if pool == 0 else chunk.start for chunk in chunks]
+    kept = [p[first - c.start :] for p, first, c in zip(positions, stored_from, chunks, strict=True)]
+    pages = [_pages_at(_held(c, pool), p, page_size) for c, p in zip(chunks, kept, strict=True)]
+    stored = None
+    if any(len(p) < len(k) for k, p in zip(positions, kept, strict=True)):
+        is_kept = [p >= first for p, first in zip(positions, stored_from, strict=True)]
+        stored = torch.from_numpy(np.flatnonzero(np.concatenate(is_kept))).to(device)
+    slots = np.concatenate(kept) % page_size
+    return stored, torch.from_numpy(np.concatenate(pages)).to(device), torch.from_numpy(slots).to(device)
 
 
-def _view_chunk(offset: int, chunk: Chunk, page_size: int, device: torch.device) -> ChunkView:
-    length, end = len(chunk.token_ids), chunk.end
-    mask = _causal_mask(length, end, device) if chunk.start > 0 and length > 1 else None
-    pages = torch.tensor(chunk.pages[: -(-end // page_size)], dtype=torch.int64, device=device)
-    return ChunkView(offset, length, end, pages, mask)
+def _held(chunk: Chunk, pool: int) -> TailPages:
+    """The pages that a chunk has of a pool."""
+    return chunk.tails[pool - 1] if pool else TailPages(0, chunk.pages)
 
 
-def _causal_mask(length: int, end: int, device: torch.device) -> Tensor:
-    """For the last `length` tokens of a sequence of `end`: each sees all up to itself."""
+def _pages_at(held: TailPages, positions: Ids, page_size: int) -> Ids:
+    if not len(positions):
+        return np.empty(0, np.int64)
+    first = int(positions[0]) // page_size
+    _require(held, first, int(positions[-1]) // page_size)
+    return np.asarray(held.pages[first - held.first_page :], np.int64)[positions // page_size - first]
+
+
+def _require(held: TailPages, first_page: int, last_page: int) -> None:
+    if not held.first_page <= first_page <= last_page < held.first_page + len(held.pages):
+        raise ProtocolError(
+            f"a chunk needs pages {first_page} to {last_page} of its sequence, and has {len(held.pages)} "
+            f"from page {held.first_page} on"
+        )
+
+
+def _read(chunk: Chunk, reach: Reach, page_size: int) -> Read:
+    """All that the chunk's tokens see."""
+    first = max(0, reach.first_seen(chunk.start))
+    first_page, last_page = first // page_size, (chunk.end - 1) // page_size
+    held = _held(chunk, reach.pool)
+    _require(held, first_page, last_page)
+    pages = held.pages[first_page - held.first_page : last_page + 1 - held.first_page]
+    return Read(pages, first % page_size, chunk.end - first)
+
+
+def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:
+    read, device = _read(chunk, reach, kv.shape.page_size), kv.numbers.device
+    return ChunkView(
+        offset=offset,
+        length=len(chunk.token_ids),
+        first=chunk.end - read.num_tokens,
+        end=chunk.end,
+        skip=read.skip,
+        pages=torch.tensor(read.pages, dtype=torch.int64, device=device),
+        mask=_mask(chunk, reach, read.num_tokens, device),
+        reach=reach,
+    )
+
+
+def _mask(chunk: Chunk, reach: Reach, num_seen: int, device: torch.device) -> Tensor | None:
+    """[length, num_seen]: which of the positions that are read each token sees; None if is_causal, or all."""
+    length, first = len(chunk.token_ids), chunk.end - num_seen
+    if reach.first_seen(chunk.end - 1) > first:
+        return seen_by(torch.arange(chunk.start, chunk.end, device=device), reach, first, chunk.end)
+    return _causal_mask(length, num_seen, device) if 1 < length < num_seen else None
+
+
+def seen_by(positions: Tensor, reach: Reach, first: int, end: int) -> Tensor:
+    """Bool [len(positions), end - first]: which of [first, end) the tokens at `positions` see."""
+    others = torch.arange(first, end, device=positions.device)
+    return (others <= positions[:, None]) & (others >= reach.first_seen(positions)[:, None])
+
+
+def _causal_mask(length: int, num_seen: int, device: torch.device) -> Tensor:
+    """For the last `length` of `num_seen` tokens: each sees all up to itself."""
     if device.type == "cuda":
         # Only told, not made: so flash attention, which takes no mask, serves these chunks too. One that is
         # made becomes numbers, padded ones, and is for a slower kernel.
-        bias: Tensor = causal_lower_right(length, end)
+        bias: Tensor = causal_lower_right(length, num_seen)
         return bias
-    return torch.ones(length, end, dtype=torch.bool, device=device).tril(end - length)
+    return torch.ones(length, num_seen, dtype=torch.bool, device=device).tril(num_seen - length)
 
 
 def _view_decodes(
-    decodes: Sequence[tuple[int, Chunk]], kv: Tensor, in_place: InPlace | OnDevice
+    decodes: Sequence[tuple[int, Chunk]], reach: Reach, kv: PagedKv, in_place: InPlace | OnDevice
 ) -> DecodeView | PartsView:
-    pieces = _pieces([chunk for _, chunk in decodes], kv.shape[4])
+    page_size = kv.shape.page_size
+    pieces = pieces_of([_read(chunk, reach, page_size) for _, chunk in decodes], page_size)
     if isinstance(in_place, OnDevice):
         return view_parts(kv, np.array([offset for offset, _ in decodes]), pieces, in_place)
     readings = np.argsort(pieces.readers, kind="stable")
@@ -127,65 +210,14 @@ def _view_decodes(
     )
 
 
-def _pieces(chunks: Sequence[Chunk], page_size: int) -> Pieces:
-    """Of single tokens, each a query."""
-    pages, tokens, queries = _page_reads(chunks, page_size)
-    if len(chunks) == 1:  # as below, without the search: where there is one alone, every microsecond counts
-        return Pieces(pages, tokens, _starts([len(pages)]), queries[:1], _starts([1]))
-    # Of a page that is still being filled, every reader may know another part.
-    names = np.where(tokens == page_size, pages, pages.max() + 1 + np.arange(len(pages)))
-    reads = np.argsort(names, kind="stable")
-    _, firsts, counts = np.unique(names[reads], return_index=True, return_counts=True)
-    # By first reader and number of readers: of a tree's pages those with the same ones are neighbours then.
-    by_readers = np.lexsort((counts, queries[reads[firsts]]))
-    firsts, counts = firsts[by_readers], counts[by_readers]
-    starts = _starts(counts)
-    readers = queries[reads[np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], counts)]]
-    stretches: dict[bytes, list[Ids]] = {}  # by readers
-    for start, end in _with_the_same_readers(readers, starts):
-        stretch = reads[firsts[start:end]]
-        stretches.setdefault(readers[starts[start] : starts[start + 1]].tobytes(), []).append(stretch)
-    read = np.concatenate([stretch for of_piece in stretches.values() for stretch in of_piece])
-    return Pieces(
-        pages[read],
-        tokens[read],
-        _starts([sum(map(len, of_piece)) for of_piece in stretches.values()]),
-        np.frombuffer(b"".join(stretches), readers.dtype).copy(),  # else read-only, to numba another type
-        _starts([len(of_piece) // readers.itemsize for of_piece in stretches]),
-    )
-
-
-def _page_reads(chunks: Sequence[Chunk], page_size: int) -> tuple[Ids, Ids, Ids]:
-    """For each page of each query, sorted by query: page, tokens, query."""
-    counts = [-(-chunk.end // page_size) for chunk in chunks]
-    tables = [np.asarray(chunk.pages[:count], np.int64) for chunk, count in zip(chunks, counts, strict=True)]
-    lasts = np.cumsum(counts) - 1
-    tokens = np.full(lasts[-1] + 1, page_size)
-    tokens[lasts] = [(chunk.end - 1) % page_size + 1 for chunk in chunks]
-    return np.concatenate(tables), tokens, np.repeat(np.arange(len(chunks)), counts)
-
-
-def _with_the_same_readers(readers: Ids, starts: Ids) -> list[tuple[int, int]]:
-    """Stretches [start, end) of pages; those of page i are readers[starts[i] : starts[i + 1]]."""
-    counts = np.diff(starts)
-    of_next = np.arange(len(readers)) + np.repeat(counts, counts)
-    are_equal = readers == readers[np.minimum(of_next, len(readers) - 1)]
-    is_like_next = np.logical_and.reduceat(are_equal, starts[:-1])[:-1] & (np.diff(counts) == 0)
-    return list(pairwise([0, *(np.flatnonzero(~is_like_next) + 1).tolist(), len(counts)]))
-
-
-def _starts(lengths: ArrayLike) -> Ids:
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def _shares(pieces: Pieces, kv: Tensor, num_threads: int) -> tuple[range, ...]:
+def _shares(pieces: Pieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
     """Items of attend_pages, cut where there is about as much work on either side."""
-    num_kv_heads = kv.shape[3]
+    num_kv_heads = kv.shape.num_kv_heads
     if num_threads == 1:
         return (range((len(pieces.page_starts) - 1) * num_kv_heads),)
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
     work = np.cumsum(np.repeat(num_pages * (_READERS_OF_A_READ + num_readers), num_kv_heads))
-    layer_bytes = len(pieces.pages) * kv[0, 0].numel() * kv.itemsize
+    layer_bytes = len(pieces.pages) * kv.shape.layer_numbers * kv.numbers.itemsize
     count = max(1, min(num_threads, layer_bytes // _SHARE_BYTES))
     cuts = np.searchsorted(work, work[-1] * np.arange(1, count) / count, side="right")
     return tuple(range(start, end) for start, end in pairwise([0, *cuts.tolist(), len(work)]))

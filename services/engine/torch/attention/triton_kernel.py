@@ -15,6 +15,7 @@ Written, compiled and tested without a GPU: in Triton's interpreter (make test-t
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.parts import PartsView, rows_of
+from services.engine.torch.attention.scores import Scores
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # What a program holds of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared memory.
@@ -33,14 +36,15 @@ NUM_STAGES, NUM_WARPS = 2, 4
 
 
 @triton.jit(
-    do_not_specialize=["first_part", "layer", "num_layers", "scaling"],
-    do_not_specialize_on_alignment=["query", "pages", "tokens", "readers", "parts"],
+    do_not_specialize=["first_part", "layer", "num_layers", "scaling", "softcap"],
+    do_not_specialize_on_alignment=["query", "pages", "firsts", "ends", "readers", "parts"],
 )
 def _attend_part(
     query,
     kv,
     pages,
-    tokens,
+    firsts,
+    ends,
     readers,
     parts,
     outputs,
@@ -49,94 +53,114 @@ def _attend_part(
     layer,
     num_layers,
     scaling,
+    softcap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Program (j, k): part first_part + j, the heads of its readers that share KV head k. See PartsView."""
+    """Program (j, k): part first_part + j, the heads of its readers that share KV head k. See PartsView.
+
+    `softcap` 0 is none.
+    """
     part = parts + (first_part + tl.program_id(0)) * 5
     kv_head = tl.program_id(1)
     first_page, end_page = tl.load(part), tl.load(part + 1)
     first_reader, end_reader = tl.load(part + 2), tl.load(part + 3)
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    rows, columns, v_columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, V_COLUMNS)
     heads = kv_head * GROUP + rows % GROUP
     is_row = rows < (end_reader - first_reader) * GROUP
-    is_column = columns < HEAD_DIM
+    is_column, is_v_column = columns < HEAD_DIM, v_columns < V_HEAD_DIM
     offsets = tl.load(readers + first_reader + rows // GROUP, mask=is_row, other=0).to(tl.int64)
     row_starts = (offsets * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
-    is_number = is_row[:, None] & is_column[None, :]
-    queries = tl.load(query + row_starts[:, None] + columns[None, :], mask=is_number, other=0.0).to(FACTOR)
+    queries = tl.load(
+        query + row_starts[:, None] + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
+    ).to(FACTOR)
     # Of the softmax so far: the greatest score, the sum of all exponentials over that one's, of V by them.
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weighted = tl.zeros([ROWS, V_COLUMNS], tl.float32)
     num_slots = (end_page - first_page) * PAGE_SIZE
     for start in range(0, num_slots, SLOTS):
         nth = start + tl.arange(0, SLOTS)
         is_slot = nth < num_slots
         page = tl.load(pages + first_page + nth // PAGE_SIZE, mask=is_slot, other=0).to(tl.int64)
-        num_tokens = tl.load(tokens + first_page + nth // PAGE_SIZE, mask=is_slot, other=0)
+        first = tl.load(firsts + first_page + nth // PAGE_SIZE, mask=is_slot, other=0)
+        end = tl.load(ends + first_page + nth // PAGE_SIZE, mask=is_slot, other=0)
         slot = nth % PAGE_SIZE
-        is_token = slot < num_tokens
-        head = (page * num_layers + layer) * (2 * NUM_KV_HEADS) + kv_head
-        keys_at = head * (PAGE_SIZE * HEAD_DIM) + slot * HEAD_DIM
+        is_token = (first <= slot) & (slot < end)
+        of_layer = (page * num_layers + layer) * (NUM_KV_HEADS * PAGE_SIZE * (HEAD_DIM + V_HEAD_DIM))
+        keys_at = of_layer + (kv_head * PAGE_SIZE + slot) * HEAD_DIM
         keys = tl.load(
             kv + keys_at[None, :] + columns[:, None], mask=is_token[None, :] & is_column[:, None], other=0.0
         ).to(FACTOR)
         scores = tl.dot(queries, keys, input_precision="tf32x3") * (scaling * _LOG2_E)
+        if softcap > 0:
+            # tanh(x) is 1 - 2 / (1 + e**2x); where that overflows it is 1.
+            power = tl.exp2(scores * (2 / softcap))
+            scores = (1 - 2 / (1 + power)) * (softcap * _LOG2_E)
         scores = tl.where(is_token[None, :], scores, -float("inf"))
-        # The first slot of a page is always a token, so from the first round on this is a number.
+        # Where a window begins, a round may have no token.
         peak = tl.maximum(greatest, tl.max(scores, 1))
-        shrunk = tl.exp2(greatest - peak)
-        weights = tl.exp2(scores - peak[:, None])
-        values_at = keys_at + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        base = tl.where(peak == -float("inf"), 0.0, peak)
+        shrunk = tl.exp2(greatest - base)
+        weights = tl.exp2(scores - base[:, None])
+        values_at = of_layer + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM + (kv_head * PAGE_SIZE + slot) * V_HEAD_DIM
         values = tl.load(
-            kv + values_at[:, None] + columns[None, :], mask=is_token[:, None] & is_column[None, :], other=0.0
+            kv + values_at[:, None] + v_columns[None, :],
+            mask=is_token[:, None] & is_v_column[None, :],
+            other=0.0,
         ).to(FACTOR)
         weighted = tl.dot(weights.to(FACTOR), values, weighted * shrunk[:, None], input_precision="tf32x3")
         total = total * shrunk + tl.sum(weights, 1)
         greatest = peak
     places = (tl.load(part + 4) + rows // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP + heads
     tl.store(log_sums + places, greatest + tl.log2(total), mask=is_row)
-    results = outputs + places[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(results, weighted / total[:, None], mask=is_number)
+    results = outputs + places[:, None] * V_HEAD_DIM + v_columns[None, :]
+    tl.store(results, weighted / total[:, None], mask=is_row[:, None] & is_v_column[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["readings", "starts", "offsets", "joined"])
+@triton.jit(do_not_specialize_on_alignment=["readings", "starts", "offsets", "sinks", "joined"])
 def _join_parts(
     outputs,
     log_sums,
     readings,
     starts,
     offsets,
+    sinks,
     joined,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
 ):
-    """Program (i, h): head h of query i."""
+    """Program (i, h): head h of query i. Its sink (-inf: none) is joined here, and so once."""
     query, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    columns = tl.arange(0, COLUMNS)
-    is_column = columns < HEAD_DIM
-    peak = tl.full([COLUMNS], -float("inf"), tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    weighted = tl.zeros([COLUMNS], tl.float32)
+    columns = tl.arange(0, V_COLUMNS)
+    is_column = columns < V_HEAD_DIM
+    peak = tl.full([V_COLUMNS], -float("inf"), tl.float32)
+    total = tl.zeros([V_COLUMNS], tl.float32)
+    weighted = tl.zeros([V_COLUMNS], tl.float32)
     for k in range(tl.load(starts + query), tl.load(starts + query + 1)):
         place = tl.load(readings + k).to(tl.int64) * num_heads + head
         log_sum = tl.load(log_sums + place)
-        output = tl.load(outputs + place * HEAD_DIM + columns, mask=is_column, other=0.0)
+        output = tl.load(outputs + place * V_HEAD_DIM + columns, mask=is_column, other=0.0)
         greatest = tl.maximum(peak, log_sum)
         shrunk, weight = tl.exp2(peak - greatest), tl.exp2(log_sum - greatest)
         weighted = weighted * shrunk + output * weight
         total = total * shrunk + weight
         peak = greatest
+    sink = tl.load(sinks + head) * _LOG2_E
+    greatest = tl.maximum(peak, sink)
+    shrunk = tl.exp2(peak - greatest)
+    total = total * shrunk + tl.exp2(sink - greatest)
     place = tl.load(offsets + query).to(tl.int64) * num_heads + head
-    results = joined + place * HEAD_DIM + columns
-    tl.store(results, (weighted / total).to(joined.dtype.element_ty), mask=is_column)
+    results = joined + place * V_HEAD_DIM + columns
+    tl.store(results, (weighted * shrunk / total).to(joined.dtype.element_ty), mask=is_column)
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -144,34 +168,36 @@ _IS_INTERPRETED = not isinstance(_attend_part, triton.JITFunction)
 
 
 def attend_parts(
-    view: PartsView, query: Tensor, kv: Tensor, layer: int, scaling: float, output: Tensor
+    view: PartsView, query: Tensor, kv: PagedKv, layer: int, scores: Scores, output: Tensor
 ) -> None:
     """Write the attention of the step's single tokens to their rows of `output`.
 
-    `query` and `output` are [total, num_heads, head_dim]; `output` and `kv`, the pool, are contiguous.
+    `query` is [total, num_heads, head_dim], `output` [total, num_heads, v_head_dim] and contiguous.
     """
     num_heads = query.shape[1]
-    num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
     query = query.contiguous()
+    sinks = _sinks(scores, num_heads, query.device)
     narrow, wide = rows_of(kv, num_heads)
     ranges = ((0, view.num_narrow, narrow), (view.num_narrow, len(view.parts), wide))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         for first, end, rows in ranges:
             if first == end:
                 continue
-            _attend_part[end - first, num_kv_heads](
+            _attend_part[end - first, kv.shape.num_kv_heads](
                 query,
-                kv,
+                kv.numbers,
                 view.pages,
-                view.tokens,
+                view.firsts,
+                view.ends,
                 view.readers,
                 view.parts,
                 view.outputs,
                 view.log_sums,
                 first,
                 layer,
-                kv.shape[1],
-                scaling,
+                kv.shape.num_layers,
+                scores.scaling,
+                scores.softcap or 0.0,
                 **part_constants(kv, num_heads, rows),
                 num_warps=NUM_WARPS,
                 num_stages=NUM_STAGES,
@@ -182,25 +208,41 @@ def attend_parts(
             view.readings,
             view.starts,
             view.offsets,
+            sinks,
             output,
-            HEAD_DIM=head_dim,
-            COLUMNS=_columns(head_dim),
+            V_HEAD_DIM=kv.shape.v_head_dim,
+            V_COLUMNS=_columns(kv.shape.v_head_dim),
         )
 
 
-def part_constants(kv: Tensor, num_heads: int, rows: int) -> dict[str, Any]:
+def _sinks(scores: Scores, num_heads: int, device: torch.device) -> Tensor:
+    if scores.sinks is None:
+        return _no_sinks(num_heads, device)
+    return scores.sinks.float()
+
+
+@cache
+def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
+    return torch.full((num_heads,), -math.inf, device=device)
+
+
+def part_constants(kv: PagedKv, num_heads: int, rows: int) -> dict[str, Any]:
     """Of _attend_part for parts of `rows`."""
-    num_kv_heads, page_size, head_dim = kv.shape[3:]
+    _, num_kv_heads, page_size, head_dim, v_head_dim = kv.shape
+    columns, v_columns = _columns(head_dim), _columns(v_head_dim)
+    widest = max(columns, v_columns)
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
         "PAGE_SIZE": page_size,
         "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
         "ROWS": rows,
-        "COLUMNS": _columns(head_dim),
-        "SLOTS": max(16, min(_MAX_SLOTS, _TILE_BYTES // (_columns(head_dim) * kv.itemsize))),
+        "COLUMNS": columns,
+        "V_COLUMNS": v_columns,
+        "SLOTS": max(16, min(_MAX_SLOTS, _TILE_BYTES // (widest * kv.numbers.itemsize))),
         # The interpreter takes the bits of bfloat16 for integers when it multiplies, so there it is wider.
-        "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[kv.dtype],
+        "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[kv.numbers.dtype],
     }
 
 

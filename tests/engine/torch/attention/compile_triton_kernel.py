@@ -1,6 +1,7 @@
 """Compile the attention kernels for GPUs of one compute capability, down to their machine code.
 
-    python compile_triton_kernel.py 90 '[["bfloat16", 128, 4], ...]'    dtype, head_dim, heads to a KV head
+    python compile_triton_kernel.py 90 '[["bfloat16", 128, 128, 4], ...]'
+    dtype, dimensions of K and of V, heads to a KV head
 
 Prints what became of each kernel, as JSON.
 """
@@ -14,18 +15,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.engine.torch.attention import triton_kernel
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.parts import rows_of
 
 NUM_KV_HEADS, PAGE_SIZE = 2, 16
-POINTERS = {"outputs": "*fp32", "log_sums": "*fp32"}
-NUMBERS = {"first_part": "i32", "layer": "i32", "num_layers": "i32", "scaling": "fp32"}
+POINTERS = {"outputs": "*fp32", "log_sums": "*fp32"}  # aligned
+NUMBERS = {"first_part": "i32", "layer": "i32", "num_layers": "i32", "scaling": "fp32", "softcap": "fp32"}
 SHORT = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
 def compiled(kernel, capability, dtype, constants, **options):
     """As at a launch with torch's own tensors, which start at multiples of 16 bytes."""
     signature = {name: "*i32" for name in kernel.arg_names} | {"query": dtype, "kv": dtype, "joined": dtype}
-    signature |= POINTERS | NUMBERS | dict.fromkeys(constants, "constexpr")
+    signature |= POINTERS | {"sinks": "*fp32"} | NUMBERS | dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -42,13 +44,14 @@ def compiled(kernel, capability, dtype, constants, **options):
 
 
 def all_kernels(capability, cases):
-    for dtype, head_dim, group in cases:
-        kv = torch.empty(1, 1, 2, NUM_KV_HEADS, PAGE_SIZE, head_dim, dtype=getattr(torch, dtype))
+    for dtype, head_dim, v_head_dim, group in cases:
+        shape = PageShape(1, NUM_KV_HEADS, PAGE_SIZE, head_dim, v_head_dim)
+        kv = PagedKv(torch.empty(shape.page_numbers, dtype=getattr(torch, dtype)), shape)
         for rows in rows_of(kv, NUM_KV_HEADS * group):
             constants = triton_kernel.part_constants(kv, NUM_KV_HEADS * group, rows)
             options = {"num_warps": triton_kernel.NUM_WARPS, "num_stages": triton_kernel.NUM_STAGES}
             yield compiled(triton_kernel._attend_part, capability, SHORT[dtype], constants, **options)
-        constants = {"HEAD_DIM": head_dim, "COLUMNS": constants["COLUMNS"]}
+        constants = {name: constants[name] for name in ("V_HEAD_DIM", "V_COLUMNS")}
         yield compiled(triton_kernel._join_parts, capability, SHORT[dtype], constants)
 
 

@@ -8,13 +8,20 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from engine.torch.attention.paging import paged, reach_view_of
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention import triton_kernel
 from services.engine.torch.attention.parts import OnDevice
-from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.scores import Scores
 from services.values.request import SamplingParams
 
 NUM_HEADS = 8
+SCORES = (
+    Scores(0.125),
+    Scores(1.0, softcap=50.0),
+    Scores(0.125, sinks=torch.zeros(NUM_HEADS)),
+    Scores(1.0, 1.0),
+)
 
 
 class AbsentDriver:
@@ -32,10 +39,12 @@ def single_token(end, pages):
     return Chunk([0], end - 1, pages, sample=False, sampling=SamplingParams())
 
 
-def attend(kv, chunks, layer, scaling):
-    view = view_step(kv, chunks, OnDevice(triton_kernel.attend_parts, NUM_HEADS, num_programs=264)).decode
+def attend(kv, chunks, layer, scores):
+    pool = paged(kv)
+    on_device = OnDevice(triton_kernel.attend_parts, NUM_HEADS, num_programs=264)
+    view = reach_view_of(pool, chunks, on_device).decode
     query = torch.zeros(len(chunks), NUM_HEADS, kv.shape[5], dtype=kv.dtype)
-    triton_kernel.attend_parts(view, query, kv, layer, scaling, torch.empty_like(query))
+    triton_kernel.attend_parts(view, query, pool, layer, scores, torch.empty_like(query))
 
 
 def main():
@@ -54,7 +63,7 @@ def main():
         *((kv[:, :num_layers].contiguous(), first, 0) for num_layers in (1, 3)),
     ]
     for i, (pool, chunks, layer) in enumerate(steps):
-        attend(pool, chunks, layer, scaling=(0.125, 1.0)[i % 2])
+        attend(pool, chunks, layer, SCORES[i % len(SCORES)])
         kernels = (triton_kernel._attend_part, triton_kernel._join_parts)
         print(sum(len(kernel.device_caches[0][0]) for kernel in kernels))
 

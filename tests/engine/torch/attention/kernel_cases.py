@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from engine.torch.attention.paging import paged, reach_view_of
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.parts import AttendParts, OnDevice
-from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.scores import Scores
 from services.values.request import SamplingParams
 
 NUM_KV_HEADS = 2
@@ -89,8 +90,8 @@ def attended(attend_parts: AttendParts, step, layout: Layout, num_programs: int,
     forget_what_nobody_knows(kv, chunks)
     num_heads = NUM_KV_HEADS * layout.group
     query = torch.randn(len(chunks), num_heads, layout.head_dim, generator=generator).to(layout.dtype)
-    on_device, queries = kv.to(device), query.to(device)
-    view = view_step(on_device, chunks, OnDevice(attend_parts, num_heads, num_programs)).decode
+    on_device, queries = paged(kv.to(device)), query.to(device)
+    view = reach_view_of(on_device, chunks, OnDevice(attend_parts, num_heads, num_programs)).decode
     output = torch.full_like(queries, torch.nan)
-    attend_parts(view, queries, on_device, 1, SCALING, output)
+    attend_parts(view, queries, on_device, 1, Scores(SCALING), output)
     return output.cpu().double(), expected_attention(kv, chunks, query, SCALING)

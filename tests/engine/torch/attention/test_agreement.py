@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from engine.torch.attention.paging import empty
 from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_numbers
-from services.engine.torch.attention import paged_attention as attention
+from services.engine.torch.attention import gathered as attention
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.agreement import KernelWrong, require_agreement, require_causal
+from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.parts import OnDevice
 from services.values.errors import ConfigError
 
@@ -14,7 +16,7 @@ NUM_HEADS = 4
 
 
 def pool(dtype=torch.float32, page_size=16):
-    return torch.zeros(2, 3, 2, 2, page_size, 8, dtype=dtype)
+    return empty(PageShape(3, 2, page_size, 8, 8), num_pages=2, dtype=dtype)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
@@ -22,7 +24,7 @@ def pool(dtype=torch.float32, page_size=16):
 def test_a_kernel_that_is_right_agrees(dtype, page_size):
     kv = pool(dtype, page_size)
     require_agreement(OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16), kv)
-    assert not kv.any()
+    assert not kv.numbers.any()
 
 
 def forgetting(column, change):
@@ -36,18 +38,19 @@ def forgetting(column, change):
 
 
 def of_all_slots(view, *arguments):
-    view.tokens.fill_(16)
+    view.firsts.fill_(0)
+    view.ends.fill_(16)
     attend_parts_plainly(view, *arguments)
 
 
-def without_shared_pages(view, query, kv, layer, scaling, output):
+def without_shared_pages(view, query, kv, layer, scores, output):
     view.log_sums.fill_(0)
-    attend_parts_plainly(view, query, kv, layer, scaling, output)
+    attend_parts_plainly(view, query, kv, layer, scores, output)
     for i, offset in enumerate(view.offsets.tolist()):
         output[offset] = view.outputs[view.readings[view.starts[i]].long()]
 
 
-def nowhere(view, query, kv, layer, scaling, output):
+def nowhere(view, query, kv, layer, scores, output):
     output.fill_(torch.nan)
 
 
@@ -64,7 +67,7 @@ def test_a_kernel_that_is_wrong_is_found_out(attend):
 def test_prompts_agree_with_a_plain_softmax(dtype, page_size):
     kv = pool(dtype, page_size)
     require_causal(kv, NUM_HEADS)
-    assert not kv.any()
+    assert not kv.numbers.any()
 
 
 def masked(diagonal):

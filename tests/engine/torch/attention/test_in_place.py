@@ -5,20 +5,23 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from engine.torch.attention.paging import empty
 from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_numbers
 from services.engine.torch.attention import in_place
 from services.engine.torch.attention.agreement import require_agreement
-from services.engine.torch.attention.in_place import choose_in_place
+from services.engine.torch.attention.in_place import choose_in_place, end_threads
+from services.engine.torch.attention.layers import InPlace
+from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.parts import OnDevice
-from services.engine.torch.attention.step_view import InPlace
 from services.values.errors import ConfigError
 
 NUM_HEADS = 4
+LATENT = empty(PageShape(3, 1, 16, 8, 0))
 MODULE = "services.engine.torch.attention.triton_kernel"
 
 
 def pool(dtype=torch.float32, page_size=16):
-    return torch.zeros(2, 3, 2, 2, page_size, 8, dtype=dtype)
+    return empty(PageShape(3, 2, page_size, 8, 8), num_pages=2, dtype=dtype)
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def cuda(monkeypatch):
         in_place, "require_agreement", lambda on_device, kv: require_agreement(on_device, pool())
     )
     monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: None)
-    return SimpleNamespace(device=torch.device("cuda", 0))
+    return SimpleNamespace(numbers=SimpleNamespace(device=torch.device("cuda", 0)), is_latent=False)
 
 
 def install(monkeypatch, attend):
@@ -41,7 +44,7 @@ def install(monkeypatch, attend):
 
 def test_on_a_gpu_the_kernel_is_taken_that_works(cuda, monkeypatch):
     install(monkeypatch, attend_parts_plainly)
-    assert choose_in_place(cuda, NUM_HEADS) == OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16)
+    assert choose_in_place([cuda], NUM_HEADS) == (OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16),)
 
 
 def failing(*_):
@@ -55,7 +58,7 @@ def test_a_kernel_that_does_not_work_is_left_alone_and_that_is_said(
     cuda, monkeypatch, caplog, attend, reason
 ):
     install(monkeypatch, attend)
-    assert choose_in_place(cuda, NUM_HEADS) is None
+    assert choose_in_place([cuda], NUM_HEADS) == (None,)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("attention_kernel_unusable error=")
@@ -64,7 +67,7 @@ def test_a_kernel_that_does_not_work_is_left_alone_and_that_is_said(
 
 def test_so_is_one_that_is_not_there(cuda, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, MODULE, None)  # as without Triton
-    assert choose_in_place(cuda, NUM_HEADS) is None
+    assert choose_in_place([cuda], NUM_HEADS) == (None,)
     assert "attention_kernel_unusable error=" in caplog.text
 
 
@@ -75,14 +78,18 @@ def test_without_a_torch_that_attends_nothing_serves(cuda, monkeypatch):
     install(monkeypatch, attend_parts_plainly)
     monkeypatch.setattr(in_place, "require_causal", refuse)
     with pytest.raises(ConfigError, match="does not attend"):
-        choose_in_place(cuda, NUM_HEADS)
+        choose_in_place([cuda], NUM_HEADS)
 
 
 def test_on_a_cpu_threads_read_the_pages(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert choose_in_place(pool(), NUM_HEADS) == InPlace()
-    assert choose_in_place(pool(torch.float64), NUM_HEADS) is None
+    assert choose_in_place([pool()], NUM_HEADS) == (InPlace(),)
+    assert choose_in_place([pool(torch.float64)], NUM_HEADS) == (None,)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    chosen = choose_in_place(pool(), NUM_HEADS)
+    chosen, latent, half = choose_in_place([pool(), LATENT, pool(torch.bfloat16)], NUM_HEADS)
+    assert latent is None  # the model expands it
+    assert chosen is half  # threads of a runner, not of a pool
     assert chosen.num_threads == 3
-    chosen.executor.shutdown()
+    end_threads([chosen, latent, half])
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        chosen.executor.submit(print)

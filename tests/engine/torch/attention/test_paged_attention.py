@@ -13,16 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.bias import CausalBias
 
+from engine.torch.attention.paging import empty, paged, reach_view_of, view_of
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention import decode_kernel, step_view
+from services.engine.torch.attention.gathered import attend_gathered, gather
+from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_attention import (
     IN_PLACE_DTYPES,
-    _gather,
-    attend_gathered,
     attend_in_place,
     paged_attention,
 )
-from services.engine.torch.attention.step_view import InPlace, _causal_mask, view_step
+from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.scores import Scores
+from services.engine.torch.attention.step_view import _causal_mask
 from services.values.request import SamplingParams
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
@@ -40,10 +43,9 @@ def random_pool(num_pages, page_size, dtype, generator):
 
 
 def attend(kv, chunks, query, key, value, *, in_place, layer=1):
-    view = view_step(kv, chunks, in_place)
-    module = SimpleNamespace(layer_idx=layer)
+    view = view_of(paged(kv), chunks, in_place, layer=layer)
     output, _ = paged_attention(
-        module, query, key, value, None, scaling=SCALING, paged=view, dropout=0.0, sliding_window=None
+        SimpleNamespace(), query, key, value, None, scaling=SCALING, paged=view, dropout=0.0
     )
     return output[0]
 
@@ -200,12 +202,16 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
     kv = torch.randn(3 + num_readers, 1, 2, kv_heads, 13, head_dim, generator=generator)
     chunks = [chunk(1, 26 + i % 13, [2, 0, 3 + i]) for i in range(num_readers)]
     query = torch.randn(num_readers, kv_heads * group, head_dim, generator=generator)
-    gathered = [view_step(kv, [c], None).chunks[0] for c in chunks]
-    keys, values = kv[:, 0].unbind(1)
-    expected = [attend_gathered(q[None], keys, values, c, 0.3) for q, c in zip(query, gathered, strict=True)]
-    view = view_step(kv, chunks, InPlace()).decode
+    pool, scores = paged(kv), Scores(0.3)
+    gathered = [reach_view_of(pool, [c]).chunks[0] for c in chunks]
+    contexts = [[gather(pages, c) for pages in pool.layer(0)] for c in gathered]
+    expected = [
+        attend_gathered(q[None], *context, c, scores)
+        for q, context, c in zip(query, contexts, gathered, strict=True)
+    ]
+    view = reach_view_of(pool, chunks, InPlace()).decode
     torch.testing.assert_close(
-        attend_in_place(query, view, kv, 0, 0.3), torch.cat(expected), atol=2e-6, rtol=0
+        attend_in_place(query, view, pool, 0, scores), torch.cat(expected), atol=2e-6, rtol=0
     )
 
 
@@ -244,7 +250,7 @@ def test_threads_share_all_items_and_none_has_much_more_than_its_part(ends, num_
     chunks = [chunk(1, end - 1, range(13 * i, 13 * i + 13)) for i, end in enumerate(ends)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_view, "_SHARE_BYTES", share_bytes)
-        shares = view_step(kv, chunks, InPlace(num_threads)).decode.shares
+        shares = reach_view_of(paged(kv), chunks, InPlace(num_threads)).decode.shares
     assert [item for share in shares for item in share] == list(range(heads * len(ends)))
     assert 1 <= len(shares) <= num_threads
     pages = [-(-ends[item // heads] // page_size) for item in range(heads * len(ends))]
@@ -268,9 +274,10 @@ def test_scores_far_apart_join_without_overflow():
 
 def planned(chunks, page_size=16):
     """Pieces as (readers, {page: tokens}), in no order; and that each query joins what it reads."""
-    view = view_step(torch.empty(64, 1, 2, 1, page_size, 8), chunks, InPlace()).decode
-    pages, tokens, page_starts, readers, reader_starts = (array.tolist() for array in view.pieces)
-    reads = list(zip(pages, tokens, strict=True))
+    view = reach_view_of(empty(PageShape(1, 1, page_size, 8, 8)), chunks, InPlace()).decode
+    pages, firsts, ends, page_starts, readers, reader_starts = (array.tolist() for array in view.pieces)
+    assert not any(firsts)
+    reads = list(zip(pages, ends, strict=True))
     for i, (start, end) in enumerate(pairwise(view.joins.starts.tolist())):
         assert view.joins.readings[start:end].tolist() == [j for j, who in enumerate(readers) if who == i]
     assert (page_starts[-1], reader_starts[-1]) == (len(pages), len(readers))
@@ -341,8 +348,8 @@ def test_a_chunks_context_is_copied_and_not_the_pool():
     num_pages = 2**38
     page = torch.arange(2 * 16 * 8, dtype=torch.float32).reshape(2, 16, 8)
     keys, _ = torch.stack([page, -page])[None].expand(num_pages, 2, 2, 16, 8).unbind(1)
-    chunk = SimpleNamespace(pages=torch.tensor([3, num_pages - 1, 5]), end=40)
-    gathered = _gather(keys, chunk)
-    assert torch.equal(gathered[:, 0], torch.cat([page, page, page], dim=1)[:, :40])
+    chunk = SimpleNamespace(pages=torch.tensor([3, num_pages - 1, 5]), skip=2, num_seen=40)
+    gathered = gather(keys, chunk)
+    assert torch.equal(gathered, torch.cat([page, page, page], dim=1)[:, 2:42])
     with pytest.raises(RuntimeError, match="allocate"):
         keys.transpose(0, 1).contiguous()

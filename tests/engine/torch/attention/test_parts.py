@@ -6,12 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.torch.attention.paging import empty
 from services.engine.torch.attention.decode_kernel import Pieces
+from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.parts import cut_pieces, rows_of
 
 
 def pool(num_kv_heads=8, page_size=16, dtype=torch.bfloat16):
-    return torch.empty(1, 1, 2, num_kv_heads, page_size, 1, dtype=dtype)
+    return empty(PageShape(1, num_kv_heads, page_size, 1, 1), dtype=dtype)
 
 
 def pieces_of(sizes):
@@ -20,6 +22,7 @@ def pieces_of(sizes):
     readers = [query for _, num_readers in sizes for query in range(num_readers)]
     return Pieces(
         np.arange(100, 100 + pages),
+        np.zeros(pages, np.int64),
         np.full(pages, 16),
         np.cumsum([0, *(num_pages for num_pages, _ in sizes)]),
         np.array(readers),

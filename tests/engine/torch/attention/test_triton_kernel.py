@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.torch.attention.kernel_cases import Layout, attended, expected_attention, single_token, steps
+from engine.torch.attention.paging import empty, paged, reach_view_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.runner import Chunk
 from services.engine.torch import runner as torch_runner
 from services.engine.torch.attention.agreement import require_agreement
+from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.parts import OnDevice, PartsView
+from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.runner import TorchRunner
 from services.values.request import SamplingParams
@@ -56,7 +59,7 @@ def test_it_computes_what_float64_does(attend_parts, step, group, head_dim, dtyp
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("page_size", [7, 64])
 def test_the_runners_own_check_finds_it_right(attend_parts, dtype, page_size):
-    kv = torch.zeros(1, 3, 2, 2, page_size, 64, dtype=dtype)
+    kv = empty(PageShape(3, 2, page_size, 64, 64), dtype=dtype)
     require_agreement(OnDevice(attend_parts, num_heads=8, num_programs=264), kv)
 
 
@@ -66,10 +69,11 @@ def test_scores_far_apart_join_without_overflow(attend_parts):
     kv[17] *= 1000
     chunks = [single_token(40 * 16 - 3, list(range(40)))]
     query = 100 * torch.randn(1, 2, 64, generator=generator)
-    view = view_step(kv, chunks, OnDevice(attend_parts, num_heads=2, num_programs=264)).decode
+    on_device = OnDevice(attend_parts, num_heads=2, num_programs=264)
+    view = reach_view_of(paged(kv), chunks, on_device).decode
     assert len(view.parts) > 1
     output = torch.empty_like(query)
-    attend_parts(view, query, kv, 1, 1.0, output)
+    attend_parts(view, query, paged(kv), 1, Scores(1.0), output)
     expected = expected_attention(kv, chunks, query, 1.0)
     torch.testing.assert_close(output.double(), expected, atol=0.05, rtol=1e-3)
 
@@ -80,14 +84,15 @@ def views(attend_parts, monkeypatch):
     recorded = []
 
     def recording(*args):
-        recorded.append(view_step(*args))
-        return recorded[-1]
+        view = view_step(*args)
+        recorded.extend(view.by_reach.values())
+        return view
 
     monkeypatch.setattr(torch_runner, "view_step", recording)
     monkeypatch.setattr(
         torch_runner,
         "choose_in_place",
-        lambda kv, num_heads: OnDevice(attend_parts, num_heads, num_programs=16),
+        lambda pools, num_heads: [OnDevice(attend_parts, num_heads, num_programs=16)],
     )
     return recorded
 
@@ -118,8 +123,14 @@ def test_greedy_output_is_that_of_transformers(architecture, views):
     assert sum((counts == 3).any().item() for counts in readers) >= 10
 
 
-# dtype, head_dim, heads to a KV head: with the largest tiles of each type, and with no power of two.
-COMPILED = [("bfloat16", 128, 4), ("bfloat16", 256, 8), ("float32", 128, 4), ("float16", 80, 7)]
+# dtype, dimensions of K and V, heads to a KV head: with the largest tiles of each type, and no power of two.
+COMPILED = [
+    ("bfloat16", 128, 128, 4),
+    ("bfloat16", 256, 256, 8),
+    ("float32", 128, 128, 4),
+    ("float16", 80, 80, 7),
+    ("bfloat16", 192, 128, 8),
+]
 SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9; others have more
 
 
@@ -128,7 +139,7 @@ def printed(program, *arguments, cache):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / program, *arguments],
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        env=environment | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,0 +1,75 @@
+"""Attention of one chunk over K and V that were copied together: what needs nothing but torch.
+
+torch's own attention knows neither soft caps nor sinks; where a layer has one, scores are made one by one.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.engine.torch.attention.scores import Scores
+from services.engine.torch.attention.step_view import ChunkView, seen_by
+
+# Of scores that are held at once, float32: so many rows of a chunk are computed together.
+_SCORE_BYTES = 64 << 20
+
+
+def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
+    """What the chunk sees of K or V, in token order: [num_kv_heads, end - first, head_dim]."""
+    # By heads, then pages: so it is copied once, not a second time to put the heads first. Selected from the
+    # transposed pool instead, torch would copy all of that.
+    own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
+    torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
+    return own.flatten(1, 2)[:, chunk.skip : chunk.skip + chunk.num_seen]
+
+
+def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
+    """`query` is [length, num_heads, head_dim], `keys` and `values` [num_kv_heads, end - first, ..].
+
+    Returns [length, num_heads, head dimension of the values].
+    """
+    # KV heads as the batch, the query heads of a group as its heads: nothing is repeated for GQA.
+    grouped = query.transpose(0, 1).unflatten(0, (len(keys), -1))
+    attend = _attend if scores.are_plain else _attend_by_scores
+    return attend(grouped, keys[:, None], values[:, None], chunk, scores).flatten(0, 1).transpose(0, 1)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
+    group = query.shape[1]
+    return scaled_dot_product_attention(
+        query,
+        keys.expand(-1, group, -1, -1),
+        values.expand(-1, group, -1, -1),
+        attn_mask=chunk.mask,
+        is_causal=chunk.is_causal and chunk.length > 1,
+        scale=scores.scaling,
+    )
+
+
+def _attend_by_scores(
+    query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores
+) -> Tensor:
+    """As _attend, in float32, some rows of the chunk after others."""
+    keys, values = keys.float(), values.float()
+    num_rows = max(1, _SCORE_BYTES // (4 * query.shape[0] * query.shape[1] * chunk.num_seen))
+    start = chunk.end - chunk.length
+    outputs = []
+    for first in range(0, chunk.length, num_rows):
+        rows = query[:, :, first : first + num_rows].float()
+        positions = torch.arange(start + first, start + first + rows.shape[2], device=rows.device)
+        seen = seen_by(positions, chunk.reach, chunk.first, chunk.end)
+        outputs.append(_weights(rows @ keys.transpose(2, 3), seen, scores) @ values)
+    return torch.cat(outputs, dim=2).to(query.dtype)
+
+
+def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Of each token for those it sees: the softmax of [num_kv_heads, group, length, num_seen] products."""
+    capped = products * scores.scaling
+    if scores.softcap is not None:
+        capped = torch.tanh(capped / scores.softcap) * scores.softcap
+    capped = capped.masked_fill(~seen, -torch.inf)
+    if scores.sinks is None:
+        return capped.softmax(-1)
+    # A sink is one more score, of a token without a value.
+    sinks = scores.sinks.float().view(*capped.shape[:2], 1, 1).expand(*capped.shape[:3], 1)
+    return torch.cat([capped, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -1,0 +1,77 @@
+"""Which layer keeps its K and V where, and how far back it sees: a table, made once when the runner starts.
+
+    pools      0 is of full attention, the others of the windowed groups: pool i has the pages of tails[i - 1]
+    reach      a pool, and what its tokens see: a step is worked out once for each (step_view.py)
+    place      of a layer: its reach, and which of its pool's layers it is
+
+A model all of whose layers have a window keeps them in pool 0, whole: there a window only masks.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.parts import OnDevice
+from services.values.kv import GroupKind
+
+Position = TypeVar("Position", int, Tensor)
+
+
+class StoredLayers(Protocol):
+    """What the model takes for its cache, as attention asks it."""
+
+    def take(self) -> tuple[int, bool]:
+        """Which layer's K and V the attention that now runs is to read, and whether it stores its own there.
+
+        (layer_idx, True) after the model's `cache.update(key, value, layer_idx)`, once; else (the layer
+        whose K and V the running one shares, False).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """That single tokens are to read pages where they are, on the CPU, and by how many threads at most."""
+
+    num_threads: int = 1
+    executor: Executor | None = None  # of num_threads - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A token at p sees the positions [first_seen(p), p] of its sequence, in the pages of a pool."""
+
+    pool: int
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window: int = 0  # tokens, with itself; 0: all
+
+    def first_seen(self, position: Position) -> Position:
+        """Negative where the window goes back beyond the sequence's start."""
+        if self.kind is GroupKind.SLIDING_WINDOW:
+            return position - self.window + 1
+        if self.kind is GroupKind.CHUNKED_WINDOW:
+            return position // self.window * self.window
+        return position - position
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    reach: Reach
+    index: int  # among the layers of the reach's pool
+
+
+@dataclass(frozen=True)
+class PagedLayers:
+    """Of a runner; `in_place` says for each pool how single tokens attend, None where they gather."""
+
+    pools: Sequence[PagedKv]
+    in_place: Sequence[InPlace | OnDevice | None]
+    places: Mapping[int, LayerPlace]  # by layer_idx, as the model gives it to cache.update
+
+    @cached_property
+    def reaches(self) -> tuple[Reach, ...]:
+        return tuple(dict.fromkeys(place.reach for place in self.places.values()))

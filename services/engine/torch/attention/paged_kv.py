@@ -1,0 +1,55 @@
+"""A pool's numbers, as attention reads and writes them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PageShape(NamedTuple):
+    """A page is, for each layer, K [num_kv_heads, page_size, head_dim], then V [.., .., v_head_dim].
+
+    A latent (DeepSeek-V3's: keys and values come of it) has one KV head and v_head_dim 0.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    page_size: int  # tokens
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def layer_numbers(self) -> int:
+        return self.num_kv_heads * self.page_size * (self.head_dim + self.v_head_dim)
+
+    @property
+    def page_numbers(self) -> int:
+        return self.num_layers * self.layer_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKv:
+    """Pages one after the other: `numbers` is [num_pages * shape.page_numbers], contiguous."""
+
+    numbers: Tensor
+    shape: PageShape
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.numbers) // self.shape.page_numbers
+
+    @property
+    def is_latent(self) -> bool:
+        return self.shape.v_head_dim == 0
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer: views [num_pages, num_kv_heads, page_size, head_dim or v_head_dim]."""
+        _, num_kv_heads, page_size, head_dim, v_head_dim = self.shape
+        keys_at = self.numbers.storage_offset() + index * self.shape.layer_numbers
+        values_at = keys_at + num_kv_heads * page_size * head_dim
+        return self._heads(head_dim, keys_at), self._heads(v_head_dim, values_at)
+
+    def _heads(self, head_dim: int, first: int) -> Tensor:
+        _, num_kv_heads, page_size, _, _ = self.shape
+        strides = (self.shape.page_numbers, page_size * head_dim, head_dim, 1)
+        return self.numbers.as_strided((self.num_pages, num_kv_heads, page_size, head_dim), strides, first)
