@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from typing import Literal
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -25,8 +26,6 @@ from bench.cache_workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
-from services.engine.paged.core import Limits
-from services.engine.paged.decode import WriteLease
 from services.engine.settings import EngineSettings
 from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -57,30 +56,31 @@ class RankSettings:
     chunk_size: int
     max_running_requests: int
     num_threads: int  # of each rank
-    transport: str
+    transport: Literal["nixl", "local"]
     itl_target_s: float | None = None  # of the decode rank
     device: str = "cpu"
-    dtype: str | None = None  # None: the checkpoint's, float32
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: the checkpoint's, float32
     digest_share: float = 0.0  # of the transfers whose pages are compared
 
     def engine(
-        self, num_pages: int, *, cache_enabled: bool, itl_target_s: float | None = None
+        self, num_pages: int, *, cache_enabled: bool = True, itl_target_s: float | None = None
     ) -> EngineSettings:
         return EngineSettings(
             engine="torch",
-            model_path=self.model_path,
+            model=self.model_path,
             model_name=_MODEL_NAME,
             device=self.device,
             dtype=self.dtype,
             num_threads=self.num_threads,
-            num_pages=num_pages,
+            kv_pages=num_pages,
             page_size=self.page_size,
             index_block=self.page_size,
-            cache_enabled=cache_enabled,
+            decode_cache="on" if cache_enabled else "off",
             transport=self.transport,
-            limits=Limits(self.max_running_requests, self.chunk_size, itl_target_s=itl_target_s),
-            lease=WriteLease(),
-            digest_share=self.digest_share,
+            max_running_requests=self.max_running_requests,
+            chunk_size=self.chunk_size,
+            itl_target_ms=None if itl_target_s is None else 1e3 * itl_target_s,
+            kv_digest_share=self.digest_share,
         )
 
 
@@ -269,7 +269,7 @@ async def _prefill_process(settings: RankSettings) -> AsyncIterator[RankAddress]
 async def serve_prefill(settings: RankSettings) -> None:
     """The prefill process: says where it is, then serves until the end of stdin."""
     own_id = RankId("prefill", 0, Generation(secrets.randbits(64)))
-    engine = prefill_engine(settings.engine(settings.prefill_pages, cache_enabled=True), own_id)
+    engine = prefill_engine(settings.engine(settings.prefill_pages), own_id)
     await engine.start()
 
     service = PrefillService(engine, own_id, PrefillMetrics(CollectorRegistry(), engine))

@@ -56,7 +56,7 @@ from bench.sglang_summary import (
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
-from services.engine.paged.core import Limits
+from services.engine.settings import EngineSettings
 from services.engine.sglang.service.settings import SglangSettings
 from services.net import channels
 from services.values.errors import ConfigError, PeerFailed
@@ -97,24 +97,21 @@ class Bench:
 
     def stock_settings(self, dp_size: int) -> SglangSettings:
         """As `_rank_flags` are for ours."""
-        return SglangSettings(
+        engine = EngineSettings(
             engine="sglang",
-            role=Role.DECODE,
-            worker="decode",
-            model_path=str(self.model),
+            model=str(self.model),
             model_name="bench",
             dp_size=dp_size,
-            device="cpu",
             dtype="float32",
-            num_pages=self.kv_pages,
+            kv_pages=self.kv_pages,
             page_size=PAGE_SIZE,
             index_block=PAGE_SIZE,
-            cache_enabled=True,
-            transport="nixl",
-            limits=Limits(MAX_RUNNING, CHUNK),
+            max_running_requests=MAX_RUNNING,
+            chunk_size=CHUNK,
             num_threads=1,
-            engine_args=(f"--num-reserved-decode-tokens={RESERVED}",),
+            engine_arg=(f"--num-reserved-decode-tokens={RESERVED}",),
         )
+        return SglangSettings(engine, Role.DECODE, "decode")
 
     def rank_flags(self) -> tuple[str, ...]:
         return (

@@ -85,7 +85,7 @@ class Server:
 
 
 class StockSglang:
-    """`async with StockSglang(...)`: one prefill server, and decode servers of `settings.dp_size` ranks."""
+    """`async with StockSglang(...)`: one prefill server, and decode servers of as many ranks as it says."""
 
     def __init__(
         self, settings: SglangSettings, decode_workers: int, folder: Path, waits: bool = False
@@ -118,7 +118,8 @@ class StockSglang:
         for module in self._plugins:
             _write_plugin(self._folder, module)
         self._session = await self._stack.enter_async_context(aiohttp.ClientSession())
-        prefill = replace(self._settings, role=Role.PREFILL, worker="prefill", dp_size=1)
+        one_rank = replace(self._settings.engine, dp_size=1)
+        prefill = replace(self._settings, engine=one_rank, role=Role.PREFILL, worker="prefill")
         self.bootstrap_port, *ports = free_ports("127.0.0.1", 2 + self._decode_workers)
         flag = f"--disaggregation-bootstrap-port={self.bootstrap_port}"
         self.prefill = await self._serve(prefill, ports.pop(), 0, (flag,))
@@ -142,7 +143,7 @@ class StockSglang:
             _PROBE_FILE: str(server.probe_path),
             "TMPDIR": self._temporary,
         }
-        if settings.dp_size == 1:
+        if settings.engine.dp_size == 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = str(first_core % (os.cpu_count() or 1))
         await self._stack.enter_async_context(process(command, environment, server.log_path))
         return server

@@ -17,7 +17,7 @@ from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 def decode_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
     """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
-    engines = decode_engines(config.engine_settings(Role.DECODE), own_ids, config.tls())
+    engines = decode_engines(config, own_ids)
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
 

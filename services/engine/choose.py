@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.engine.paged.decode import PagedDecodeEngine
-from services.engine.paged.engine import CacheSettings
 from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
 from services.engine.settings import EngineSettings
 from services.net.channels import open_channel
-from services.net.tls import TlsConfig
 from services.transfer.choose import open_transport
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
@@ -23,41 +21,37 @@ if TYPE_CHECKING:
     from services.engine.sglang.service.worker import SglangWorker
 
 
-def decode_engines(
-    settings: EngineSettings, own_ids: Sequence[RankId], tls: TlsConfig | None = None
-) -> Sequence[DecodeEngine]:
+def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[DecodeEngine]:
     """One engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
-        return [decode_engine(settings, own_id, tls) for own_id in own_ids]
-    worker = _sglang_worker(settings, Role.DECODE, own_ids, tls)
+        return [decode_engine(settings, own_id) for own_id in own_ids]
+    worker = _sglang_worker(settings, Role.DECODE, own_ids)
     from services.engine.sglang.service.engine import SglangDecodeEngine
 
     return [SglangDecodeEngine(worker, own_id) for own_id in own_ids]
 
 
-def prefill_engines(
-    settings: EngineSettings, own_ids: Sequence[RankId], tls: TlsConfig | None = None
-) -> Sequence[PrefillEngine]:
+def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[PrefillEngine]:
     """One engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
-    worker = _sglang_worker(settings, Role.PREFILL, own_ids, tls)
+    worker = _sglang_worker(settings, Role.PREFILL, own_ids)
     from services.engine.sglang.service.engine import SglangPrefillEngine
 
     return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
 
-def decode_engine(settings: EngineSettings, own_id: RankId, tls: TlsConfig | None = None) -> DecodeEngine:
+def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
     """The decode engine that the settings name, not started. Raises ConfigError."""
     return PagedDecodeEngine(
         _runner_factory(settings),
         lambda: open_transport(settings.transport, settings.nixl),
         own_id,
-        limits=settings.limits,
-        cache=_cache(settings),
+        limits=settings.limits(Role.DECODE),
+        cache=settings.cache(Role.DECODE),
         lease=settings.lease,
-        digest_share=settings.digest_share,
-        open_channel=partial(open_channel, tls=tls),
+        digest_share=settings.kv_digest_share,
+        open_channel=partial(open_channel, tls=settings.tls()),
     )
 
 
@@ -67,8 +61,8 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
         _runner_factory(settings),
         lambda: open_transport(settings.transport, replace(settings.nixl, tells_paths=True)),
         own_id,
-        limits=settings.limits,
-        cache=_cache(settings),
+        limits=settings.limits(Role.PREFILL),
+        cache=settings.cache(Role.PREFILL),
     )
 
 
@@ -84,23 +78,15 @@ def check_checkpoint(engine: str, directory: Path) -> None:
         open_checkpoint(directory)
 
 
-def _sglang_worker(
-    settings: EngineSettings, role: Role, own_ids: Sequence[RankId], tls: TlsConfig | None
-) -> "SglangWorker":
+def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
     """One SGLang serves all DP ranks of its worker."""
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
     from services.engine.sglang.service.settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 
-    worker = SglangSettings.of(settings, role, own_ids[0].worker, len(own_ids), tls)
+    worker = SglangSettings(settings, role, own_ids[0].worker)
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
-
-
-def _cache(settings: EngineSettings) -> CacheSettings:
-    return CacheSettings(
-        settings.model_name, settings.index_block, settings.cache_enabled, settings.protected_cache_share
-    )
 
 
 def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
@@ -108,16 +94,16 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
         from services.engine.torch.runner import TorchRunner
 
         return lambda: TorchRunner(
-            settings.model_path,
-            device=settings.device,
-            num_pages=settings.num_pages,
+            settings.model,
+            device=settings.rank_device,
+            num_pages=settings.kv_pages,
             page_size=settings.page_size,
             dtype=settings.dtype,
-            num_threads=settings.num_threads,
+            num_threads=settings.threads,
         )
     if settings.engine == "fake":
         from services.engine.fake import FakeRunner, FakeSpeed
 
         speed = FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s)
-        return lambda: FakeRunner(num_pages=settings.num_pages, page_size=settings.page_size, speed=speed)
+        return lambda: FakeRunner(num_pages=settings.kv_pages, page_size=settings.page_size, speed=speed)
     raise ConfigError(f"--engine must be torch, fake or sglang, got {settings.engine!r}")

@@ -1,42 +1,153 @@
-"""What an engine of either role is built with."""
+"""What an engine of either role is built with: those of a rank's flags that are its engine's, as parsed."""
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import WriteLease
-from services.transfer.nixl_settings import NixlSettings
+from services.engine.paged.engine import CacheSettings
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import Bounds, setting
+from services.transfer.nixl_settings import NixlSettings, parameters_of
 from services.values.errors import ConfigError
+from services.values.rank import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Of one rank, or of all in its process."""
+class EngineSettings(ClusterConfig):
+    """Of one rank, or of all in its process. Raises ConfigError when they do not go together."""
 
-    engine: str  # torch, fake or sglang
-    model_path: str
-    model_name: str
-    device: str
-    dtype: str | None
-    num_threads: int | None
-    num_pages: int
-    page_size: int
-    index_block: int
-    cache_enabled: bool
-    transport: str
-    limits: Limits
-    lease: WriteLease = field(default_factory=WriteLease)
-    nixl: NixlSettings = field(default_factory=NixlSettings)
-    protected_cache_share: float = 0.3
-    digest_share: float = 0.0
-    fake_step_s: float = 0.0
-    fake_prompt_token_s: float = 0.0
-    # Of an engine that listens itself:
-    engine_args: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    advertise_host: str = "127.0.0.1"
+    model: str = setting("", "directory of the checkpoint")
+    dp_size: int = setting(
+        1, "number of DP ranks; a process each, but with engine sglang", bounds=Bounds(at_least=1)
+    )
+    rank_index: int | None = setting(
+        None, "be this one rank instead of the supervisor of all", bounds=Bounds(at_least=0)
+    )
+    advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
+    engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
+    engine_arg: tuple[str, ...] = setting(
+        (),
+        "engine sglang: a flag of its server, as it is",
+        split=False,
+        bounds=Bounds(pattern=r"--[a-z].*", form="one --flag or --flag=value of SGLang's"),
+    )
+    device: str = setting(
+        "cpu",
+        "cpu, cuda or cuda:N; with cuda, rank N of engine torch takes cuda:N",
+        bounds=Bounds(pattern=r"cpu|cuda(:[0-9]+)?", form="cpu, cuda or cuda:N"),
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
+        None, "of weights and KV; default: the checkpoint's"
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
+    )
+    kv_pages: int = setting(2048, "pages in a rank's KV pool", bounds=Bounds(at_least=1))
+    page_size: int = setting(64, "tokens per page", bounds=Bounds(at_least=1))
+    decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
+    prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
+    protected_cache_share: float = setting(
+        0.3,
+        "share of the pool kept for prefixes requested more than once",
+        bounds=Bounds(at_least=0, at_most=1),
+    )
+    transport: Literal["nixl", "local"] = setting("nixl", "KV transport; local: same host only")
+    nixl_backend: Literal["UCX", "LIBFABRIC", "MOONCAKE", "UCCL"] = setting(
+        "UCX", "NIXL's plugin that moves KV, if NIXL has it; tried with UCX alone"
+    )
+    nixl_parameter: tuple[str, ...] = setting(
+        (),
+        "of that plugin, NAME=VALUE: ucx_devices=mlx5_0:1",
+        split=False,
+        bounds=Bounds(pattern=r"[A-Za-z_][A-Za-z0-9_]*=.+", form="NAME=VALUE"),
+    )
+    expect_kv_path: Literal["any", "rdma"] = setting(
+        "any", "rdma: warn and alert where KV is transferred over TCP (prefill)"
+    )
+    chunk_size: int = setting(512, "prompt tokens computed per step", bounds=Bounds(at_least=1))
+    max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
+    itl_target_ms: float | None = setting(
+        None,
+        "target ITL: bounds batch and prompt chunks by measured step time (decode)",
+        bounds=Bounds(above=0),
+    )
+    step_limit_s: float = setting(
+        120.0,
+        "seconds after which a hung step, or transport call (30 s at most), ends its rank; 0: never",
+        bounds=Bounds(at_least=0),
+    )
+    write_lease_s: float = setting(
+        10.0,
+        "seconds that prefill may write KV without renewal of its lease (decode)",
+        bounds=Bounds(above=0),
+    )
+    fence_margin_s: float = setting(
+        5.0,
+        "seconds after that lease before pages of a silent writer are reused (decode)",
+        bounds=Bounds(at_least=0),
+    )
+    kv_digest_share: float = setting(
+        0.01,
+        "share of transfers whose pages are verified by digests of what prefill wrote (decode)",
+        bounds=Bounds(at_least=0, at_most=1),
+    )
+    fake_step_s: float = setting(0.0, "engine fake: seconds per step", bounds=Bounds(at_least=0))
+    fake_prompt_token_s: float = setting(
+        0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
+    )
 
     def __post_init__(self) -> None:
+        ClusterConfig.__post_init__(self)
         if self.index_block % self.page_size != 0:
             raise ConfigError(
                 f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
             )
+        parameters_of(self.nixl_parameter)
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or Path(self.model).name or "fake"
+
+    @property
+    def reached_at(self) -> str:
+        """The host that others know."""
+        return self.advertise_host or self.host
+
+    @property
+    def rank_device(self) -> str:
+        """Where this rank computes. SGLang places its ranks itself."""
+        if self.engine == "torch" and self.device == "cuda" and self.dp_size > 1:
+            return f"cuda:{self.rank_index or 0}"
+        return self.device
+
+    @property
+    def threads(self) -> int:
+        return self.num_threads or max(1, (os.cpu_count() or 1) // self.dp_size)
+
+    @property
+    def nixl(self) -> NixlSettings:
+        parameters = parameters_of(self.nixl_parameter)
+        return NixlSettings(self.nixl_backend, parameters, self.expect_kv_path == "rdma")
+
+    @property
+    def lease(self) -> WriteLease:
+        return WriteLease(self.write_lease_s, self.fence_margin_s)
+
+    def has_cache(self, role: Role) -> bool:
+        return (self.decode_cache if role is Role.DECODE else self.prefill_cache) == "on"
+
+    def cache(self, role: Role) -> CacheSettings:
+        enabled = self.has_cache(role)
+        return CacheSettings(self.served_name, self.index_block, enabled, self.protected_cache_share)
+
+    def limits(self, role: Role) -> Limits:
+        target_ms = self.itl_target_ms if role is Role.DECODE else None
+        return Limits(
+            self.max_running_requests,
+            self.chunk_size,
+            itl_target_s=target_ms / 1e3 if target_ms is not None else None,
+            step_limit_s=self.step_limit_s,
+        )

@@ -18,7 +18,7 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_
 
 def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
     """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
-    engines = prefill_engines(config.engine_settings(Role.PREFILL), own_ids, config.tls())
+    engines = prefill_engines(config, own_ids)
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
 

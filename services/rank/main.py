@@ -276,7 +276,7 @@ async def open_rank(
             serving=False,
         )
         stack.push_async_callback(server.stop)
-        address = RankAddress(own_id, host_port(config.advertise_host or config.host, server.port))
+        address = RankAddress(own_id, host_port(config.reached_at, server.port))
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
         services.intake.tell = membership.say_draining

@@ -35,10 +35,9 @@ def test_each_service_accepts_its_command_line(name, component):
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_accept_their_settings(name, role, tmp_path):
     config = rendered(name).config(role.value)
-    settings = config.engine_settings(role)
     if config.engine == "sglang":
-        here = replace(settings, model_path=str(tmp_path))  # it must exist
-        worker = SglangSettings.of(here, role, config.worker, config.dp_size, tls=None)
+        here = replace(config, model=str(tmp_path))  # it must exist
+        worker = SglangSettings(here, role, config.worker)
         assert "--enable-dp-attention" in worker.arguments(1)
 
 

@@ -3,14 +3,13 @@
 import asyncio
 import secrets
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from prometheus_client import CollectorRegistry
 
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
-from services.engine.paged.core import EngineCore, Limits
-from services.engine.paged.decode import WriteLease
+from services.engine.paged.core import EngineCore
 from services.engine.settings import EngineSettings
 from services.net import servers
 from services.net.tls import TlsConfig
@@ -22,20 +21,36 @@ from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
 FAKE = EngineSettings(
     engine="fake",
-    model_path="",
-    model_name="fake",
-    device="cpu",
-    dtype=None,
     num_threads=1,
-    num_pages=64,
+    kv_pages=64,
     page_size=4,
     index_block=4,
-    cache_enabled=True,
     transport="local",
-    limits=Limits(max_running_requests=8, chunk_size=8),
-    lease=WriteLease(write_lease_s=4.0, fence_margin_s=0.5),
-    digest_share=1.0,
+    max_running_requests=8,
+    chunk_size=8,
+    write_lease_s=4.0,
+    fence_margin_s=0.5,
+    kv_digest_share=1.0,
 )
+
+
+class EagerSettings(EngineSettings):
+    """Of ranks that keep nothing back for the growth of what runs, from the first sequence on."""
+
+    def limits(self, role):
+        return replace(super().limits(role), expected_output=0.0)
+
+
+def eager(settings):
+    return EagerSettings(**{member.name: getattr(settings, member.name) for member in fields(settings)})
+
+
+def _served(settings, dp_size, tls):
+    settings = replace(settings, dp_size=dp_size)
+    if tls is None:
+        return settings
+    files = {"tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key}
+    return replace(settings, tls_mutual=tls.mutual, tls_server_name=tls.server_name, **files)
 
 
 @dataclass
@@ -56,8 +71,8 @@ class Pair:
         tls: TlsConfig | None = None,
         dp_size: int = 1,
     ):
-        self.settings = settings
-        self.prefill_settings = prefill_settings or settings
+        self.settings = _served(settings, dp_size, tls)
+        self.prefill_settings = _served(prefill_settings or settings, dp_size, tls)
         self.tls = tls
         self.dp_size = dp_size
         self.requests = 0
@@ -70,8 +85,8 @@ class Pair:
             [RankId(worker, rank, secrets.randbits(64)) for rank in range(self.dp_size)]
             for worker in ("decode", "prefill")
         )
-        self.decodes = decode_engines(self.settings, decode_ids, self.tls)
-        self.prefills = prefill_engines(self.prefill_settings, prefill_ids, self.tls)
+        self.decodes = decode_engines(self.settings, decode_ids)
+        self.prefills = prefill_engines(self.prefill_settings, prefill_ids)
         async with asyncio.TaskGroup() as starts:  # at once: some engines take a minute
             for engine in (*self.prefills, *self.decodes):
                 starts.create_task(engine.start())

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.pair import FAKE, Pair
+from engine.pair import FAKE, Pair, eager
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from net.certificates import make_certificates
@@ -50,8 +50,9 @@ class Fake:
     plans: frozenset[Plan] = frozenset(Plan)
     seeded: bool = True  # sampled tokens are a function of (seed, position)
 
-    def pair(self, **changes):
-        return Pair(replace(self.settings, **changes))
+    def pair(self, is_eager=False, **changes):
+        settings = replace(self.settings, **changes)
+        return Pair(eager(settings) if is_eager else settings)
 
     def check(self, prompt, tokens):
         assert list(tokens) == continuation(prompt, len(tokens))
@@ -69,7 +70,7 @@ class Torch(Fake):
         return list(self._reference(prompt, count).token_ids)
 
     def _reference(self, prompt, count):
-        return reference_generation(Path(self.settings.model_path), tuple(prompt), count)
+        return reference_generation(Path(self.settings.model), tuple(prompt), count)
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Sglang(Torch):
     running: Pair | None = None
 
     @asynccontextmanager
-    async def pair(self, num_pages=0, **changes):
-        """`num_pages` bounds how long a test takes; with what there is it takes longer."""
-        if "cache_enabled" in changes:
+    async def pair(self, is_eager=False, kv_pages=0, **changes):
+        """`kv_pages` bounds how long a test takes; with what there is it takes longer."""
+        if "decode_cache" in changes:
             pytest.skip("SGLang's cache is a flag of its start: it would take another pair")
         yield self.running
 
@@ -92,12 +93,12 @@ def torch_settings(transport="local", **changes):
     settings = replace(
         FAKE,
         engine="torch",
-        model_path=str(tiny_checkpoint("qwen3")),
+        model=str(tiny_checkpoint("qwen3")),
         page_size=16,
         index_block=16,
-        num_pages=64,
+        kv_pages=64,
         transport=transport,
-        limits=replace(FAKE.limits, chunk_size=24),
+        chunk_size=24,
     )
     return replace(settings, **changes)
 
@@ -112,8 +113,8 @@ async def sglang_pair(tmp_path_factory):
         "nixl",
         engine="sglang",
         dtype="float32",
-        limits=replace(FAKE.limits, chunk_size=32),  # whole pages
-        engine_args=("--num-reserved-decode-tokens=16",),
+        chunk_size=32,  # whole pages
+        engine_arg=("--num-reserved-decode-tokens=16",),
     )
     async with Pair(settings, tls=tls) as pair:
         yield pair
@@ -183,7 +184,7 @@ async def test_a_full_hit_moves_nothing(engine):
 
 
 async def test_without_a_cache_nothing_is_reused(engine, plan):
-    async with engine.pair(cache_enabled=False) as pair:
+    async with engine.pair(decode_cache="off", prefill_cache="off") as pair:
         for _ in range(2):
             answer = await pair.generate(prompt_of(40), 5, plan)
             engine.check(prompt_of(40), answer.tokens)
@@ -217,8 +218,7 @@ async def crowded(engine):
     pool together.
     """
     pages = 240 // engine.settings.page_size
-    limits = replace(engine.settings.limits, expected_output=0.0)
-    async with engine.pair(num_pages=pages, limits=limits, fake_step_s=0.01) as pair:
+    async with engine.pair(is_eager=True, kv_pages=pages, fake_step_s=0.01) as pair:
         pool_tokens = (await pair.decode.books()).total * engine.settings.page_size
         yield pair, pool_tokens // 4 - 20
         await pair.assert_nothing_held()
@@ -332,7 +332,7 @@ async def test_cache_events_tell_what_the_tree_holds(engine, plan):
             follow = asyncio.create_task(_follow(events, held))
             prompt = prompt_of(40, 99)  # of no other test
             ids = [*prompt, *(await pair.generate(prompt, 9, plan)).tokens]
-            block, seed = engine.settings.index_block, scope_seed(engine.settings.model_name)
+            block, seed = engine.settings.index_block, scope_seed(engine.settings.served_name)
             expected = set(sequence_hashes(ids[:-1], block, seed))
             shared = isinstance(engine, Sglang)  # and then holds what other tests left
             async with asyncio.timeout(30):

@@ -9,7 +9,6 @@ import torch
 from engine.pair import FAKE, Pair
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, random_prompt
-from services.engine.paged.core import Limits
 from services.values.rank import Plan
 
 PROMPTS = [random_prompt(20 + 31 * i, seed=i) for i in range(4)]
@@ -21,12 +20,13 @@ async def test_every_token_is_within_what_rounding_explains(dtype):
     settings = replace(
         FAKE,
         engine="torch",
-        model_path=str(directory),
-        num_pages=128,
+        model=str(directory),
+        kv_pages=128,
         page_size=16,
         index_block=16,
         dtype=dtype,
-        limits=Limits(max_running_requests=16, chunk_size=48),
+        max_running_requests=16,
+        chunk_size=48,
     )
     async with Pair(settings) as pair:
         asked = [(prompt, plan) for prompt in PROMPTS for plan in Plan]

@@ -8,7 +8,6 @@ import pytest
 from engine.pair import FAKE, Pair
 from exactness.checkpoints import SHAPES, shaped_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.engine.paged.core import Limits
 from services.values.rank import Plan
 
 ANSWER = 8
@@ -22,11 +21,12 @@ async def check(shape, page_size, chunk_size, num_threads, lengths):
     settings = replace(
         FAKE,
         engine="torch",
-        model_path=str(directory),
-        num_pages=4096 // page_size,
+        model=str(directory),
+        kv_pages=4096 // page_size,
         page_size=page_size,
         index_block=64,
-        limits=Limits(max_running_requests=16, chunk_size=chunk_size),
+        max_running_requests=16,
+        chunk_size=chunk_size,
         num_threads=num_threads,
     )
     async with Pair(settings) as pair:

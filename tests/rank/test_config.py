@@ -21,24 +21,24 @@ def config_of(*flags):
 
 def test_each_role_has_its_own_cache_switch():
     config = config_of("--decode-cache=off")
-    assert not config.engine_settings(Role.DECODE).cache_enabled
-    assert config.engine_settings(Role.PREFILL).cache_enabled
-    assert not config_of("--prefill-cache=off").engine_settings(Role.PREFILL).cache_enabled
+    assert not config.has_cache(Role.DECODE)
+    assert config.has_cache(Role.PREFILL)
+    assert not config_of("--prefill-cache=off").has_cache(Role.PREFILL)
 
 
 def test_the_target_for_the_time_between_tokens_is_decodes():
     config = config_of("--itl-target-ms=40")
-    assert config.engine_settings(Role.DECODE).limits.itl_target_s == 0.040
-    assert config.engine_settings(Role.PREFILL).limits.itl_target_s is None
-    assert config_of().engine_settings(Role.DECODE).limits.itl_target_s is None
+    assert config.limits(Role.DECODE).itl_target_s == 0.040
+    assert config.limits(Role.PREFILL).itl_target_s is None
+    assert config_of().limits(Role.DECODE).itl_target_s is None
 
 
 def test_the_protected_share_reaches_the_engine():
-    assert config_of("--protected-cache-share=0.5").engine_settings(Role.DECODE).protected_cache_share == 0.5
+    assert config_of("--protected-cache-share=0.5").cache(Role.DECODE).protected_share == 0.5
 
 
 def test_the_share_of_transfers_that_are_checked_reaches_the_engine():
-    assert config_of("--kv-digest-share=0.25").engine_settings(Role.DECODE).digest_share == 0.25
+    assert config_of("--kv-digest-share=0.25").kv_digest_share == 0.25
 
 
 def test_what_nixl_is_told_reaches_the_engine():
@@ -48,13 +48,13 @@ def test_what_nixl_is_told_reaches_the_engine():
         "--nixl-parameter=b=x,y",
         "--expect-kv-path=rdma",
     )
-    nixl = config_of(*flags).engine_settings(Role.PREFILL).nixl
+    nixl = config_of(*flags).nixl
     assert nixl == NixlSettings("LIBFABRIC", {"a": "1", "b": "x,y"}, expects_rdma=True)
-    assert config_of().engine_settings(Role.DECODE).nixl == NixlSettings("UCX", {})
+    assert config_of().nixl == NixlSettings("UCX", {})
 
 
 def test_the_limit_of_a_step_reaches_the_engine():
-    assert config_of("--step-limit-s=7").engine_settings(Role.PREFILL).limits.step_limit_s == 7
+    assert config_of("--step-limit-s=7").limits(Role.PREFILL).step_limit_s == 7
 
 
 def test_a_rank_without_a_cache_says_so_to_the_routers():
@@ -108,7 +108,7 @@ def test_what_cannot_work_is_refused(changes):
 
 def test_who_listens_on_every_address_says_which_one_to_call():
     config = config_of("--host=0.0.0.0", "--advertise-host=10.0.0.1")
-    assert config.engine_settings(Role.DECODE).advertise_host == "10.0.0.1"
+    assert config.reached_at == "10.0.0.1"
 
 
 def test_the_last_rank_may_have_the_last_port():
@@ -129,7 +129,7 @@ def test_the_last_rank_may_have_the_last_port():
     ],
 )
 def test_each_rank_of_a_worker_has_a_gpu_of_its_own(flags, device):
-    assert config_of("--model=m", *flags).engine_settings(Role.DECODE).device == device
+    assert config_of("--model=m", *flags).rank_device == device
 
 
 def test_the_processes_of_a_worker_take_its_gpus_in_turn():
@@ -137,4 +137,4 @@ def test_the_processes_of_a_worker_take_its_gpus_in_turn():
     worker = config_of("--engine=torch", "--model=m", "--device=cuda", "--dp-size=3")
     commands = rank_commands("services.decode", to_flags(worker), {"port": (1, 2, 3)})
     ranks = [load(RankConfig, command[3:]) for command in commands]
-    assert [rank.engine_settings(Role.DECODE).device for rank in ranks] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [rank.rank_device for rank in ranks] == ["cuda:0", "cuda:1", "cuda:2"]

@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self, own_id, loading=None, crash=None):
         self.own_id = own_id
-        self.real = decode_engine(CONFIG.engine_settings(Role.DECODE), own_id)
+        self.real = decode_engine(CONFIG, own_id)
         self.loading, self.crash, self.hangs = loading, crash or asyncio.Event(), False
         self.life = []
 

@@ -101,7 +101,7 @@ class HealthySglang:
 @pytest.fixture
 def make_worker(checkpoint, monkeypatch):
     def make(num_pages=512):
-        settings = sglang_settings(checkpoint, role=Role.PREFILL, page_size=16, num_pages=num_pages)
+        settings = sglang_settings(checkpoint, role=Role.PREFILL, page_size=16, kv_pages=num_pages)
         return worker.SglangWorker(settings, {0: RankId("p", 0, Generation(1))})
 
     monkeypatch.setattr(worker, "SglangProcess", HealthySglang)

@@ -26,14 +26,14 @@ def settings(*engine_args, model=None):
     return replace(
         FAKE,
         engine="sglang",
-        model_path=str(model or tiny_checkpoint("qwen3")),
+        model=str(model or tiny_checkpoint("qwen3")),
         dtype="float32",
         page_size=PAGE,
         index_block=PAGE,
-        num_pages=64,
+        kv_pages=64,
         transport="nixl",
-        limits=replace(FAKE.limits, chunk_size=2 * PAGE),
-        engine_args=("--num-reserved-decode-tokens=16", *engine_args),
+        chunk_size=2 * PAGE,
+        engine_arg=("--num-reserved-decode-tokens=16", *engine_args),
     )
 
 
@@ -57,7 +57,7 @@ async def converse(pair, name, length, **ranks):
 
 async def check_turn(pair, ids, known, **ranks):
     answer = await pair.generate(ids, ANSWER, **ranks)
-    model = Path(pair.settings.model_path)
+    model = Path(pair.settings.model)
     count_near_ties(reference_generation(model, tuple(ids), ANSWER), answer.tokens)
     admitted = answer.admitted
     assert admitted.decode_prefix_len == known

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.pair import FAKE, Pair
+from engine.pair import FAKE, Pair, eager
 from services.engine.fake import continuation
 from services.engine.paged.decode import WriteLease
 from services.engine.paged.sequence import Phase
 from services.transfer.local import _LandedWrite
 from services.values.rank import Plan
 
-SLOW = replace(FAKE, num_pages=24, fake_step_s=0.01, limits=replace(FAKE.limits, expected_output=0.0))
+SLOW = eager(replace(FAKE, kv_pages=24, fake_step_s=0.01))
 PROMPT = range(100, 140)
 
 
@@ -120,8 +120,7 @@ async def test_an_abort_frees_everything_on_both_ranks(phase):
 
 async def test_quarantine_ends_with_the_writers_word_not_with_the_fence():
     """The lease has minutes to go: only the abort's ack can have freed the pages."""
-    lease = replace(SLOW.lease, write_lease_s=600.0)
-    async with Watched(replace(SLOW, lease=lease)) as pair:
+    async with Watched(replace(SLOW, write_lease_s=600.0)) as pair:
         task, _ = await prefill_half_done(pair)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -131,7 +130,7 @@ async def test_quarantine_ends_with_the_writers_word_not_with_the_fence():
 async def test_a_stop_ends_though_a_writer_that_is_there_never_says_that_it_has_stopped(monkeypatch, caplog):
     """Its pages stay set aside while the link stands, long after the fence; a stop ends the link."""
     monkeypatch.setattr(_LandedWrite, "poll", lambda write: False)
-    async with Watched(replace(SLOW, lease=WriteLease(write_lease_s=600.0, fence_margin_s=0.1))) as pair:
+    async with Watched(replace(SLOW, write_lease_s=600.0, fence_margin_s=0.1)) as pair:
         task, _ = await pair.start(PROMPT)
         await pair.until(lambda: pair.prefill.sender.writes_in_flight)
         (link,) = pair.decode._links._links.values()

@@ -62,7 +62,7 @@ async def test_a_page_that_comes_changed_fails_the_transfer_and_is_told_once(spo
 
 async def test_unchecked_a_changed_page_changes_the_answer(spoiling):
     """So that what the others prove is not for nothing."""
-    async with Pair(replace(FAKE, digest_share=0.0)) as pair:
+    async with Pair(replace(FAKE, kv_digest_share=0.0)) as pair:
         spoiling.spoils = 1
         answer = await pair.generate(PROMPT)
         assert answer.admitted.digested_pages == 0
@@ -72,7 +72,7 @@ async def test_unchecked_a_changed_page_changes_the_answer(spoiling):
 
 async def test_the_share_is_kept(monkeypatch):
     rooms = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
-    async with Pair(replace(FAKE, digest_share=0.25, cache_enabled=False)) as pair:
+    async with Pair(replace(FAKE, kv_digest_share=0.25, decode_cache="off", prefill_cache="off")) as pair:
         monkeypatch.setattr(decode.secrets, "randbits", lambda bits: next(rooms))
         pages = [(await pair.generate(PROMPT)).admitted.digested_pages for _ in range(5)]
     assert pages == [PAGES, PAGES, 0, 0, 0]

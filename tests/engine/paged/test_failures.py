@@ -11,7 +11,6 @@ from engine.paged.core_rank import Prefill, Rank
 from engine.pair import FAKE, Pair, core_of, has_crashed
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
-from services.engine.paged.decode import WriteLease
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 from services.transfer.base import Unsettled
@@ -119,7 +118,7 @@ async def test_why_a_prefill_step_failed_is_told_and_both_ranks_go_on(pair, last
 
 async def test_a_prompt_that_prefill_cannot_hold_is_no_failure_of_prefills(last_word):
     """Its rank is not to be left alone for it, whichever is heard first."""
-    async with Pair(FAKE, replace(FAKE, num_pages=4)) as pair:
+    async with Pair(FAKE, replace(FAKE, kv_pages=4)) as pair:
         with pytest.raises(NoCapacity):
             await consume(pair, PROMPT, SlowToFail(pair, last_word.wait))
         await pair.assert_nothing_held()
@@ -182,7 +181,7 @@ async def test_a_sender_on_which_no_write_lands_ends_its_rank(monkeypatch):
 
     monkeypatch.setattr(LocalTransport, "write", broken)
     monkeypatch.setattr(failures_module, "MIN_SPAN_S", 0.0)
-    async with Pair(replace(FAKE, lease=WriteLease(write_lease_s=0.3, fence_margin_s=0.1))) as pair:
+    async with Pair(replace(FAKE, write_lease_s=0.3, fence_margin_s=0.1)) as pair:
         for _ in range(failures_module.MAX_FAILURES):
             with pytest.raises((PeerFailed, Unavailable)):
                 await pair.generate(PROMPT)

@@ -49,7 +49,7 @@ def hang():
 
 
 def limited(step_limit_s, **changes):
-    return replace(FAKE, limits=replace(FAKE.limits, step_limit_s=step_limit_s), **changes)
+    return replace(FAKE, step_limit_s=step_limit_s, **changes)
 
 
 async def test_a_decode_rank_that_hangs_fails_what_runs_and_ends(hang, caplog):
@@ -151,7 +151,7 @@ async def test_nobody_waits_at_the_end_for_a_sender_that_hangs(limit_s, block, m
 async def test_who_only_receives_keeps_nobody_from_running(block):
     async with asyncio.timeout(WITHIN_S), Pair(limited(0.0)) as pair:
         blocked = block()
-        count = FAKE.limits.max_running_requests
+        count = FAKE.max_running_requests
         remote = [asyncio.create_task(pair.generate(range(i, 8 + i), 4)) for i in range(count + 1)]
         await until(lambda: blocked and pair.decode.load().running == count)
         answers = await asyncio.gather(

@@ -8,7 +8,6 @@ import pytest
 from engine.pair import FAKE, Pair
 from services.engine.fake import continuation
 from services.engine.paged import prefill as prefill_module
-from services.engine.paged.decode import WriteLease
 from services.transfer.base import Unsettled
 from services.transfer.local import LocalTransport, _LandedWrite
 from services.transfer.prefill import rooms as rooms_module
@@ -35,9 +34,9 @@ class LateTransport(LocalTransport):
         super().write(*self.late)
 
 
-def pair_with(lease):
-    settings = replace(FAKE, num_pages=24, lease=lease)
-    return Pair(settings, replace(settings, num_pages=64))
+def pair_with(write_lease_s, fence_margin_s):
+    settings = replace(FAKE, kv_pages=24, write_lease_s=write_lease_s, fence_margin_s=fence_margin_s)
+    return Pair(settings, replace(settings, kv_pages=64))
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def late(monkeypatch):
 
 async def test_who_runs_meanwhile_gets_right_tokens_and_the_pages_come_back(late, monkeypatch):
     """The stream stands all the time, and the lease has minutes to go."""
-    async with pair_with(WriteLease(write_lease_s=600.0, fence_margin_s=0.5)) as pair:
+    async with pair_with(write_lease_s=600.0, fence_margin_s=0.5) as pair:
         watches, begin = [], pair.decode.begin_quarantine
 
         def note(seq, watch):
@@ -86,7 +85,7 @@ async def test_who_runs_meanwhile_gets_right_tokens_and_the_pages_come_back(late
 
 async def test_everything_comes_back_by_itself_on_both_ranks(late, monkeypatch):
     monkeypatch.setattr(rooms_module, "_UNSETTLED_S", 0.1)
-    async with pair_with(WriteLease(write_lease_s=0.3, fence_margin_s=0.1)) as pair:
+    async with pair_with(write_lease_s=0.3, fence_margin_s=0.1) as pair:
         with pytest.raises(PeerFailed, match="connection reset"):
             await pair.generate(PROMPT)
         await pair.assert_nothing_held()
@@ -96,7 +95,7 @@ async def test_everything_comes_back_by_itself_on_both_ranks(late, monkeypatch):
 async def test_a_write_that_does_not_end_fails_its_request_and_keeps_its_pages(monkeypatch, caplog):
     """The request may go elsewhere at once; the pages wait for the write, and no fence ends that."""
     monkeypatch.setattr(_LandedWrite, "poll", lambda write: False)
-    settings = replace(FAKE, lease=WriteLease(write_lease_s=0.3, fence_margin_s=0.1))
+    settings = replace(FAKE, write_lease_s=0.3, fence_margin_s=0.1)
     async with Pair(settings) as pair:
         rooms = pair.prefill.sender._table
         rooms._max_post_s = 1.0

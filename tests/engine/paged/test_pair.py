@@ -46,11 +46,16 @@ async def test_a_conversation_moves_only_its_delta():
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 40])
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", ["on", "off"])
 @pytest.mark.parametrize("plan", list(Plan))
 async def test_every_shape_is_exact(page_size, prompt_len, cache, plan):
     settings = replace(
-        FAKE, page_size=page_size, index_block=16, num_pages=256 // page_size, cache_enabled=cache
+        FAKE,
+        page_size=page_size,
+        index_block=16,
+        kv_pages=256 // page_size,
+        decode_cache=cache,
+        prefill_cache=cache,
     )
     async with Pair(settings) as pair:
         prompt = [(i * 11) % 500 for i in range(prompt_len)]
@@ -58,7 +63,7 @@ async def test_every_shape_is_exact(page_size, prompt_len, cache, plan):
             answer = await pair.generate(prompt, 9, plan)
             assert answer.tokens == continuation(prompt, 9)
             assert answer.finished is FinishReason.LENGTH
-        if cache and plan is Plan.REMOTE:
+        if cache == "on" and plan is Plan.REMOTE:
             assert answer.admitted.decode_prefix_len == prompt_len // page_size * page_size
         await pair.assert_nothing_held()
 
@@ -189,7 +194,7 @@ async def test_an_abort_that_overtakes_the_cancellation_is_no_failure():
 
 
 async def test_waiting_for_pages_costs_nothing():
-    async with Pair(replace(FAKE, num_pages=16)) as pair:
+    async with Pair(replace(FAKE, kv_pages=16)) as pair:
         turns = 0
         deliver = pair.decode._deliver
 

@@ -32,7 +32,7 @@ async def test_the_torch_engine_computes_a_first_step_and_keeps_nothing_of_it(mo
     ran = []
     run = TorchRunner.run
     monkeypatch.setattr(TorchRunner, "run", lambda self, chunks: ran.extend(chunks) or run(self, chunks))
-    async with Pair(replace(FAKE, engine="torch", model_path=str(tiny_checkpoint()))) as pair:
+    async with Pair(replace(FAKE, engine="torch", model=str(tiny_checkpoint()))) as pair:
         assert len(ran) == 4
         for engine in (pair.decode, pair.prefill):
             assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
@@ -116,6 +116,6 @@ async def test_what_cannot_compute_does_not_start(reason, error, monkeypatch):
         raise RuntimeError(reason)
 
     monkeypatch.setattr(FakeRunner, "run", fail)
-    engine = decode_engine(replace(FAKE, num_pages=4), RankId("d", 0, 1))
+    engine = decode_engine(replace(FAKE, kv_pages=4), RankId("d", 0, 1))
     with pytest.raises(error, match=f"cannot compute 8 tokens in a step: {reason}"):
         await engine.start()

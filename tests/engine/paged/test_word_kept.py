@@ -71,7 +71,7 @@ async def test_what_is_no_earlier_start_is_a_failed_peer(wants_earlier, start):
 
 async def test_renegotiated_in_a_pool_without_room_it_waits(wants_earlier):
     """Others took what it had: its own prefix and pages come back when they end."""
-    async with Pair(replace(FAKE, num_pages=16, fake_step_s=0.005)) as pair:
+    async with Pair(replace(FAKE, kv_pages=16, fake_step_s=0.005)) as pair:
         await pair.generate(PROMPT, 2)
         asked = wants_earlier(0)
         others = [asyncio.create_task(pair.generate([i, i + 1], 20, Plan.LOCAL)) for i in range(3)]
@@ -108,7 +108,7 @@ async def test_cancelled_between_two_tickets_it_leaves_nothing(wants_earlier, mo
 
 async def test_a_prefix_evicted_since_the_router_matched_it_is_moved_instead():
     """The router's match is a hint: the ticket says what decode had when it locked."""
-    async with Pair(replace(FAKE, num_pages=16)) as pair:
+    async with Pair(replace(FAKE, kv_pages=16)) as pair:
         await pair.generate(PROMPT, 2)
         assert (await pair.generate(PROMPT, 2)).admitted.decode_prefix_len == 24
         await pair.generate(range(100, 158), 2, Plan.LOCAL)  # needs nearly every page

@@ -20,7 +20,7 @@ def config(tmp_path):
 def test_a_missing_sglang_is_said_in_a_sentence(config, monkeypatch, role, make_engines):
     monkeypatch.setattr("services.engine.choose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="SGLang is not installed"):
-        make_engines(config.engine_settings(role), [RankId("w", 0, Generation(1))])
+        make_engines(config, [RankId("w", 0, Generation(1))])
 
 
 def test_all_ranks_are_in_one_process_each_with_its_port(config):
@@ -42,4 +42,4 @@ def test_engine_arguments_are_for_sglang_and_may_hold_commas(tmp_path):
         RankConfig(worker="w", engine="torch", model=str(tmp_path), engine_arg=("--x",), etcd=("e:1",))
     argument = '--json-model-override-args={"a": 1, "b": 2}'
     config = RankConfig(worker="w", engine="sglang", model="m", engine_arg=(argument,), etcd=("e:1",))
-    assert config.engine_settings(Role.PREFILL).engine_args == (argument,)
+    assert config.engine_arg == (argument,)

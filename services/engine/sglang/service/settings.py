@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from services.engine.settings import EngineSettings
-from services.net.tls import TlsConfig
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
@@ -121,53 +119,40 @@ _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # speculative/spec_info.py, is_eagle(): these, and NEXTN, which is EAGLE's other name (spec_registry.py).
 _KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 # arg_groups/speculative_hook.py: with the decode radix cache EAGLE, EAGLE3 and this one.
 _SPECULATIVE = ("DSPARK",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangSettings(EngineSettings):
-    """Of one worker, all its DP ranks. `device` is cpu, cuda or cuda:N."""
+@dataclass(frozen=True, slots=True)
+class SglangSettings:
+    """Of one worker, all its DP ranks: those of its engine, its role and its name."""
 
+    engine: EngineSettings
     role: Role
     worker: str
-    dp_size: int
-    tls: TlsConfig | None = None
 
     def __post_init__(self) -> None:
-        EngineSettings.__post_init__(self)
-        for text in self.engine_args:
+        for text in self.engine.engine_arg:
             _check_argument(text)
-        _check_values(_values(self.engine_args))
-        if self.transport != "nixl":
+        _check_values(_values(self.engine.engine_arg))
+        if self.engine.transport != "nixl":
             raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
-        if not _DEVICE.fullmatch(self.device):
-            raise ConfigError(f"--device is cpu, cuda or cuda:N with --engine=sglang, got {self.device!r}")
-        if not Path(self.model_path).is_dir():
-            raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.model_path!r} is none")
-
-    @classmethod
-    def of(
-        cls, engine: EngineSettings, role: Role, worker: str, dp_size: int, tls: TlsConfig | None
-    ) -> "SglangSettings":
-        """Raises ConfigError."""
-        its = {field.name: getattr(engine, field.name) for field in fields(engine)}
-        return cls(**its, role=role, worker=worker, dp_size=dp_size, tls=tls)
+        if not Path(self.engine.model).is_dir():
+            raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.engine.model!r} is none")
 
     def arguments(self, port: int) -> list[str]:
         """Of `python -m sglang.launch_server`; the user's come last."""
         arguments = [
-            f"--model-path={self.model_path}",
+            f"--model-path={self.engine.model}",
             "--host=127.0.0.1",  # only this service speaks to it
             f"--port={port}",
-            f"--dp-size={self.dp_size}",
-            f"--page-size={self.page_size}",
-            f"--max-total-tokens={self.num_pages * self.page_size}",
-            f"--max-running-requests={self.limits.max_running_requests * self._shares}",
-            f"--chunked-prefill-size={self.limits.chunk_size * self._shares}",
+            f"--dp-size={self.engine.dp_size}",
+            f"--page-size={self.engine.page_size}",
+            f"--max-total-tokens={self.engine.kv_pages * self.engine.page_size}",
+            f"--max-running-requests={self.engine.max_running_requests * self._shares}",
+            f"--chunked-prefill-size={self.engine.chunk_size * self._shares}",
             f"--disaggregation-mode={self.role.value}",
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
@@ -177,20 +162,20 @@ class SglangSettings(EngineSettings):
             "--incremental-streaming-output",
             "--enable-metrics",  # passed on; and without it an answer does not say how long it queued
         ]
-        if self.dtype is not None:
-            arguments.append(f"--dtype={self.dtype}")
+        if self.engine.dtype is not None:
+            arguments.append(f"--dtype={self.engine.dtype}")
         arguments += self._cache_arguments() + self._device_arguments()
-        return arguments + list(self.engine_args)
+        return arguments + list(self.engine.engine_arg)
 
     @property
     def heeds_priority(self) -> bool:
-        return _PRIORITIES in self.engine_args
+        return _PRIORITIES in self.engine.engine_arg
 
     @property
     def _shares(self) -> int:
         """Into how many SGLang divides these limits: with DP attention they are those of all DP ranks
         together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
-        return self.dp_size if _DP_ATTENTION in self.engine_args else 1
+        return self.engine.dp_size if _DP_ATTENTION in self.engine.engine_arg else 1
 
     def max_context_tokens(self, of_checkpoint: int) -> int:
         """Prompt and output together. Raises ConfigError.
@@ -200,14 +185,14 @@ class SglangSettings(EngineSettings):
         whatever comes behind it.
         """
         reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
-        aside = max(2 * self.page_size, reserved if self.role is Role.DECODE else 0)
-        pool_pages = self.num_pages - -(-aside // self.page_size)
+        aside = max(2 * self.engine.page_size, reserved if self.role is Role.DECODE else 0)
+        pool_pages = self.engine.kv_pages - -(-aside // self.engine.page_size)
         if pool_pages < 1:
             raise ConfigError(
-                f"--kv-pages={self.num_pages}: nothing is left of {aside} tokens that SGLang sets aside; "
-                f"for a small pool lower --engine-arg={_RESERVED}"
+                f"--kv-pages={self.engine.kv_pages}: nothing is left of {aside} tokens that SGLang sets "
+                f"aside; for a small pool lower --engine-arg={_RESERVED}"
             )
-        return min(self.model_context_tokens(of_checkpoint), pool_pages * self.page_size)
+        return min(self.model_context_tokens(of_checkpoint), pool_pages * self.engine.page_size)
 
     def model_context_tokens(self, of_checkpoint: int) -> int:
         """Whatever the pool holds of it; as far as SGLang goes. Raises ConfigError."""
@@ -216,24 +201,24 @@ class SglangSettings(EngineSettings):
     def stretching(self, stated: int, context: int) -> tuple[list[str], dict[str, str]]:
         """Flags and environment for a context other than the `stated` max_position_embeddings: SGLang leaves
         it at that with yarn (get_context_length). Nothing where the user's flags may say another."""
-        if context == stated or {_CONTEXT, _CONFIG} & _values(self.engine_args).keys():
+        if context == stated or {_CONTEXT, _CONFIG} & _values(self.engine.engine_arg).keys():
             return [], {}
         return [f"{_CONTEXT}={context}"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def _number(self, flag: str, default: int) -> int:
-        text = _values(self.engine_args).get(flag, str(default))
+        text = _values(self.engine.engine_arg).get(flag, str(default))
         if not text.isdecimal():
             raise ConfigError(f"--engine-arg={flag} must be a number, got {text!r}")
         return int(text)
 
     def _cache_arguments(self) -> list[str]:
         if self.role is Role.DECODE:
-            return ["--disaggregation-decode-enable-radix-cache"] if self.cache_enabled else []
-        return [] if self.cache_enabled else ["--disable-radix-cache"]
+            return ["--disaggregation-decode-enable-radix-cache"] if self.engine.has_cache(self.role) else []
+        return [] if self.engine.has_cache(self.role) else ["--disable-radix-cache"]
 
     def _device_arguments(self) -> list[str]:
-        if self.device != "cpu":
-            _, _, first_gpu = self.device.partition(":")
+        if self.engine.device != "cpu":
+            _, _, first_gpu = self.engine.device.partition(":")
             return ["--device=cuda", f"--base-gpu-id={first_gpu or 0}"]
         return [
             "--device=cpu",
@@ -262,11 +247,11 @@ class SglangSettings(EngineSettings):
             _RELEASE_TIMEOUT: _release_timeout_s(inherited.get(_RELEASE_TIMEOUT, "")),
             # We close idle connections, never SGLang: a request could meet one that is being closed.
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
-            **_nixl_environment(self.nixl, inherited),
+            **_nixl_environment(self.engine.nixl, inherited),
         }
-        if self.device == "cpu":
+        if self.engine.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            threads = self.num_threads or 1
+            threads = self.engine.threads
             environment.setdefault("OMP_NUM_THREADS", str(threads))
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", self._binding(threads))
             if find_spec("sgl_kernel") is None:
@@ -283,7 +268,7 @@ class SglangSettings(EngineSettings):
         """Cores of each process that computes: `threads` neighbours, round and round."""
         cores = os.cpu_count() or 1
         sets = []
-        for rank in range(self.dp_size * self._processes_per_rank()):
+        for rank in range(self.engine.dp_size * self._processes_per_rank()):
             first = rank * threads % cores
             last = min(first + threads, cores) - 1
             sets.append(str(first) if first == last else f"{first}-{last}")
@@ -300,8 +285,6 @@ def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[
 
 
 def _check_argument(text: str) -> None:
-    if not text.startswith("--"):
-        raise ConfigError(f"--engine-arg must be one --flag or --flag=value of SGLang's, got {text!r}")
     flag = text.split("=", 1)[0]
     reasons = [reason for prefix, reason in REFUSED_FAMILIES.items() if flag.startswith(prefix)]
     if flag in REFUSED_FLAGS:

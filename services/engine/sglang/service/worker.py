@@ -67,8 +67,9 @@ class SglangWorker:
     def __init__(self, settings: SglangSettings, own_ids: Mapping[int, RankId]) -> None:
         """`own_ids` by DP rank. Raises ConfigError."""
         self.settings = settings
+        self.dp_size = settings.engine.dp_size
         self.own_ids = own_ids
-        self.shape = ModelShape.read(settings.model_path)
+        self.shape = ModelShape.read(settings.engine.model)
         self._stretched, self._allows_stretched = settings.stretching(
             self.shape.max_position_embeddings, self.shape.max_context_tokens
         )
@@ -76,18 +77,18 @@ class SglangWorker:
         self.max_context_tokens = settings.max_context_tokens(context)
         self.model_context_tokens = settings.model_context_tokens(context)
         self.stopping = False
-        self._fingerprint = model_fingerprint(Path(settings.model_path))
+        self._fingerprint = model_fingerprint(Path(settings.engine.model))
         self._active: dict[tuple[int, int, int, int], Active] = {}
         self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
         self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
         self._paths: dict[int, dict[KvPath, None]] = {}  # by DP rank, in the order in which they were found
         self._told = asyncio.Condition()
-        self._rebuilders = [self._rebuilder() for _ in range(settings.dp_size)]
-        self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(settings.dp_size)]
+        self._rebuilders = [self._rebuilder() for _ in range(self.dp_size)]
+        self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(self.dp_size)]
         self._loads: dict[int, dict[str, Any]] = {}
         self._step_times = MeanStepTimes()
-        self._queue_rates = [QueueRate() for _ in range(settings.dp_size)]
-        self._retractions = [0] * settings.dp_size
+        self._queue_rates = [QueueRate() for _ in range(self.dp_size)]
+        self._retractions = [0] * self.dp_size
         # A process of SGLang's has ended, which SGLang itself takes seconds to see.
         self._broken = asyncio.Event()
         self._users = 0
@@ -101,7 +102,7 @@ class SglangWorker:
         self._folder: RunFolder | None = None
 
     def __repr__(self) -> str:
-        return f"SglangWorker({self.settings.worker} dp_size={self.settings.dp_size} users={self._users})"
+        return f"SglangWorker({self.settings.worker} dp_size={self.dp_size} users={self._users})"
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -213,13 +214,13 @@ class SglangWorker:
     def _missing(self) -> list[tuple[int, int]]:
         tp_size = max((active.tp_size for active in self._active.values()), default=1)
         present = {(active.dp_rank, active.tp_rank) for active in self._active.values()}
-        wanted = {(dp, tp) for dp in range(self.settings.dp_size) for tp in range(tp_size)}
+        wanted = {(dp, tp) for dp in range(self.dp_size) for tp in range(tp_size)}
         return sorted(wanted - present)
 
     async def _until_pools_known(self) -> None:
         try:
             async with asyncio.timeout(_POOLS_TIMEOUT_S):
-                while not self.ending and len(self._num_pages()) < self.settings.dp_size:
+                while not self.ending and len(self._num_pages()) < self.dp_size:
                     await self._poll_load()
                     await asyncio.sleep(_HEALTH_POLL_S)
         except TimeoutError:
@@ -229,17 +230,17 @@ class SglangWorker:
 
     def _num_pages(self) -> list[int]:
         """Of the pool of each DP rank that has told."""
-        told = (loads.num_pages(load, self.settings.page_size) for load in self._loads.values())
+        told = (loads.num_pages(load, self.settings.engine.page_size) for load in self._loads.values())
         return [pages for pages in told if pages]
 
     def _check_pools(self) -> None:
         """Raises ConfigError. Where memory is short SGLang makes a smaller pool and only warns; what we let
         in by the size that was asked for would then wait for ever."""
         smallest = min(self._num_pages())
-        if smallest < self.settings.num_pages:
+        if smallest < self.settings.engine.kv_pages:
             raise ConfigError(
-                f"--kv-pages={self.settings.num_pages}: SGLang has memory for {smallest} pages; ask for "
-                "no more, or give it more memory (--engine-arg=--mem-fraction-static=...)"
+                f"--kv-pages={self.settings.engine.kv_pages}: SGLang has memory for {smallest} pages; ask "
+                "for no more, or give it more memory (--engine-arg=--mem-fraction-static=...)"
             )
 
     async def _poll_loads(self) -> None:
@@ -269,29 +270,29 @@ class SglangWorker:
                 self._queue_rates[dp_rank].empty()
 
     def _plugin_settings(self, reports_path: str) -> PluginSettings:
-        settings, tls = self.settings, self.settings.tls
+        engine, tls = self.settings.engine, self.settings.engine.tls()
         paths = ("", "", "") if tls is None else tuple(str(p or "") for p in (tls.ca, tls.cert, tls.key))
         return PluginSettings(
-            worker=settings.worker,
-            generations=tuple(self.own_ids[rank].generation for rank in range(settings.dp_size)),
+            worker=self.settings.worker,
+            generations=tuple(self.own_ids[rank].generation for rank in range(self.dp_size)),
             model_fingerprint=self._fingerprint,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
-            host=settings.host,
-            advertise_host=settings.advertise_host,
+            host=engine.host,
+            advertise_host=engine.reached_at,
             reports_path=reports_path,
             tls_ca=paths[0],
             tls_cert=paths[1],
             tls_key=paths[2],
             tls_mutual=tls is not None and tls.mutual,
             tls_server_name="" if tls is None else tls.server_name,
-            nixl_backend=settings.nixl.backend,
-            expects_rdma=settings.nixl.expects_rdma,
+            nixl_backend=engine.nixl.backend,
+            expects_rdma=engine.nixl.expects_rdma,
         )
 
     def _rebuilder(self) -> TreeEventRebuilder:
-        settings = self.settings
-        return TreeEventRebuilder(settings.model_name, settings.page_size, settings.index_block)
+        engine = self.settings.engine
+        return TreeEventRebuilder(engine.served_name, engine.page_size, engine.index_block)
 
     # -- what its ranks ask ----------------------------------------------------------------------------
 
@@ -353,7 +354,7 @@ class SglangWorker:
         """From SGLang's own report, some hundred milliseconds old, and what we measured ourselves."""
         settings = self.settings
         told = loads.rank_load(
-            self._loads.get(dp_rank, {}), settings.role, settings.page_size, settings.num_pages
+            self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.kv_pages
         )
         return replace(
             told,
@@ -432,7 +433,7 @@ class SglangWorker:
 
     def _take_unreadable(self, error: ProtocolError) -> None:
         """Events of any rank may have been in it."""
-        for dp_rank in range(self.settings.dp_size):
+        for dp_rank in range(self.dp_size):
             self._follow(dp_rank, lambda rebuilder: rebuilder.forget(str(error)))
 
     def _follow(self, dp_rank: int, read: Callable[[TreeEventRebuilder], CacheEvents]) -> None:

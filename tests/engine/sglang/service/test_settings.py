@@ -7,7 +7,6 @@ import pytest
 from engine.sglang.settings import sglang_settings
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
 from services.engine.sglang.service.settings import IDLE_CONNECTION_S
-from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
@@ -20,7 +19,7 @@ def test_decode_has_the_radix_cache(tmp_path):
     arguments = settings(tmp_path).arguments(7000)
     assert "--disaggregation-decode-enable-radix-cache" in arguments
     assert {"--dp-size=2", "--max-total-tokens=8192"} <= set(arguments)
-    without = settings(tmp_path, cache_enabled=False).arguments(7000)
+    without = settings(tmp_path, decode_cache="off").arguments(7000)
     assert "--disaggregation-decode-enable-radix-cache" not in without
 
 
@@ -33,11 +32,11 @@ def test_decode_has_the_radix_cache(tmp_path):
     ],
 )
 def test_limits_are_those_of_each_rank(tmp_path, engine_args, limits):
-    assert limits <= set(settings(tmp_path, engine_args=engine_args).arguments(7000))
+    assert limits <= set(settings(tmp_path, engine_arg=engine_args).arguments(7000))
 
 
 def test_prefill_without_a_cache(tmp_path):
-    arguments = settings(tmp_path, role=Role.PREFILL, cache_enabled=False).arguments(7000)
+    arguments = settings(tmp_path, role=Role.PREFILL, prefill_cache="off").arguments(7000)
     assert "--disable-radix-cache" in arguments
     assert not any("decode" in text for text in arguments)
 
@@ -49,7 +48,7 @@ def test_sglang_counts_for_itself_and_tells_how_long_a_request_queued(tmp_path, 
 
 def test_the_users_arguments_come_last_and_whole(tmp_path):
     ours = ("--mem-fraction-static=0.8", '--json-model-override-args={"a": 1, "b": 2}')
-    assert tuple(settings(tmp_path, engine_args=ours).arguments(7000)[-2:]) == ours
+    assert tuple(settings(tmp_path, engine_arg=ours).arguments(7000)[-2:]) == ours
 
 
 @pytest.mark.parametrize(
@@ -78,20 +77,20 @@ def test_the_users_arguments_come_last_and_whole(tmp_path):
 )
 def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
     with pytest.raises(ConfigError, match=argument.split("=")[0]):
-        settings(tmp_path, engine_args=(argument,))
+        settings(tmp_path, engine_arg=(argument,))
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "eagle3", "NEXTN", "FROZEN_KV_MTP"])
 def test_trees_whose_keys_are_pairs_of_tokens_are_refused_with_the_reason(tmp_path, algorithm):
     """tests/sglang/test_radix_keys.py asks SGLang itself which they are."""
     with pytest.raises(ConfigError, match=f"--speculative-algorithm={algorithm}: .* pairs of tokens"):
-        settings(tmp_path, engine_args=(f"--speculative-algorithm={algorithm}",))
+        settings(tmp_path, engine_arg=(f"--speculative-algorithm={algorithm}",))
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "NGRAM", "DFLASH", "UNO", "NONE", "a-plugin's"])
 def test_speculation_that_sglang_cannot_do_here_is_refused(tmp_path, algorithm):
     with pytest.raises(ConfigError, match="only do DSPARK"):
-        settings(tmp_path, engine_args=(f"--speculative-algorithm={algorithm}",))
+        settings(tmp_path, engine_arg=(f"--speculative-algorithm={algorithm}",))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_speculation_that_sglang_cannot_do_here_is_refused(tmp_path, algorithm):
 )
 def test_a_second_tier_of_pages_is_refused_with_the_reason(tmp_path, argument):
     with pytest.raises(ConfigError, match=f"{argument.split('=')[0]}.*: the index knows one tier"):
-        settings(tmp_path, engine_args=(argument,))
+        settings(tmp_path, engine_arg=(argument,))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_a_second_tier_of_pages_is_refused_with_the_reason(tmp_path, argument):
 )
 def test_an_abbreviation_of_what_is_looked_at_is_refused(tmp_path, argument):
     with pytest.raises(ConfigError, match=f"{argument.split('=')[0]}: write the flag out"):
-        settings(tmp_path, engine_args=(argument,))
+        settings(tmp_path, engine_arg=(argument,))
 
 
 @pytest.mark.parametrize("device,gpu", [("cuda", 0), ("cuda:3", 3)])
@@ -149,12 +148,12 @@ def test_a_device_that_is_none_is_refused(tmp_path, device):
     ],
 )
 def test_what_works_passes(tmp_path, argument):
-    settings(tmp_path, engine_args=(argument,))
+    settings(tmp_path, engine_arg=(argument,))
 
 
 def test_a_checkpoint_is_a_directory(tmp_path):
     with pytest.raises(ConfigError):
-        settings(tmp_path, model_path="meta-llama/Llama-3.1-8B")
+        settings("meta-llama/Llama-3.1-8B")
 
 
 def test_the_early_send_is_off_whatever_is_inherited(tmp_path):
@@ -206,33 +205,33 @@ def test_each_rank_has_cores_of_its_own_where_there_are_enough(tmp_path, monkeyp
 def test_each_process_of_a_tensor_parallel_rank_has_its_cores(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for argument in ("--tp-size=2", "--tensor-parallel-size=2"):
-        environment = settings(tmp_path, dp_size=1, engine_args=(argument,)).environment({})
+        environment = settings(tmp_path, dp_size=1, engine_arg=(argument,)).environment({})
         assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     with pytest.raises(ConfigError, match="--tp-size"):
-        settings(tmp_path, engine_args=("--tp-size=two",)).environment({})
+        settings(tmp_path, engine_arg=("--tp-size=two",)).environment({})
 
 
 @pytest.mark.parametrize(
     "changes,expected",
     [
-        ({"num_pages": 4096}, 4096 - 6),  # the checkpoint's context
-        ({"num_pages": 4096, "engine_args": ("--context-length=1000",)}, 1000 - 6),
-        ({"num_pages": 64}, 1024 - 512),  # SGLang reserves 512 tokens of a decode rank's pool by default
-        ({"num_pages": 64, "engine_args": ("--num-reserved-decode-tokens=100",)}, 1024 - 112),
-        ({"num_pages": 64, "engine_args": ("--num-reserved-decode-tokens=0",)}, 1024 - 32),
-        ({"num_pages": 64, "role": Role.PREFILL}, 1024 - 32),
+        ({"kv_pages": 4096}, 4096 - 6),  # the checkpoint's context
+        ({"kv_pages": 4096, "engine_arg": ("--context-length=1000",)}, 1000 - 6),
+        ({"kv_pages": 64}, 1024 - 512),  # SGLang reserves 512 tokens of a decode rank's pool by default
+        ({"kv_pages": 64, "engine_arg": ("--num-reserved-decode-tokens=100",)}, 1024 - 112),
+        ({"kv_pages": 64, "engine_arg": ("--num-reserved-decode-tokens=0",)}, 1024 - 32),
+        ({"kv_pages": 64, "role": Role.PREFILL}, 1024 - 32),
     ],
 )
 def test_what_can_wait_for_ever_is_beyond_the_context(tmp_path, changes, expected):
     own = settings(tmp_path, **changes)
     assert own.max_context_tokens(of_checkpoint=4096) == expected
-    context = 1000 if "--context-length=1000" in own.engine_args else 4096
+    context = 1000 if "--context-length=1000" in own.engine.engine_arg else 4096
     assert own.model_context_tokens(of_checkpoint=4096) == context - 6  # however small the pool
 
 
 def test_a_pool_that_holds_no_prompt_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--kv-pages=32"):
-        settings(tmp_path, num_pages=32).max_context_tokens(of_checkpoint=4096)
+        settings(tmp_path, kv_pages=32).max_context_tokens(of_checkpoint=4096)
 
 
 def test_the_plugin_reads_what_the_service_wrote():
@@ -263,14 +262,14 @@ STRETCHED = (["--context-length=131072"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEX
     ],
 )
 def test_sglang_is_told_of_a_context_that_it_would_not_find(tmp_path, stated, engine_args, expected):
-    assert settings(tmp_path, engine_args=engine_args).stretching(stated, 131072) == expected
+    assert settings(tmp_path, engine_arg=engine_args).stretching(stated, 131072) == expected
 
 
 def test_sglang_s_nixl_is_told_what_ours_would_be(tmp_path):
     backend, parameters = "SGLANG_DISAGGREGATION_NIXL_BACKEND", "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
-    nixl = NixlSettings("LIBFABRIC", {"a": "1"})
-    told = settings(tmp_path, nixl=nixl).environment({backend: "LIBFABRIC"})
+    nixl = {"nixl_backend": "LIBFABRIC", "nixl_parameter": ("a=1",)}
+    told = settings(tmp_path, **nixl).environment({backend: "LIBFABRIC"})
     assert (told[backend], json.loads(told[parameters])) == ("LIBFABRIC", {"a": "1"})
     assert settings(tmp_path).environment({})[backend] == "UCX"
     with pytest.raises(ConfigError, match=f"{backend}=UCX: say it by --nixl-backend"):
-        settings(tmp_path, nixl=nixl).environment({backend: "UCX"})
+        settings(tmp_path, **nixl).environment({backend: "UCX"})
