@@ -84,6 +84,12 @@ def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> s
         f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}, plan {plan}: "
         f"{usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
-        f"KV moved {format_bytes(usage.kv_bytes_moved)}, saved {format_bytes(usage.kv_bytes_saved)}; "
-        f"{usage.completion_tokens} generated"
+        f"KV moved {format_bytes(usage.kv_bytes_moved)}{_carried(usage)}, "
+        f"saved {format_bytes(usage.kv_bytes_saved)}; {usage.completion_tokens} generated"
     )
+
+
+def _carried(usage: generation_pb2.Usage) -> str:
+    """What of it comes with every transfer; nothing with full attention alone."""
+    of_kind = [f"{kind} {format_bytes(size)}" for kind, size in sorted(usage.carried_bytes.items())]
+    return f" (of it {', '.join(of_kind)})" if of_kind else ""

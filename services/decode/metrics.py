@@ -24,7 +24,13 @@ class DecodeMetrics(RequestMetrics):
         )
         self._generated = Counter("isthmus_decode_generated_tokens", "Tokens generated.", registry=registry)
         self._received = Counter(
-            "isthmus_decode_received_bytes", "KV bytes written into this rank's pages.", registry=registry
+            "isthmus_decode_received_bytes", "KV bytes written into this rank's pools.", registry=registry
+        )
+        self._carried = Counter(
+            "isthmus_decode_carried_bytes",
+            "Of those, the tails of windows and the recurrent states, which come with every transfer.",
+            ["kind"],
+            registry=registry,
         )
         self._digested = Counter(
             "isthmus_kv_digested_pages",
@@ -62,6 +68,8 @@ class DecodeMetrics(RequestMetrics):
         self._prompt_tokens.inc(admitted.prompt_tokens)
         self._prefix_tokens.inc(admitted.decode_prefix_len)
         self._received.inc(admitted.kv_bytes_moved)
+        for kind, size_bytes in admitted.carried_bytes.items():
+            self._carried.labels(kind).inc(size_bytes)
         self._digested.inc(admitted.digested_pages)
         self._queue.observe(admitted.decode_queue_s, exemplar)
         if admitted.plan is Plan.REMOTE:

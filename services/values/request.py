@@ -1,6 +1,7 @@
 """What is asked of an engine and what it answers, as values. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from services.values.errors import InvalidRequest
@@ -157,7 +158,8 @@ class Admitted:
     transfer_s: float
     plan: Plan
     first_decode_step_s: float = 0.0  # filled in by the service: what it waited beside all that
-    digested_pages: int = 0  # of what moved; not told to routers
+    digested_pages: int = 0  # of what moved, slots too; not told to routers
+    carried_bytes: Mapping[str, int] = field(default_factory=dict)  # of kv_bytes_moved, by GroupKind's value
 
     @property
     def reused_tokens(self) -> int:

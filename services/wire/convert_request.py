@@ -108,11 +108,13 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
 
 
 def admitted_to_proto(admitted: Admitted) -> decode_pb2.Admitted:
-    return message_of(decode_pb2.Admitted, admitted, plan=convert.plan_to_proto(admitted.plan))
+    plan, carried_bytes = convert.plan_to_proto(admitted.plan), admitted.carried_bytes
+    return message_of(decode_pb2.Admitted, admitted, plan=plan, carried_bytes=carried_bytes)
 
 
 def admitted_from_proto(pb: decode_pb2.Admitted) -> Admitted:
-    return value_of(Admitted, pb, plan=convert.plan_from_proto(pb.plan))
+    plan, carried_bytes = convert.plan_from_proto(pb.plan), dict(pb.carried_bytes)
+    return value_of(Admitted, pb, plan=plan, carried_bytes=carried_bytes)
 
 
 def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput:

@@ -4,13 +4,14 @@ from services.cli.generate import _print_usage
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
-def usage_of(prompt_tokens, reused_tokens, completion_tokens, moved=0):
+def usage_of(prompt_tokens, reused_tokens, completion_tokens, moved=0, **carried):
     return generation_pb2.Usage(
         prompt_tokens=prompt_tokens,
         reused_tokens=reused_tokens,
         computed_tokens=prompt_tokens - reused_tokens,
         completion_tokens=completion_tokens,
         kv_bytes_moved=moved,
+        carried_bytes=carried,
     )
 
 
@@ -47,3 +48,11 @@ def test_of_one_that_moved_each_placement_is_told(capsys):
     assert second.startswith("placement 2: 35 prompt tokens on d1/1, plan remote: 0 reused, 35 computed, ")
     assert second.endswith("34 generated") and "KV moved 2.0 KiB" in second
     assert in_all == "in all: 48 computed, KV moved 2.0 KiB, saved 0 B"
+
+
+def test_what_is_carried_is_told_apart(capsys):
+    usage = usage_of(29, 16, 6, moved=5120, sliding_window=1024, recurrent=3072)
+    _print_usage(generation_pb2.Finish(usage=usage, placement=FIRST, placements=[FIRST]))
+    assert (
+        "KV moved 5.0 KiB (of it recurrent 3.0 KiB, sliding_window 1.0 KiB), saved" in capsys.readouterr().err
+    )

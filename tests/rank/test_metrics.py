@@ -12,6 +12,8 @@ from services.rank.metrics import PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind
 from services.values.load import RankLoad
+from services.values.rank import Plan
+from services.values.request import Admitted
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,20 @@ def test_pages_that_came_changed_are_a_failed_transfer_that_is_counted_by_itself
     assert registry.get_sample_value("isthmus_transfer_failures_total") == 1
     mismatches = registry.get_sample_value("isthmus_kv_digest_mismatches_total")
     assert mismatches == isinstance(error, KvCorrupt)
+
+
+def test_bytes_that_are_carried_are_counted_by_kind():
+    registry = CollectorRegistry()
+    metrics = DecodeMetrics(registry, SimpleNamespace(load=RankLoad))
+    for carried in ({"recurrent": 500}, {"recurrent": 500, "sliding_window": 30}, {}):
+        admitted = Admitted(9, 0, 0, 9, 1000, 1000, 0.0, 0.0, 0.0, 0.0, Plan.REMOTE, carried_bytes=carried)
+        metrics.admitted(admitted, None)
+
+    def value(kind):
+        return registry.get_sample_value("isthmus_decode_carried_bytes_total", {"kind": kind})
+
+    assert (value("recurrent"), value("sliding_window"), value("chunked_window")) == (1000, 30, None)
+    assert registry.get_sample_value("isthmus_decode_received_bytes_total") == 3000
 
 
 def test_each_way_of_kv_is_a_series_once_it_is_known():

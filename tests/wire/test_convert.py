@@ -146,6 +146,7 @@ admissions = st.builds(
     *[uint64] * 2,
     *[seconds] * 4,
     st.sampled_from(Plan),
+    carried_bytes=st.dictionaries(st.sampled_from(GroupKind).map(lambda kind: kind.value), uint64),
 )
 outputs = st.builds(
     Output,

@@ -60,6 +60,7 @@ def _usage(admitted: Admitted, completion_tokens: int) -> generation_pb2.Usage:
         reused_tokens=admitted.reused_tokens,
         delta_tokens=admitted.delta_tokens,
         kv_bytes_saved=admitted.kv_bytes_saved,
+        carried_bytes=admitted.carried_bytes,
     )
 
 

@@ -111,6 +111,7 @@ def finished(
             delta_tokens=2,
             kv_bytes_moved=2048,
             kv_bytes_saved=2**33,
+            carried_bytes={"recurrent": 1024},
         ),
         placement=Placement(
             decode=RankId(worker="d0", rank=1),

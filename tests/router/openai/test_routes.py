@@ -51,6 +51,7 @@ async def test_a_chat_is_answered_whole() -> None:
     assert isthmus["delta_tokens"] == 2
     assert isthmus["kv_bytes_moved"] == 2048
     assert isthmus["kv_bytes_saved"] == 2**33
+    assert isthmus["carried_bytes"] == {"recurrent": 1024}
     assert (isthmus["decode_rank"], isthmus["prefill_rank"]) == ("d0/1", "p0/0")
     assert (isthmus["plan"], isthmus["matched_stop"]) == ("remote", "END")
     assert isthmus["stages"]["route_s"] == 0.25

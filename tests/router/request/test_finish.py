@@ -67,6 +67,7 @@ def admitted_at(stay: Stay, prompt_tokens: int) -> Admitted:
         prefill_compute_s=0.0,
         transfer_s=0.0,
         plan=stay.plan,
+        carried_bytes={"recurrent": PAGE_BYTES} if remote else {},
     )
 
 
@@ -166,6 +167,7 @@ def test_usage_placements_and_totals_say_the_same(character_tokenizer, moved, la
         assert placement.HasField("prefill") == (placement.plan == common_pb2.PLAN_REMOTE)
         assert own.prompt_tokens == reached
         assert own.kv_bytes_moved == admitted.kv_bytes_moved
+        assert own.carried_bytes == admitted.carried_bytes
         assert own.kv_bytes_moved + own.kv_bytes_saved == admitted.kv_bytes_prompt
         reached += own.completion_tokens
     assert reached == prompt_tokens + usage.completion_tokens

@@ -58,7 +58,14 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., conversation_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved", "drift_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved", "drift_tokens", "carried_bytes")
+    class CarriedBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +76,7 @@ class Usage(_message.Message):
     KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_SAVED_FIELD_NUMBER: _ClassVar[int]
     DRIFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: int
@@ -79,7 +87,8 @@ class Usage(_message.Message):
     kv_bytes_moved: int
     kv_bytes_saved: int
     drift_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drift_tokens: _Optional[int] = ...) -> None: ...
+    carried_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drift_tokens: _Optional[int] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("tokenize_s", "route_s", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "first_token_s", "router_queue_s", "first_decode_step_s", "relay_s")
