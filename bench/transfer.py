@@ -41,7 +41,8 @@ from services.transfer.choose import open_transport
 from services.transfer.host_memory import map_memory
 from services.transfer.nixl import NixlTransport, open_agent
 from services.transfer.prefill.delta_write import DeltaWrite
-from services.values.kv import KvTicket, PageId, PoolMemory
+from services.transfer.prefill.lanes import Sources
+from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
 from services.values.rank import Generation, Room
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -87,7 +88,7 @@ def serve_passively(pool_bytes: int, device: torch.device) -> None:
     """The other process: register a pool, say where it is, wait for the end of stdin."""
     pool = Pool(pool_bytes, 0, device)
     transport = open_transport("nixl")
-    transport.register(pool.memory(4096), 4096)
+    transport.register([pool.memory(4096)], [4096])
     print(json.dumps({"metadata": transport.metadata().hex(), "address": pool.address}), flush=True)
     sys.stdin.read()
     transport.close()
@@ -143,10 +144,11 @@ class Delta:
         """Returns the number of descriptors."""
         prompt_len = len(self.sources) * PAGE_SIZE
         ticket = KvTicket(Room(1), Generation(1), prompt_len, 0, runs_of(self.targets), write_until_s=0.0)
-        delta = DeltaWrite(ticket, PAGE_SIZE, self.sources)
+        layout = KvLayout(PAGE_SIZE, page_bytes, model_fingerprint=1)
+        delta = DeltaWrite(ticket, layout, Sources(self.sources))
         while not delta.landed:
             if delta.can_post:
-                delta.post(transport, peer, MAX_POST_BYTES // page_bytes, time.monotonic())
+                delta.post(transport, peer, MAX_POST_BYTES, time.monotonic())
             delta.poll()
         return delta.descriptors
 
@@ -230,8 +232,8 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
             raw.write()
         for page_bytes in PAGE_BYTES:
             transport = NixlTransport("bench")
-            transport.register(pool.memory(page_bytes), page_bytes)
-            peer = transport.add_peer(remote.metadata, pool.memory(page_bytes, remote.address))
+            transport.register([pool.memory(page_bytes)], [page_bytes])
+            peer = transport.add_peer(remote.metadata, [pool.memory(page_bytes, remote.address)])
             read_pages = page_reader(pool.bytes.view(-1, page_bytes))
             for kind in KINDS:
                 rng = random.Random(f"{seed} {page_bytes}")
@@ -262,8 +264,8 @@ def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, round
             raw.write()
         for page_bytes in PAGE_BYTES:
             transport = NixlTransport("bench")
-            transport.register(pool.memory(page_bytes), page_bytes)
-            peer = transport.add_peer(remote.metadata, pool.memory(page_bytes, remote.address))
+            transport.register([pool.memory(page_bytes)], [page_bytes])
+            peer = transport.add_peer(remote.metadata, [pool.memory(page_bytes, remote.address)])
             num_pages, pool_pages, rng = (
                 total_bytes // page_bytes,
                 pool_bytes // page_bytes,

@@ -9,6 +9,7 @@ XXH3 reads several times as fast as the CRC of the standard library.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -38,11 +39,16 @@ def digest_of(page: memoryview) -> int:
 
 
 def differing_pages(
-    digests: Sequence[int], pages: Sequence[PageId], read_pages: ReadPages
-) -> tuple[PageId, ...]:
-    """Those of `pages` whose bytes have another digest than the one at their place in `digests`."""
+    digests: Sequence[int], groups: Sequence[Sequence[PageId]], read_pages: ReadPages
+) -> tuple[tuple[int, PageId], ...]:
+    """Those units, each with its group, whose bytes have another digest than the one at their place.
+
+    `groups` has the units of each group, in the layout's order; `digests` are of all of them in turn.
+    """
+    units = [(group, page) for group, pages in enumerate(groups) for page in pages]
+    contents = chain.from_iterable(read_pages(pages, group) for group, pages in enumerate(groups))
     return tuple(
-        page
-        for page, digest, content in zip(pages, digests, read_pages(pages), strict=True)
+        unit
+        for unit, digest, content in zip(units, digests, contents, strict=True)
         if digest_of(content) != digest
     )

@@ -1,11 +1,28 @@
-"""The ticket: decode says where the delta goes; prefill believes nothing it has not checked."""
+"""The ticket: decode says where KV goes; prefill believes nothing it has not checked.
+
+group                            where it goes            what goes there
+full attention                   ticket.runs              the delta: [decode_prefix_len, prompt_len)
+each of the others, in order     ticket.targets           all that the first generated token needs of the
+                                                          prompt (tails.py), whatever decode has
+"""
 
 from collections.abc import Sequence
 from math import isfinite
 
+from services.kv.tails import tail_start, units_at
 from services.kv.transfer_plan import pages_covering, runs_of
 from services.values.errors import ProtocolError, StaleGeneration
-from services.values.kv import HitKind, KvLayout, KvTicket, PageId, PageRun, PoolMemory
+from services.values.kv import (
+    GroupKind,
+    GroupTarget,
+    HitKind,
+    KvGroup,
+    KvLayout,
+    KvTicket,
+    PageId,
+    PageRun,
+    PoolMemory,
+)
 from services.values.rank import Generation, Room
 
 
@@ -36,11 +53,11 @@ def make_ticket(
     delta_pages: Sequence[PageId],
     write_until_s: float,
     *,
+    targets: tuple[GroupTarget, ...] = (),
     want_digests: bool = False,
 ) -> KvTicket:
-    """`delta_pages` hold tokens [decode_prefix_len, prompt_len), in token order.
-
-    `write_until_s` is on the writer's monotonic clock.
+    """`delta_pages` hold tokens [decode_prefix_len, prompt_len), in token order; `targets` are those of
+    `targets_of`. `write_until_s` is on the writer's monotonic clock.
 
     Raises:
         ProtocolError: the prefix is longer than the prompt, or a delta has no pages, or pages no delta.
@@ -56,18 +73,41 @@ def make_ticket(
         decode_prefix_len=decode_prefix_len,
         runs=runs_of(delta_pages),
         write_until_s=write_until_s,
+        targets=targets,
         want_digests=want_digests,
     )
+
+
+def targets_of(
+    layout: KvLayout, prompt_len: int, carried: Sequence[Sequence[PageId]]
+) -> tuple[GroupTarget, ...]:
+    """`carried` has for each group beside full attention, in the layout's order, the units that are to take
+    what it holds at the prompt's end, in token order.
+
+    Raises:
+        ProtocolError: they are not as many as that takes.
+    """
+    if len(carried) != len(layout.carried):
+        raise ProtocolError(f"units of {len(carried)} groups are given, {len(layout.carried)} are carried")
+    targets = tuple(
+        GroupTarget(index, tail_start(group, prompt_len, layout.page_size), runs_of(units))
+        for index, (group, units) in enumerate(zip(layout.carried, carried, strict=True), 1)
+    )
+    for group, target in zip(layout.carried, targets, strict=True):
+        _check_units(group, target, units_at(group, prompt_len, layout.page_size))
+    return targets
 
 
 def check_ticket(
     ticket: KvTicket,
     prompt_len: int | None,
     layout: KvLayout,
-    peer_memory: PoolMemory,
+    peer_memories: Sequence[PoolMemory],
     own_generation: Generation,
 ) -> None:
     """Refuse a ticket that must not be written by; `prompt_len` is the request's, None before it came.
+
+    `peer_memories` are the peer's pools, by group.
 
     Raises:
         StaleGeneration: the ticket is for another life of this rank.
@@ -82,7 +122,8 @@ def check_ticket(
         raise ProtocolError(f"the ticket has {ticket.prompt_len} prompt tokens, the request {prompt_len}")
     if not isfinite(ticket.write_until_s):
         raise ProtocolError(f"a write lease until {ticket.write_until_s} would never end")
-    _check_runs(ticket, layout.page_size, peer_memory.num_pages)
+    _check_runs(ticket, layout.page_size, peer_memories[0].num_pages)
+    _check_targets(ticket, layout, peer_memories)
 
 
 def check_layouts(own: KvLayout, peer: KvLayout) -> None:
@@ -105,15 +146,49 @@ def _check_runs(ticket: KvTicket, page_size: int, pool_pages: int) -> None:
     num_pages = sum(run.num_pages for run in ticket.runs)
     if num_pages != expected:
         raise ProtocolError(f"the delta covers {expected} pages, the ticket's runs {num_pages}")
-    _check_apart(sorted(ticket.runs, key=lambda run: run.first_page), pool_pages)
+    _check_apart("page", ticket.runs, pool_pages)
 
 
-def _check_apart(runs: Sequence[PageRun], pool_pages: int) -> None:
-    """`runs` ascend by first page."""
+def _check_targets(ticket: KvTicket, layout: KvLayout, peer_memories: Sequence[PoolMemory]) -> None:
+    named, due = [target.group for target in ticket.targets], list(range(1, len(layout.groups)))
+    if named != due:
+        raise ProtocolError(f"the ticket has targets of the groups {named}, the layout carries {due}")
+    for target in ticket.targets:
+        group = layout.groups[target.group]
+        start = tail_start(group, ticket.prompt_len, layout.page_size)
+        if target.start_token != start:
+            raise ProtocolError(
+                f"what is carried of {_name(group, target)} starts at token {start}, the ticket's target at "
+                f"{target.start_token}"
+            )
+        _check_units(group, target, units_at(group, ticket.prompt_len, layout.page_size))
+        unit = f"{_name(group, target)}: {_unit(group)}"
+        _check_apart(unit, target.runs, peer_memories[target.group].num_pages)
+
+
+def _check_units(group: KvGroup, target: GroupTarget, due: int) -> None:
+    num_units = sum(run.num_pages for run in target.runs)
+    if num_units != due:
+        raise ProtocolError(
+            f"what is carried of {_name(group, target)} takes {due} {_unit(group)}s, the ticket's target has "
+            f"{num_units}"
+        )
+
+
+def _name(group: KvGroup, target: GroupTarget) -> str:
+    return f"group {target.group} ({group.kind.value})"
+
+
+def _unit(group: KvGroup) -> str:
+    return "slot" if group.kind is GroupKind.RECURRENT else "page"
+
+
+def _check_apart(unit: str, runs: Sequence[PageRun], pool_units: int) -> None:
+    """`unit` is what one is called."""
     end = 0
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.first_page):
         if run.first_page < end:
-            raise ProtocolError(f"page {run.first_page} appears twice in the ticket's runs")
+            raise ProtocolError(f"{unit} {run.first_page} appears twice in the ticket's runs")
         end = run.end
-    if end > pool_pages:
-        raise ProtocolError(f"page {end - 1} is outside of the peer's pool of {pool_pages}")
+    if end > pool_units:
+        raise ProtocolError(f"{unit} {end - 1} is outside of the peer's pool of {pool_units}")

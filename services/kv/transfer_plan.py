@@ -3,21 +3,25 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from services.kv.tails import units_at
 from services.values.errors import ProtocolError
 from services.values.kv import KvLayout, PageId, PageRun
 
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """Pages that are neighbours on both sides: one copy of num_pages * page_bytes bytes."""
+    """Units of one group, pages or slots, that are neighbours on both sides: one copy of all their bytes."""
 
     source_page: int
     target_page: int
     num_pages: int
+    group: int = 0  # its place in the layout
 
 
-def merge_moves(source_pages: Sequence[PageId], target_pages: Sequence[PageId]) -> list[PageMove]:
-    """Moves in token order; page i of the source goes to page i of the target.
+def merge_moves(
+    source_pages: Sequence[PageId], target_pages: Sequence[PageId], group: int = 0
+) -> list[PageMove]:
+    """Moves in token order; page i of the source goes to page i of the target, within the group's pools.
 
     Raises:
         ProtocolError: the two differ in length.
@@ -32,7 +36,7 @@ def merge_moves(source_pages: Sequence[PageId], target_pages: Sequence[PageId]) 
             source_goes_on = source_pages[index] == source_pages[first] + offset
             if source_goes_on and target_pages[index] == target_pages[first] + offset:
                 continue
-        moves.append(PageMove(source_pages[first], target_pages[first], index - first))
+        moves.append(PageMove(source_pages[first], target_pages[first], index - first, group))
         first = index
     return moves
 
@@ -60,5 +64,20 @@ def pages_covering(start_token: int, end_token: int, page_size: int) -> range:
 
 
 def delta_bytes(decode_prefix_len: int, prompt_len: int, layout: KvLayout) -> int:
-    """Bytes of the whole pages that hold the delta [decode_prefix_len, prompt_len)."""
+    """Bytes of the whole pages of full attention that hold the delta [decode_prefix_len, prompt_len)."""
     return len(pages_covering(decode_prefix_len, prompt_len, layout.page_size)) * layout.page_bytes
+
+
+def moved_bytes(decode_prefix_len: int, prompt_len: int, layout: KvLayout) -> tuple[int, ...]:
+    """What a transfer moves of each group: its delta, then what is carried to the prompt's end."""
+    carried = (units_at(group, prompt_len, layout.page_size) * group.unit_bytes for group in layout.carried)
+    return (delta_bytes(decode_prefix_len, prompt_len, layout), *carried)
+
+
+def carried_by_kind(layout: KvLayout, moved: Sequence[int]) -> dict[str, int]:
+    """Of bytes moved by group those carried, by GroupKind's value; a kind without any is absent."""
+    by_kind: dict[str, int] = {}
+    for group, size_bytes in zip(layout.carried, moved[1:], strict=True):
+        if size_bytes:
+            by_kind[group.kind.value] = by_kind.get(group.kind.value, 0) + size_bytes
+    return by_kind

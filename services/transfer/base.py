@@ -1,11 +1,12 @@
 """The transport boundary: how pages get from one rank's pool into another's.
 
-    register(own pool) --> metadata() ~~ Hello ~~> peer: add_peer(metadata, our pool)
+    register(own pools) --> metadata() ~~ Hello ~~> peer: add_peer(metadata, our pools)
                                                          write(peer, moves) --> Write: poll() ... release()
                                                          remove_peer(peer)
     close()
 
-One side of a pair may be passive: it only registers, and hands its metadata out.
+One side of a pair may be passive: it only registers, and hands its metadata out. A rank has a pool for each
+group of its KvLayout, in that order; all of them are registered, and moves of several may go in one write.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class Write(Protocol):
     """A posted write. It holds resources until `release`."""
 
     @property
-    def size_bytes(self) -> int: ...
+    def group_bytes(self) -> tuple[int, ...]:
+        """By group, in the layout's order."""
 
     def poll(self) -> bool:
         """True once every byte has landed in the peer's memory; never blocks.
@@ -59,18 +61,20 @@ class Transport(Protocol):
     def paths(self) -> Sequence[KvPath]:
         """By what our writes that have landed went, as far as that is known. Any thread may ask."""
 
-    def register(self, memory: PoolMemory, page_bytes: int) -> None:
-        """Make our pool readable and writable by the transport. Called once, before all else.
+    def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
+        """Make our pools readable and writable by the transport. Called once, before all else.
+
+        Both by group; unit i of a pool is unit_bytes long.
 
         Raises:
-            ConfigError: the transport cannot reach memory of this kind.
+            ConfigError: the transport cannot reach memory of this kind, or of several kinds at once.
         """
 
     def metadata(self) -> bytes:
         """What a peer needs to write to us: opaque, carried in Hello."""
 
-    def add_peer(self, metadata: bytes, memory: PoolMemory) -> PeerName:
-        """Learn a peer and its pool, of the same page size as ours. Adding it again is free.
+    def add_peer(self, metadata: bytes, memories: Sequence[PoolMemory]) -> PeerName:
+        """Learn a peer and its pools, as many as ours and of the same units. Adding it again is free.
 
         Raises:
             PeerFailed: the metadata is unusable, or the peer cannot be reached.
@@ -80,14 +84,15 @@ class Transport(Protocol):
         """Forget a peer to which no write is under way. An unknown one is ignored."""
 
     def write(self, peer: PeerName, moves: Sequence[PageMove]) -> Write:
-        """Post the moves, from our pool into the peer's, as one write.
+        """Post the moves, from our pools into the peer's of the same groups, as one write.
 
         May take as long as the copy itself where the transport copies in the caller's thread.
 
         Raises:
             PeerFailed: the peer is unknown or gone; bytes may have landed in part, and no more will.
             Unsettled: likewise, but more may.
-            ProtocolError: there are no moves, or a page is outside of its pool; nothing was written.
+            ProtocolError: there are no moves, or one is of no group or leaves its pool; nothing was
+                written.
         """
 
     def close(self) -> None:

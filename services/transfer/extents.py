@@ -1,42 +1,75 @@
-"""Pages as addresses. An extent is a contiguous piece of memory."""
+"""Units of pools as addresses. An extent is a contiguous piece of memory."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.kv.transfer_plan import PageMove
-from services.values.errors import ProtocolError
+from services.values.errors import PeerFailed, ProtocolError
 from services.values.kv import PoolMemory
 
-Extents = NDArray[np.uint64]
+Extents = NDArray[np.uint64]  # (n, 2): address, bytes
+_Numbers = NDArray[np.int64]
 
 
-def extents_of(
-    moves: Sequence[PageMove], source: PoolMemory, target: PoolMemory, page_bytes: int
-) -> tuple[Extents, Extents]:
-    """Where the moves read and where they write: two arrays of shape (len(moves), 2), address and bytes.
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """One rank's pools, by group."""
 
-    Raises:
-        ProtocolError: there are no moves, or one leaves a pool.
-    """
+    memories: tuple[PoolMemory, ...]
+    unit_bytes: tuple[int, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of memory, each once."""
+        return tuple(sorted({memory.kind for memory in self.memories}))
+
+    def of_peer(self, memories: Sequence[PoolMemory]) -> "Pools":
+        """A peer's, of the same units. Raises PeerFailed where they are more or fewer."""
+        if len(memories) != len(self.memories):
+            raise PeerFailed(f"the peer has {len(memories)} pools, we have {len(self.memories)}")
+        return Pools(tuple(memories), self.unit_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A write's moves as memory: piece i goes from source[i] to target[i], which are equally long."""
+
+    groups: _Numbers  # (n,)
+    source: Extents
+    target: Extents
+
+    def group_bytes(self, num_groups: int) -> tuple[int, ...]:
+        sizes = self.source[:, 1]
+        return tuple(int(sizes[self.groups == group].sum()) for group in range(num_groups))
+
+
+def pieces_of(moves: Sequence[PageMove], source: Pools, target: Pools) -> Pieces:
+    """Raises ProtocolError: there are no moves, or one is of no group, or leaves a pool."""
     if not moves:
-        raise ProtocolError("a write needs at least one page")
-    pages = np.array([(m.source_page, m.target_page, m.num_pages) for m in moves], dtype=np.int64)
-    sizes = pages[:, 2]
-    return (
-        _extents(pages[:, 0], sizes, source, page_bytes),
-        _extents(pages[:, 1], sizes, target, page_bytes),
+        raise ProtocolError("a write needs at least one page or slot")
+    table = np.array([(m.group, m.source_page, m.target_page, m.num_pages) for m in moves], dtype=np.int64)
+    groups, num_units = table[:, 0], table[:, 3]
+    if groups.min() < 0 or groups.max() >= len(source.memories):
+        raise ProtocolError(f"a move is of no group of the {len(source.memories)} that there are")
+    return Pieces(
+        groups,
+        _extents(groups, table[:, 1], num_units, source),
+        _extents(groups, table[:, 2], num_units, target),
     )
 
 
-def _extents(
-    first: NDArray[np.int64], num_pages: NDArray[np.int64], memory: PoolMemory, page_bytes: int
-) -> Extents:
-    if num_pages.min() < 1 or first.min() < 0 or (first + num_pages).max() > memory.num_pages:
-        raise ProtocolError(f"a move leaves the pool of {memory.num_pages} pages")
+def _extents(groups: _Numbers, first: _Numbers, num_units: _Numbers, pools: Pools) -> Extents:
+    pool_units = np.array([memory.num_pages for memory in pools.memories])[groups]
+    unit_bytes = np.array(pools.unit_bytes)[groups]
+    bases = np.array([memory.base_address for memory in pools.memories], dtype=np.uint64)
+    outside = (num_units < 1) | (first < 0) | (first + num_units > pool_units)
+    if outside.any():
+        raise ProtocolError(f"a move leaves its pool of {pool_units[outside][0]} units")
     extents = np.empty((len(first), 2), dtype=np.uint64)
-    extents[:, 0] = first * page_bytes  # an offset fits int64; an address may not
-    extents[:, 0] += np.uint64(memory.base_address)
-    extents[:, 1] = num_pages * page_bytes
+    extents[:, 0] = first * unit_bytes  # an offset fits int64; an address may not
+    extents[:, 0] += bases[groups]
+    extents[:, 1] = num_units * unit_bytes
     return extents

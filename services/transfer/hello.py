@@ -1,4 +1,4 @@
-"""The first word on a Handshake stream, from either side: who we are and where our pages lie."""
+"""The first word on a Handshake stream, from either side: who we are and where our pools lie."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,12 @@ class Hello:
     memory: PoolMemory
     transport: str
     agent_metadata: bytes
+    carried_memory: tuple[PoolMemory, ...] = ()  # the pools of the layout's other groups, in its order
+
+    @property
+    def memories(self) -> tuple[PoolMemory, ...]:
+        """By group."""
+        return (self.memory, *self.carried_memory)
 
     def message(self, monotonic_s: float) -> handshake_pb2.HandshakeMessage:
         """To be sent at once: `monotonic_s` is our clock now."""
@@ -29,6 +35,7 @@ class Hello:
             memory=convert.memory_to_proto(self.memory),
             transport=self.transport,
             monotonic_s=monotonic_s,
+            carried_memory=[convert.memory_to_proto(memory) for memory in self.carried_memory],
         )
         return handshake_pb2.HandshakeMessage(hello=hello)
 
@@ -37,7 +44,7 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
     """The peer's Hello and its clock when it was sent.
 
     Raises:
-        ProtocolError: the message is another one, or malformed.
+        ProtocolError: the message is another one, or malformed, or has another number of pools than groups.
     """
     if message.WhichOneof("message") != "hello":
         raise ProtocolError("the first message of a Handshake stream must be Hello")
@@ -48,7 +55,10 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
         convert.memory_from_proto(pb.memory),
         pb.transport,
         pb.agent_metadata,
+        tuple(convert.memory_from_proto(memory) for memory in pb.carried_memory),
     )
+    if len(hello.carried_memory) != (due := len(hello.layout.carried)):
+        raise ProtocolError(f"hello.carried_memory has {len(hello.carried_memory)} pools, its layout {due}")
     return hello, finite("hello.monotonic_s", pb.monotonic_s)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from services.kv.transfer_plan import PageMove
 from services.transfer.base import PeerName
-from services.transfer.extents import Extents, extents_of
+from services.transfer.extents import Extents, Pools, pieces_of
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
 from services.values.kv_path import KvPath, KvPathKind
@@ -100,7 +100,7 @@ def _start_ticks(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _LandedWrite:
-    size_bytes: int
+    group_bytes: tuple[int, ...]
 
     def poll(self) -> bool:
         return True
@@ -114,9 +114,8 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._own = _Process.own()
-        self._memory: PoolMemory | None = None
-        self._page_bytes = 0
-        self._peers: dict[PeerName, tuple[_Process, PoolMemory]] = {}
+        self._pools: Pools | None = None
+        self._peers: dict[PeerName, tuple[_Process, Pools]] = {}
         self._paths: tuple[KvPath, ...] = ()
 
     @property
@@ -127,41 +126,46 @@ class LocalTransport:
     def paths(self) -> tuple[KvPath, ...]:
         return self._paths
 
-    def register(self, memory: PoolMemory, page_bytes: int) -> None:
-        if memory.kind != "DRAM":
-            raise ConfigError(f"the local transport moves DRAM only, not {memory.kind}; use nixl")
-        self._memory, self._page_bytes = memory, page_bytes
+    def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
+        pools = Pools(tuple(memories), tuple(unit_bytes))
+        if pools.kinds != ("DRAM",):
+            raise ConfigError(f"the local transport moves DRAM only, not {', '.join(pools.kinds)}; use nixl")
+        self._pools = pools
 
     def metadata(self) -> bytes:
         return json.dumps(asdict(self._own)).encode()
 
-    def add_peer(self, metadata: bytes, memory: PoolMemory) -> PeerName:
+    def add_peer(self, metadata: bytes, memories: Sequence[PoolMemory]) -> PeerName:
+        assert self._pools is not None, "register comes first"
         process = _Process.parse(metadata)
         own = self._own
         if (process.boot_id, process.pid_namespace) != (own.boot_id, own.pid_namespace):
             raise PeerFailed("the peer is on another host or in another container; use the nixl transport")
-        if memory.kind != "DRAM":
-            raise PeerFailed(f"the local transport moves DRAM only, the peer's pool is {memory.kind}")
+        pools = self._pools.of_peer(memories)
+        if pools.kinds != ("DRAM",):
+            kinds = ", ".join(pools.kinds)
+            raise PeerFailed(f"the local transport moves DRAM only, the peer's pools are {kinds}")
         if not process.alive:
             raise PeerFailed(f"the peer's process {process.pid} is gone")
         peer = PeerName(process.name)
-        self._peers[peer] = (process, memory)
+        self._peers[peer] = (process, pools)
         return peer
 
     def remove_peer(self, peer: PeerName) -> None:
         self._peers.pop(peer, None)
 
     def write(self, peer: PeerName, moves: Sequence[PageMove]) -> _LandedWrite:
-        assert self._memory is not None, "register comes first"
+        assert self._pools is not None, "register comes first"
         if peer not in self._peers:
             raise PeerFailed(f"no peer {peer} is known")
-        process, memory = self._peers[peer]
-        source, target = extents_of(moves, self._memory, memory, self._page_bytes)
+        process, pools = self._peers[peer]
+        pieces = pieces_of(moves, self._pools, pools)
+        group_bytes = pieces.group_bytes(len(pools.memories))
         if not process.alive:  # its pid may be another's by now
             raise PeerFailed(f"the peer's process {process.pid} is gone")
-        _copy(process.pid, source, target)
+        _copy(process.pid, pieces.source, pieces.target)
         self._paths = (_PATH,)
-        return _LandedWrite(int(source[:, 1].sum()))
+        return _LandedWrite(group_bytes)
 
     def close(self) -> None:
         self._peers.clear()

@@ -21,7 +21,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -30,7 +30,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 from services.kv.transfer_plan import PageMove
 from services.transfer.base import PeerName, Unsettled
-from services.transfer.extents import Extents, extents_of
+from services.transfer.extents import Extents, Pieces, Pools, pieces_of
 from services.transfer.nixl_settings import UCX, NixlSettings
 from services.transfer.ucx_log import ucx_log
 from services.values.errors import ConfigError, PeerFailed
@@ -65,18 +65,18 @@ class NixlWrite:
         self,
         agent: nixl_agent,
         handle: nixl_xfer_handle,
-        size_bytes: int,
+        group_bytes: tuple[int, ...],
         on_landed: Callable[[], object] = lambda: None,
     ) -> None:
         self._on_landed = on_landed
         self._agent = agent
         self._handle = handle
-        self._size_bytes = size_bytes
+        self._group_bytes = group_bytes
         self._state = "PROC"  # NIXL's word for under way; DONE and ERR are final
 
     @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
+    def group_bytes(self) -> tuple[int, ...]:
+        return self._group_bytes
 
     def post(self) -> None:
         self._ask(self._agent.transfer)
@@ -92,7 +92,7 @@ class NixlWrite:
         deadline_s = time.monotonic() + _RELEASE_TIMEOUT_S
         while not self._ended():
             if time.monotonic() >= deadline_s:
-                raise Unsettled(f"a write of {self._size_bytes} bytes is still under way")
+                raise Unsettled(f"a write of {sum(self._group_bytes)} bytes is still under way")
             time.sleep(_POLL_S)
         with _renaming("NIXL does not give up an ended write", Unsettled):
             self._handle.release()
@@ -122,10 +122,9 @@ class NixlTransport:
         self._settings = settings
         self._agent = open_agent(f"{name_prefix}-{secrets.token_hex(8)}", settings)
         self._paths: tuple[KvPath, ...] = ()
-        self._memory: PoolMemory | None = None
-        self._page_bytes = 0
+        self._pools: Pools | None = None
         self._registered: _bindings.nixlRegDList | None = None
-        self._peers: dict[PeerName, PoolMemory] = {}
+        self._peers: dict[PeerName, Pools] = {}
         self._names: dict[bytes, PeerName] = {}
 
     @property
@@ -136,22 +135,33 @@ class NixlTransport:
     def paths(self) -> tuple[KvPath, ...]:
         return self._paths
 
-    def register(self, memory: PoolMemory, page_bytes: int) -> None:
-        region = (memory.base_address, memory.num_pages * page_bytes, memory.device_id, "")
-        with _renaming(f"NIXL cannot register {region[1]} bytes of {memory.kind}", ConfigError):
-            self._registered = self._agent.register_memory([region], memory.kind)
-        self._memory, self._page_bytes = memory, page_bytes
+    def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
+        pools = Pools(tuple(memories), tuple(unit_bytes))
+        if len(pools.kinds) > 1:  # a list of descriptors is of one
+            raise ConfigError(f"the pools must lie in memory of one kind, not {', '.join(pools.kinds)}")
+        regions = [
+            (memory.base_address, memory.num_pages * size, memory.device_id, "")
+            for memory, size in zip(memories, unit_bytes, strict=True)
+        ]
+        size_bytes, kind = sum(region[1] for region in regions), pools.kinds[0]
+        with _renaming(f"NIXL cannot register {size_bytes} bytes of {kind}", ConfigError):
+            self._registered = self._agent.register_memory(regions, kind)
+        self._pools = pools
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
-    def add_peer(self, metadata: bytes, memory: PoolMemory) -> PeerName:
+    def add_peer(self, metadata: bytes, memories: Sequence[PoolMemory]) -> PeerName:
+        assert self._pools is not None, "register comes first"
+        pools = self._pools.of_peer(memories)
+        if len(pools.kinds) > 1:
+            raise PeerFailed(f"the peer's pools must lie in memory of one kind, not {', '.join(pools.kinds)}")
         if metadata not in self._names:
             with _renaming("NIXL does not accept the peer's metadata"):
                 name = self._agent.add_remote_agent(metadata)
             self._names[metadata] = PeerName(name.decode() if isinstance(name, bytes) else name)
         peer = self._names[metadata]
-        self._peers[peer] = memory
+        self._peers[peer] = pools
         return peer
 
     def remove_peer(self, peer: PeerName) -> None:
@@ -162,16 +172,17 @@ class NixlTransport:
             self._agent.remove_remote_agent(peer)
 
     def write(self, peer: PeerName, moves: Sequence[PageMove]) -> NixlWrite:
-        assert self._memory is not None, "register comes first"
+        assert self._pools is not None, "register comes first"
         if peer not in self._peers:
             raise PeerFailed(f"no peer {peer} is known")
-        memory = self._peers[peer]
-        source, target = extents_of(moves, self._memory, memory, self._page_bytes)
+        own, theirs = self._pools, self._peers[peer]
+        pieces = pieces_of(moves, own, theirs)
+        source = self._descriptors(pieces, pieces.source, own)
+        target = self._descriptors(pieces, pieces.target, theirs)
         with _renaming("the write was refused"):
-            handle = self._agent.initialize_xfer(
-                "WRITE", self._descriptors(source, self._memory), self._descriptors(target, memory), peer
-            )
-        write = NixlWrite(self._agent, handle, int(source[:, 1].sum()), self._look_at_paths)
+            handle = self._agent.initialize_xfer("WRITE", source, target, peer)
+        group_bytes = pieces.group_bytes(len(own.memories))
+        write = NixlWrite(self._agent, handle, group_bytes, self._look_at_paths)
         try:
             write.post()
         except Unsettled:
@@ -180,25 +191,30 @@ class NixlTransport:
         return write
 
     def _look_at_paths(self) -> None:
-        known, self._paths = self._paths, known_paths(self._agent.name, self._page_bytes, self._settings)
+        assert self._pools is not None
+        known, self._paths = self._paths, self._known_paths(self._pools.unit_bytes)
         for path in self._paths:
             if path not in known:
                 self._settings.tell(path)
+
+    def _known_paths(self, piece_bytes: Iterable[int]) -> tuple[KvPath, ...]:
+        paths = (known_paths(self._agent.name, size, self._settings) for size in dict.fromkeys(piece_bytes))
+        return tuple(dict.fromkeys(path for of_size in paths for path in of_size))
 
     def close(self) -> None:
         try:
             for peer in list(self._peers):
                 self.remove_peer(peer)
             if self._registered is not None:
-                with _renaming("NIXL does not deregister the pool"):
+                with _renaming("NIXL does not deregister the pools"):
                     self._agent.deregister_memory(self._registered)
         finally:
             del self._agent  # ends its threads, once there is no write of it any more
 
-    def _descriptors(self, extents: Extents, memory: PoolMemory) -> _bindings.nixlXferDList:
-        """(n, 3), as NIXL wants them: address, bytes, device."""
-        device = np.full((len(extents), 1), memory.device_id, dtype=np.uint64)
-        return self._agent.get_xfer_descs(np.hstack((extents, device)), memory.kind)
+    def _descriptors(self, pieces: Pieces, extents: Extents, pools: Pools) -> _bindings.nixlXferDList:
+        """Of one side of the pieces: (n, 3), as NIXL wants them: address, bytes, device."""
+        devices = np.array([memory.device_id for memory in pools.memories], dtype=np.uint64)
+        return self._agent.get_xfer_descs(np.column_stack((extents, devices[pieces.groups])), pools.kinds[0])
 
 
 def known_paths(agent: str, piece_bytes: int, settings: NixlSettings) -> tuple[KvPath, ...]:

@@ -22,7 +22,7 @@ def main() -> None:
     pages = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
     memory = pool_memory(pages)
     transport = open_transport("nixl")
-    transport.register(memory, page_bytes)
+    transport.register([memory], [page_bytes])
     facts = {"metadata": transport.metadata().hex(), "address": memory.base_address}
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:

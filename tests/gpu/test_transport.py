@@ -50,7 +50,7 @@ def pages(device):
 @pytest.fixture
 def transport(pages):
     transport = open_transport("nixl")
-    transport.register(pool_memory(pages), PAGE_BYTES)
+    transport.register([pool_memory(pages)], [PAGE_BYTES])
     yield transport
     transport.close()
 
@@ -66,7 +66,7 @@ def other(device):
 def peer(transport, other, pages):
     own = pool_memory(pages)
     memory = PoolMemory(other.facts["address"], NUM_PAGES, own.kind, own.device_id)
-    return transport.add_peer(bytes.fromhex(other.facts["metadata"]), memory)
+    return transport.add_peer(bytes.fromhex(other.facts["metadata"]), [memory])
 
 
 def finish(write):

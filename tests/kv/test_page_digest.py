@@ -32,11 +32,20 @@ def test_exactly_the_pages_that_differ_are_named(data, written):
     pages = data.draw(st.permutations(range(100)).map(lambda ids: [PageId(i) for i in ids[: len(written)]]))
     landed = dict(zip(pages, (data.draw(st.just(page) | contents) for page in written), strict=True))
     digests = [digest_of(memoryview(page)) for page in written]
-    expected = [page for page, content in zip(pages, written, strict=True) if landed[page] != content]
-    assert (
-        list(differing_pages(digests, pages, lambda read: (memoryview(landed[page]) for page in read)))
-        == expected
-    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(pages)), min_size=2, max_size=2)))
+    groups = [pages[: cuts[0]], pages[cuts[0] : cuts[1]], pages[cuts[1] :]]
+    expected = [
+        (group, page)
+        for group, of_group in enumerate(groups)
+        for page in of_group
+        if landed[page] != written[pages.index(page)]
+    ]
+
+    def read_pages(read, group):
+        assert set(read) <= set(groups[group])
+        return (memoryview(landed[page]) for page in read)
+
+    assert list(differing_pages(digests, groups, read_pages)) == expected
 
 
 @given(st.binary(min_size=1, max_size=512), st.data())

@@ -24,7 +24,7 @@ TICKET = make_ticket(1, GENERATION, 14, 4, [6, 7, 3], write_until_s=5.0)
 
 
 def check(ticket, prompt_len=14):
-    check_ticket(ticket, prompt_len, LAYOUT, MEMORY, GENERATION)
+    check_ticket(ticket, prompt_len, LAYOUT, [MEMORY], GENERATION)
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,14 @@ class Pool:
 
 
 class PassiveRank:
-    """A rank in another process that only registers a pool; ask it what is in there."""
+    """A rank in another process that only registers pools, units and bytes each; ask it what is in there."""
 
-    def __init__(self, transport: str, num_pages: int, page_bytes: int, seed: int) -> None:
+    def __init__(self, transport: str, *shapes: tuple[int, int], seed: int) -> None:
         root = str(Path(services.__file__).parents[1])
-        command = [sys.executable, str(PASSIVE_RANK), transport, str(num_pages), str(page_bytes), str(seed)]
+        command = [sys.executable, str(PASSIVE_RANK), transport, str(seed)]
+        command += [f"{num_units}x{unit_bytes}" for num_units, unit_bytes in shapes]
         env = {**os.environ, "PYTHONPATH": root}
-        self._shape = (num_pages, page_bytes)
+        self._shapes = shapes
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 
     @cached_property
@@ -51,14 +52,19 @@ class PassiveRank:
         return bytes.fromhex(self._facts["metadata"])
 
     @property
-    def memory(self) -> PoolMemory:
-        return PoolMemory(self._facts["base_address"], self._shape[0])
+    def memories(self) -> list[PoolMemory]:
+        places = zip(self._facts["base_addresses"], self._shapes, strict=True)
+        return [PoolMemory(address, num_units) for address, (num_units, _) in places]
 
-    def snapshot(self) -> np.ndarray:
+    def snapshot(self) -> list[np.ndarray]:
+        """By pool."""
         self.process.stdin.write(b"snapshot\n")
         self.process.stdin.flush()
-        size = self._shape[0] * self._shape[1]
-        return np.frombuffer(self.process.stdout.read(size), dtype=np.uint8).reshape(self._shape)
+        return [self._read(shape) for shape in self._shapes]
+
+    def _read(self, shape: tuple[int, int]) -> np.ndarray:
+        content = self.process.stdout.read(shape[0] * shape[1])
+        return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
     @contextmanager
     def stopped(self):

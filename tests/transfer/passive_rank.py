@@ -1,6 +1,6 @@
-"""A rank in a process of its own: registers a pool, says where it is, then answers "snapshot" lines.
+"""A rank in a process of its own: registers pools, says where they are, then answers "snapshot" lines.
 
-Usage: passive_rank.py TRANSPORT NUM_PAGES PAGE_BYTES SEED
+Usage: passive_rank.py TRANSPORT SEED UNITSxBYTES...
 """
 
 import json
@@ -13,14 +13,17 @@ from services.values.kv import PoolMemory
 
 
 def main() -> None:
-    name, num_pages, page_bytes, seed = sys.argv[1], *map(int, sys.argv[2:])
-    pages = np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
+    name, seed, *shapes = sys.argv[1:]
+    rng = np.random.default_rng(int(seed))
+    pools = [rng.integers(0, 256, tuple(map(int, shape.split("x"))), dtype=np.uint8) for shape in shapes]
     transport = open_transport(name)
-    transport.register(PoolMemory(pages.ctypes.data, num_pages), page_bytes)
-    facts = {"metadata": transport.metadata().hex(), "base_address": pages.ctypes.data}
+    memories = [PoolMemory(pool.ctypes.data, len(pool)) for pool in pools]
+    transport.register(memories, [pool.shape[1] for pool in pools])
+    facts = {"metadata": transport.metadata().hex(), "base_addresses": [pool.ctypes.data for pool in pools]}
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
-        sys.stdout.buffer.write(pages.tobytes())
+        for pool in pools:
+            sys.stdout.buffer.write(pool.tobytes())
         sys.stdout.buffer.flush()
     transport.close()
 

@@ -27,16 +27,16 @@ EVERYTHING = [PageMove(0, 0, NUM_PAGES)]
 
 def main() -> None:
     pages = np.full((NUM_PAGES, PAGE_BYTES), 7, dtype=np.uint8)
-    rank = PassiveRank("nixl", NUM_PAGES, PAGE_BYTES, seed=1)
+    rank = PassiveRank("nixl", (NUM_PAGES, PAGE_BYTES), seed=1)
     transport = open_transport("nixl")
-    transport.register(PoolMemory(pages.ctypes.data, NUM_PAGES), PAGE_BYTES)
-    peer = transport.add_peer(rank.metadata, rank.memory)
+    transport.register([PoolMemory(pages.ctypes.data, NUM_PAGES)], [PAGE_BYTES])
+    peer = transport.add_peer(rank.metadata, rank.memories)
 
     with rank.stopped():
         write = transport.write(peer, EVERYTHING)
         under_way = not write.poll()
     write.release()
-    landed = bool((rank.snapshot() == 7).all())
+    landed = bool((rank.snapshot()[0] == 7).all())
 
     with rank.stopped():  # or the write may be over before the signal is there
         write = transport.write(peer, EVERYTHING)

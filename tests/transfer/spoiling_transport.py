@@ -2,7 +2,7 @@
 
 import ctypes
 
-from services.transfer.extents import extents_of
+from services.transfer.extents import pieces_of
 from services.transfer.local import LocalTransport
 
 
@@ -15,6 +15,6 @@ class SpoilingTransport(LocalTransport):
         write = super().write(peer, moves)
         if SpoilingTransport.spoils > 0:
             SpoilingTransport.spoils -= 1
-            _, targets = extents_of(moves, self._memory, self._peers[peer][1], self._page_bytes)
-            ctypes.c_uint8.from_address(int(targets[0, 0])).value ^= 4
+            pieces = pieces_of(moves, self._pools, self._peers[peer][1])
+            ctypes.c_uint8.from_address(int(pieces.target[0, 0])).value ^= 4
         return write

@@ -18,8 +18,8 @@ from services.values.kv import PoolMemory
 def pair(make_pool):
     source, target = make_pool(8, 64, seed=1), make_pool(8, 64, seed=2)
     sender, receiver = LocalTransport(), LocalTransport()
-    sender.register(source.memory, 64)
-    receiver.register(target.memory, 64)
+    sender.register([source.memory], [64])
+    receiver.register([target.memory], [64])
     return sender, receiver, source, target
 
 
@@ -39,12 +39,12 @@ def altered(metadata, **fields):
 def test_a_peer_that_is_not_the_process_it_was_is_refused(pair, fields, reason):
     sender, receiver, _, target = pair
     with pytest.raises(PeerFailed, match=reason):
-        sender.add_peer(altered(receiver.metadata(), **fields), target.memory)
+        sender.add_peer(altered(receiver.metadata(), **fields), [target.memory])
 
 
 def test_a_pid_recycled_since_is_refused(pair, monkeypatch):
     sender, receiver, _, target = pair
-    peer = sender.add_peer(receiver.metadata(), target.memory)
+    peer = sender.add_peer(receiver.metadata(), [target.memory])
     before = target.snapshot()
     monkeypatch.setattr(local, "_start_ticks", lambda pid: 1)
 
@@ -56,7 +56,7 @@ def test_a_pid_recycled_since_is_refused(pair, monkeypatch):
 
 def test_memory_that_is_not_there_is_a_peer_failure(pair):
     sender, receiver, _, _ = pair
-    peer = sender.add_peer(receiver.metadata(), PoolMemory(base_address=4096, num_pages=8))
+    peer = sender.add_peer(receiver.metadata(), [PoolMemory(base_address=4096, num_pages=8)])
     with pytest.raises(PeerFailed, match="not mapped"):
         sender.write(peer, [PageMove(0, 0, 1)])
 
@@ -65,16 +65,16 @@ def test_vram_is_refused_on_either_side(pair):
     sender, receiver, _, target = pair
     vram = PoolMemory(target.memory.base_address, 8, kind="VRAM")
     with pytest.raises(ConfigError, match="VRAM"):
-        LocalTransport().register(vram, 64)
+        LocalTransport().register([vram], [64])
     with pytest.raises(PeerFailed, match="VRAM"):
-        sender.add_peer(receiver.metadata(), vram)
+        sender.add_peer(receiver.metadata(), [vram])
 
 
 def test_two_pools_of_one_process_are_two_peers(pair, make_pool):
     sender, receiver, source, target = pair
     third_pool, third = make_pool(8, 64, seed=3), LocalTransport()
-    third.register(third_pool.memory, 64)
-    peers = [sender.add_peer(r.metadata(), p.memory) for r, p in ((receiver, target), (third, third_pool))]
+    third.register([third_pool.memory], [64])
+    peers = [sender.add_peer(r.metadata(), [p.memory]) for r, p in ((receiver, target), (third, third_pool))]
     before = target.snapshot()
 
     sender.write(peers[1], [PageMove(1, 2, 1)])

@@ -69,9 +69,9 @@ def test_a_parameter_reaches_the_backend():
 def test_the_local_transport_knows_its_way(make_pool):
     pool = make_pool(4, 512, seed=1)
     transport = open_transport("local")
-    transport.register(pool.memory, 512)
+    transport.register([pool.memory], [512])
     assert transport.paths == ()
-    peer = transport.add_peer(transport.metadata(), pool.memory)
+    peer = transport.add_peer(transport.metadata(), [pool.memory])
     transport.write(peer, [PageMove(0, 1, 1)])
     assert transport.paths == (KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "process_vm_writev"),)
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,27 +20,35 @@ from services.transfer.choose import open_transport
 from services.values.errors import ConfigError, PeerFailed, ProtocolError
 
 NUM_PAGES, PAGE_BYTES = 2500, 512
+UNIT_BYTES = (PAGE_BYTES, 384, 5000)
+SHAPES = tuple(zip((NUM_PAGES, 300, 9), UNIT_BYTES, strict=True))  # pages, pages of a window, slots
 SLOW_NETWORK = Path(__file__).parent / "slow_network.py"
 
 
 class SameProcess:
     """The receiving end beside the sending one."""
 
-    def __init__(self, name, pool):
-        self._pool, self._transport = pool, open_transport(name)
-        self._transport.register(pool.memory, pool.page_bytes)
-        self.metadata, self.memory = self._transport.metadata(), pool.memory
+    def __init__(self, name, pools):
+        self._pools, self._transport = pools, open_transport(name)
+        self.memories = [pool.memory for pool in pools]
+        self._transport.register(self.memories, UNIT_BYTES)
+        self.metadata = self._transport.metadata()
 
     def snapshot(self):
-        return self._pool.snapshot()
+        return [pool.snapshot() for pool in self._pools]
 
     def close(self):
         self._transport.close()
 
 
 @pytest.fixture(scope="module")
-def source(make_pool):
-    return make_pool(NUM_PAGES, PAGE_BYTES, seed=1)
+def make_pools(make_pool):
+    return lambda seed: [make_pool(*shape, seed=seed + i) for i, shape in enumerate(SHAPES)]
+
+
+@pytest.fixture(scope="module")
+def source(make_pools):
+    return make_pools(seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,7 @@ def senders(source):
         @functools.cache
         def sender(name):
             transport = open_transport(name)
-            transport.register(source.memory, PAGE_BYTES)
+            transport.register([pool.memory for pool in source], UNIT_BYTES)
             stack.callback(transport.close)
             return transport
 
@@ -76,19 +85,19 @@ def transport(senders, case):
 
 
 @pytest.fixture(scope="module")
-def target(case, make_pool, spawn_passive_rank):
+def target(case, make_pools, spawn_passive_rank):
     name, place = case
     if place == "same process":
-        target = SameProcess(name, make_pool(NUM_PAGES, PAGE_BYTES, seed=2))
+        target = SameProcess(name, make_pools(seed=11))
     else:
-        target = spawn_passive_rank(name, NUM_PAGES, PAGE_BYTES, seed=2)
+        target = spawn_passive_rank(name, *SHAPES, seed=2)
     yield target
     target.close()
 
 
 @pytest.fixture
 def peer(transport, target):
-    peer = transport.add_peer(target.metadata, target.memory)
+    peer = transport.add_peer(target.metadata, target.memories)
     yield peer
     transport.remove_peer(peer)
 
@@ -100,34 +109,77 @@ def finish(write):
     write.release()
 
 
-def copied(source, target_pages, moves):
+def copied(source, pools, moves):
     """What a dumb copy gives."""
+    expected = [pool.copy() for pool in pools]
     for move in moves:
         for i in range(move.num_pages):
-            target_pages[move.target_page + i] = source.pages[move.source_page + i]
-    return target_pages
+            expected[move.group][move.target_page + i] = source[move.group].pages[move.source_page + i]
+    return expected
+
+
+def same(pools, others):
+    return all((pool == other).all() for pool, other in zip(pools, others, strict=True))
 
 
 def test_bytes_arrive_where_they_should_and_nowhere_else(transport, source, target, peer):
     moves = [PageMove(3, 7, 5), PageMove(NUM_PAGES - 1, 0, 1), PageMove(40, NUM_PAGES - 2, 2)]
-    expected = copied(source, target.snapshot().copy(), moves)
+    expected = copied(source, target.snapshot(), moves)
 
     write = transport.write(peer, moves)
 
-    assert write.size_bytes == 8 * PAGE_BYTES
+    assert write.group_bytes == (8 * PAGE_BYTES, 0, 0)
     finish(write)
-    assert (target.snapshot() == expected).all()
+    assert same(target.snapshot(), expected)
+
+
+def test_moves_of_several_groups_are_one_write(transport, source, target, peer):
+    moves = [
+        PageMove(8, 2, 1, group=2),
+        PageMove(11, 2400, 4),
+        PageMove(290, 0, 10, group=1),
+        PageMove(0, 8, 1, group=2),
+        PageMove(3, 200, 1, group=1),
+    ]
+    expected = copied(source, target.snapshot(), moves)
+
+    write = transport.write(peer, moves)
+
+    assert write.group_bytes == (4 * 512, 11 * 384, 2 * 5000)
+    finish(write)
+    assert same(target.snapshot(), expected)
+
+
+def test_a_peer_with_another_number_of_pools_is_refused(transport, target):
+    for memories in (target.memories[:2], [*target.memories, target.memories[0]], []):
+        with pytest.raises(PeerFailed, match="we have 3"):
+            transport.add_peer(target.metadata, memories)
+
+
+def test_pools_in_memory_of_different_kinds_are_refused(transport, target):
+    vram = replace(target.memories[1], kind="VRAM")
+    with pytest.raises(PeerFailed, match="DRAM, VRAM"):
+        transport.add_peer(target.metadata, [target.memories[0], vram, target.memories[2]])
+
+
+@pytest.mark.parametrize("name", ["local", pytest.param("nixl", marks=pytest.mark.nixl)])
+def test_own_pools_in_memory_of_different_kinds_are_refused(name, source):
+    transport = open_transport(name)
+    memories = [pool.memory for pool in source]
+    with pytest.raises(ConfigError, match="DRAM, VRAM"):
+        transport.register([*memories[:2], replace(memories[2], kind="VRAM")], UNIT_BYTES)
+    transport.close()
 
 
 def test_more_descriptors_than_one_system_call_takes(transport, source, target, peer):
     rng = random.Random(5)
     sources, targets = rng.sample(range(NUM_PAGES), 2100), rng.sample(range(NUM_PAGES), 2100)
     moves = [PageMove(s, t, 1) for s, t in zip(sources, targets, strict=True)]
-    expected = copied(source, target.snapshot().copy(), moves)
+    expected = copied(source, target.snapshot(), moves)
 
     finish(transport.write(peer, moves))
 
-    assert (target.snapshot() == expected).all()
+    assert same(target.snapshot(), expected)
 
 
 def test_what_is_not_a_move_is_refused_and_changes_nothing(transport, target, peer):
@@ -138,33 +190,38 @@ def test_what_is_not_a_move_is_refused_and_changes_nothing(transport, target, pe
         [PageMove(0, NUM_PAGES, 1)],
         [PageMove(0, -1, 1)],
         [PageMove(0, 0, 0)],
+        [PageMove(0, 0, 1), PageMove(0, 0, 1, group=3)],
+        [PageMove(0, 0, 1, group=-1)],
+        [PageMove(9, 0, 1, group=2)],  # a page of group 0, and none of the slots
+        [PageMove(0, 8, 2, group=2)],
+        [PageMove(0, 300, 1, group=1), PageMove(0, 300, 1)],
     ):
         with pytest.raises(ProtocolError):
             transport.write(peer, moves)
-    assert (target.snapshot() == before).all()
+    assert same(target.snapshot(), before)
 
 
 def test_adding_a_peer_again_is_free_and_a_removed_one_is_unknown(transport, target, peer):
-    assert transport.add_peer(target.metadata, target.memory) == peer
+    assert transport.add_peer(target.metadata, target.memories) == peer
     transport.remove_peer(peer)
     transport.remove_peer(peer)
     with pytest.raises(PeerFailed):
         transport.write(peer, [PageMove(0, 0, 1)])
 
-    again = transport.add_peer(target.metadata, target.memory)
+    again = transport.add_peer(target.metadata, target.memories)
     finish(transport.write(again, [PageMove(0, 0, 1)]))
 
 
 def test_metadata_of_nobody_is_refused(transport, source):
     for metadata in (b"", b"junk", b"[1]", b'{"pid": "x"}'):
         with pytest.raises(PeerFailed):
-            transport.add_peer(metadata, source.memory)
+            transport.add_peer(metadata, [pool.memory for pool in source])
 
 
 @pytest.mark.parametrize("case", OTHER_PROCESS, indirect=True, ids=" ".join)
 def test_a_killed_peer_fails_the_write(transport, target):
     """The last one to use the other process."""
-    peer = transport.add_peer(target.metadata, target.memory)
+    peer = transport.add_peer(target.metadata, target.memories)
     finish(transport.write(peer, [PageMove(0, 0, 1)]))
     target.kill()
 

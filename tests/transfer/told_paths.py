@@ -22,10 +22,10 @@ NUM_PAGES, PAGE_BYTES = 4, 1 << 20
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     pages = np.full((NUM_PAGES, PAGE_BYTES), 7, dtype=np.uint8)
-    rank = PassiveRank("nixl", NUM_PAGES, PAGE_BYTES, seed=1)
+    rank = PassiveRank("nixl", (NUM_PAGES, PAGE_BYTES), seed=1)
     transport = open_transport("nixl", NixlSettings(expects_rdma=True, tells_paths=True))
-    transport.register(PoolMemory(pages.ctypes.data, NUM_PAGES), PAGE_BYTES)
-    peer = transport.add_peer(rank.metadata, rank.memory)
+    transport.register([PoolMemory(pages.ctypes.data, NUM_PAGES)], [PAGE_BYTES])
+    peer = transport.add_peer(rank.metadata, rank.memories)
     before = list(transport.paths)
     for _ in range(2):
         write = transport.write(peer, [PageMove(0, 0, NUM_PAGES)])
@@ -33,7 +33,7 @@ def main() -> None:
             pass
         write.release()
     (path,) = transport.paths or (None,)
-    landed = bool((rank.snapshot() == 7).all())
+    landed = bool((rank.snapshot()[0] == 7).all())
     inherited = sorted(name for name in os.environ if name in ("UCX_LOG_FILE", "UCX_PROTO_INFO"))
     transport.close()
     rank.kill()

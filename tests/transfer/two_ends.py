@@ -100,7 +100,7 @@ class TwoEnds(Rooms):
         if (watch := self.watches.pop(word.room, None)) is None:
             self.told.append(f"decode: has heard the last word on {word.room:X} before")
         elif kind == "status" and word.state == pb.Status.STATE_LANDED:
-            watch.on_landed(Landed(word.bytes_moved, word.descriptors))
+            watch.on_landed(Landed((word.bytes_moved,), word.descriptors))
         elif kind == "status" and word.state == pb.Status.STATE_RENEGOTIATE:
             watch.on_renegotiated(Renegotiated(word.start))
         elif word.unsettled:

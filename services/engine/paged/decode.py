@@ -1,6 +1,6 @@
 """The decode role of our own engines: reserve, have the delta written, generate.
 
-Of pages that somebody else writes, transfer/decode/room_watch.py knows whether they may be reused; where it
+Of units that somebody else writes, transfer/decode/room_watch.py knows whether they may be reused; where it
 says no, they are kept from reuse here when their request ends.
 """
 
@@ -23,8 +23,8 @@ from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
 from services.kv.page_digest import differing_pages, is_sampled
-from services.kv.ticket import make_ticket
-from services.kv.transfer_plan import delta_bytes
+from services.kv.ticket import make_ticket, targets_of
+from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.net import channels
 from services.transfer.base import Transport
 from services.transfer.decode.links import PrefillLink, PrefillLinks
@@ -61,7 +61,7 @@ class _Received:
     """What came over the isthmus."""
 
     prefill: PrefillResult
-    bytes_moved: int
+    group_bytes: tuple[int, ...]
     digested_pages: int
     link_s: float  # until the handshake with the rank stood
     transfer_s: float
@@ -98,12 +98,12 @@ class PagedDecodeEngine(PagedEngine):
     async def start(self) -> None:
         await super().start()
         transport = self._open_transport()
-        transport.register(self.memory, self.layout.page_bytes)
+        transport.register(self.memories, self.layout.unit_bytes)
         self._transport = transport
         self._links = PrefillLinks(
             self._own_id,
             self.layout,
-            self.memory,
+            self.memories,
             transport.name,
             transport.metadata(),
             open_channel=self._open_channel,
@@ -180,7 +180,7 @@ class PagedDecodeEngine(PagedEngine):
         self.post(DeltaLanded(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
-        return _Received(prefill, landed.bytes_moved, digested_pages, began - reserved_at, transfer_s)
+        return _Received(prefill, landed.group_bytes, digested_pages, began - reserved_at, transfer_s)
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
         """Set the pages aside until nobody can write them any more."""
@@ -198,6 +198,7 @@ class PagedDecodeEngine(PagedEngine):
     ) -> Admitted:
         prompt_tokens = len(seq.request.all_ids)
         prefill = received.prefill if received is not None else None
+        moved = received.group_bytes if received is not None else (0,) * len(self.layout.unit_bytes)
         return Admitted(
             prompt_tokens=prompt_tokens,
             decode_prefix_len=first.reused_tokens,
@@ -205,8 +206,9 @@ class PagedDecodeEngine(PagedEngine):
             computed_tokens=prompt_tokens - first.reused_tokens
             if prefill is None
             else prefill.computed_tokens,
-            kv_bytes_moved=received.bytes_moved if received is not None else 0,
-            kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
+            kv_bytes_moved=sum(moved),
+            kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, self.layout)),
+            carried_bytes=carried_by_kind(self.layout, moved),
             decode_queue_s=queue_s + (received.link_s if received is not None else 0.0),
             prefill_queue_s=prefill.queue_s if prefill is not None else 0.0,
             prefill_compute_s=prefill.compute_s if prefill is not None else first.compute_s,
@@ -236,12 +238,12 @@ class _Delta:
         self._want_digests = want_digests
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
         self._watch: RoomWatch | None = None  # of the last ticket
-        self._pages: tuple[PageId, ...] = ()  # that are written into
+        self._units: tuple[tuple[PageId, ...], ...] = ()  # that are written into, by group
         self.start = 0  # tokens
 
     def send_ticket(self, reserved: Reserved) -> None:
         """Raises PeerFailed when the link has ended; then nothing was sent."""
-        self.start, self._pages = reserved.prefix_len, reserved.delta_pages
+        self.start, self._units = reserved.prefix_len, (reserved.delta_pages, *reserved.carried)
         ticket = make_ticket(
             self._room,
             self._link.address.id.generation,
@@ -249,6 +251,7 @@ class _Delta:
             reserved.prefix_len,
             reserved.delta_pages,
             self._link.write_until_s(self._lease.write_lease_s),
+            targets=targets_of(self._engine.layout, len(self._seq.ids), reserved.carried),
             want_digests=self._want_digests,
         )
         self._watch = self._link.send_ticket(ticket)
@@ -267,41 +270,41 @@ class _Delta:
             self.send_ticket(await self._reserved_again.get())
 
     async def landed_as_written(self) -> tuple[Landed, int]:
-        """As `landed`, and how many pages were found to be as prefill wrote them.
+        """As `landed`, and how many units were found to be as prefill wrote them.
 
         Raises what `landed` and `check_digests` raise, and PeerFailed where too little has landed.
         """
         landed = await self.landed()
-        _check_bytes(landed.bytes_moved, delta_bytes(self.start, len(self._seq.ids), self._engine.layout))
+        _check_bytes(landed, moved_bytes(self.start, len(self._seq.ids), self._engine.layout))
         return landed, await self.check_digests(landed)
 
     async def check_digests(self, landed: Landed) -> int:
-        """How many pages were compared with what prefill says it wrote: none where it says nothing of that.
+        """How many units were compared with what prefill says it wrote: none where it says nothing of that.
 
         Raises:
-            KvCorrupt: a page differs.
-            PeerFailed: the digests are not those of the delta's pages, by their number.
+            KvCorrupt: one differs.
+            PeerFailed: the digests are not those of all that was to land, by their number.
         """
-        digests, pages = landed.page_digests, self._pages
+        digests, num_units = landed.page_digests, sum(map(len, self._units))
         if not self._want_digests or not digests:
             return 0
-        if len(digests) != len(pages):
-            raise PeerFailed(f"prefill sent {len(digests)} digests of {len(pages)} pages")
-        wrong = await asyncio.to_thread(differing_pages, digests, pages, self._engine.read_pages)
+        if len(digests) != num_units:
+            raise PeerFailed(f"prefill sent {len(digests)} digests of {num_units} pages")
+        wrong = await asyncio.to_thread(differing_pages, digests, self._units, self._engine.read_pages)
         if wrong:
             self._tell_corrupt(wrong)
-            raise KvCorrupt(f"{self._link.address.id}: {len(wrong)} of {len(pages)} pages came changed")
-        return len(pages)
+            raise KvCorrupt(f"{self._link.address.id}: {len(wrong)} of {num_units} pages came changed")
+        return num_units
 
-    def _tell_corrupt(self, wrong: tuple[PageId, ...]) -> None:
+    def _tell_corrupt(self, wrong: tuple[tuple[int, PageId], ...]) -> None:
         log.error(
-            "kv_digest_mismatch request_id=%s prefill=%s room=%016x page=%d differing=%d pages=%d",
+            "kv_digest_mismatch request_id=%s prefill=%s room=%016x group=%d page=%d differing=%d pages=%d",
             self._seq.request.request_id,
             self._link.address.id,
             self._room,
-            wrong[0],
+            *wrong[0],
             len(wrong),
-            len(self._pages),
+            sum(map(len, self._units)),
         )
 
     async def attend(self, mailbox: Mailbox) -> None:
@@ -337,8 +340,9 @@ def _output(token: Token, admitted: Admitted | None) -> Output:
     return Output((token.token_id,), logprobs, admitted, token.finished)
 
 
-def _check_bytes(moved: int, expected: int) -> None:
-    if moved != expected:
+def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:
+    if landed.group_bytes != due:
+        moved, expected = (" + ".join(map(str, by_group)) for by_group in (landed.group_bytes, due))
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
 
 

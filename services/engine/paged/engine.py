@@ -109,8 +109,10 @@ class PagedEngine:
         return self._running_core.runner.layout
 
     @property
-    def memory(self) -> PoolMemory:
-        return self._running_core.runner.memory
+    def memories(self) -> tuple[PoolMemory, ...]:
+        """The layout's pools, by group."""
+        runner = self._running_core.runner
+        return (runner.memory, *runner.carried_memory)
 
     @property
     def read_pages(self) -> ReadPages:

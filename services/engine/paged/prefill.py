@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
-from services.engine.paged.events import Event, Offered, Reserved, Token
+from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
@@ -63,7 +63,7 @@ class PagedPrefillEngine(PagedEngine):
         self._watching.append(asyncio.create_task(hearing.listen(), name="hearing"))
         sender = KvSender(
             self._open_transport,
-            self.memory,
+            self.memories,
             self.layout,
             self._own_id,
             read_pages=self.read_pages,
@@ -131,6 +131,8 @@ class PagedPrefillEngine(PagedEngine):
     def _route(self, seq: Sequence, event: Event | Failed) -> None:
         if isinstance(event, Offered):
             self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
+        elif isinstance(event, Carried):
+            self.sender.carried_ready(event.room, event.units)
         else:
             super()._route(seq, event)
 

@@ -46,14 +46,16 @@ class PrefillLinks:
         self,
         own_id: RankId,
         layout: KvLayout,
-        memory: PoolMemory,
+        memories: tuple[PoolMemory, ...],
         transport: str,
         agent_metadata: bytes,
         *,
         clock: Callable[[], float] = time.monotonic,
         open_channel: Callable[[str], grpc.aio.Channel] = channels.open_channel,
     ) -> None:
-        self._own = Hello(own_id, layout, memory, transport, agent_metadata)
+        """`memories` are the layout's pools, by group."""
+        memory, *carried = memories
+        self._own = Hello(own_id, layout, memory, transport, agent_metadata, tuple(carried))
         self._clock = clock
         self._open_channel = open_channel
         self._links: dict[RankAddress, PrefillLink] = {}
@@ -284,7 +286,8 @@ class PrefillLink:
         if (watch := self._last_word(status.room)) is not None:
             if status.state == _State.STATE_LANDED:
                 digests = tuple(status.page_digests)
-                watch.on_landed(Landed(status.bytes_moved, status.descriptors, digests))
+                group_bytes = tuple(status.group_bytes) or (status.bytes_moved,)
+                watch.on_landed(Landed(group_bytes, status.descriptors, digests))
             elif status.state == _State.STATE_RENEGOTIATE:
                 watch.on_renegotiated(Renegotiated(status.start))
             else:

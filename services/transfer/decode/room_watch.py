@@ -33,11 +33,16 @@ _ASK_AGAIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The whole delta is in our pages."""
+    """The whole delta is in our pages, and all that is carried in our units."""
 
-    bytes_moved: int
+    group_bytes: tuple[int, ...]
     descriptors: int
-    page_digests: tuple[int, ...] = ()  # of the delta's pages, in token order; or none at all
+    # Of the delta's pages, in token order, then of each unit of the ticket's targets; or none at all.
+    page_digests: tuple[int, ...] = ()
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(self.group_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,32 @@
-"""The digests of one room's delta, taken on the prefill rank while its pages are on their way.
+"""The digests of what one room writes, taken on the prefill rank while it is on its way.
 
-They are read from the pages by position, not from what was posted: pages that went to each other's place
+They are read from the units by position, not from what was posted: pages that went to each other's place
 are noticed too. A piece at a time, for the sender's thread has other rooms' posts to make.
 """
 
-from collections.abc import Sequence
-
 from services.kv.page_digest import ReadPages, digest_of
-from services.kv.transfer_plan import pages_covering
-from services.values.kv import KvTicket, PageId
+from services.transfer.prefill.lanes import Sources, lanes_of
+from services.values.kv import KvLayout, KvTicket
 
 
 class DeltaDigests:
-    """`sources` as a DeltaWrite has them: its owner appends what is computed."""
+    """`sources` as a DeltaWrite has them."""
 
-    def __init__(self, ticket: KvTicket, page_size: int, sources: Sequence[PageId]) -> None:
-        delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, page_size)
-        self._next, self._end = delta.start, delta.stop
+    def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
+        self._lanes = lanes_of(ticket, layout.page_size)
+        self._unit_bytes = layout.unit_bytes
         self._sources = sources
-        self.values: list[int] = []  # of the delta's pages, in token order
+        self.values: list[int] = []  # of the delta's pages in token order, then of what is carried
 
     @property
     def complete(self) -> bool:
-        return self._next == self._end
+        return all(lane.done for lane in self._lanes)
 
-    def advance(self, read_pages: ReadPages, max_pages: int) -> bool:
-        """Digest the next pages, as far as they are computed. False: there were none."""
-        last = min(self._next + max_pages, len(self._sources), self._end)
-        pages = self._sources[self._next : last]
-        self.values += [digest_of(content) for content in read_pages(pages)]
-        self._next += len(pages)
-        return bool(pages)
+    def advance(self, read_pages: ReadPages, max_bytes: int) -> bool:
+        """Digest what comes next, one unit at least, as far as it is final. False: nothing is."""
+        lane = next((lane for lane in self._lanes if not lane.done), None)
+        if lane is None:
+            return False
+        units = lane.take(self._sources, max(1, max_bytes // self._unit_bytes[lane.group]))
+        self.values += [digest_of(content) for content in read_pages(units, lane.group)]
+        return bool(units)

@@ -1,36 +1,38 @@
-"""One room's delta on its way: which pages are computed, which are posted, which have landed.
+"""One room's write: which units are final, which are posted, which have landed. lanes.py draws it.
 
-    source pages, by position:   [ held by decode | posted ............ | computed | not yet computed )
-                                 0                ^ decode_prefix_len              ^ len(sources)
-
-Every page of the delta is posted exactly once, in token order. Few posts are in flight at a time: after the
-last one, a write lease and the fence's margin must cover no more than those, however long the delta is. What
-is computed meanwhile goes out in one post.
+Each is posted exactly once: the delta's pages in token order as they are computed, then what is carried.
+Few posts are in flight at a time: after the last one, a write lease and the fence's margin must cover no more
+than those, however long the delta is. What is computed meanwhile goes out in one post, and what is carried
+joins the last pages as far as it fits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.kv.transfer_plan import merge_moves, pages_covering, pages_of
+from services.kv.transfer_plan import PageMove, merge_moves, pages_of
 from services.transfer.base import PeerName, Transport, Unsettled, Write
-from services.values.kv import KvTicket, PageId
+from services.transfer.prefill.lanes import Lane, Sources, lanes_of
+from services.values.kv import KvLayout, KvTicket
 
 MAX_POSTS_IN_FLIGHT = 2  # with one alone the path is idle from its end until that is seen
 
 
 class DeltaWrite:
-    """`sources` are the prompt's pages in the writer's pool, from position 0 on; its owner appends to it."""
-
-    def __init__(self, ticket: KvTicket, page_size: int, sources: Sequence[PageId]) -> None:
-        delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, page_size)
-        self._first, self._next, self._end = delta.start, delta.start, delta.stop
-        self._targets = pages_of(ticket.runs)
+    def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
+        self._lanes = lanes_of(ticket, layout.page_size)
+        self._targets = [pages_of(runs) for runs in (ticket.runs, *(t.runs for t in ticket.targets))]
+        self._unit_bytes = layout.unit_bytes
         self._sources = sources
         self._posted: list[tuple[Write, float]] = []  # and when
         self._stopped = False
         self.unsettled = False  # a write has failed, and bytes of it may land still
-        self.bytes_moved = 0  # of the writes that have landed
+        self.group_bytes = (0,) * len(self._unit_bytes)  # of the writes that have landed
         self.descriptors = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """By the writes that have landed."""
+        return sum(self.group_bytes)
 
     @property
     def writes_in_flight(self) -> int:
@@ -38,8 +40,10 @@ class DeltaWrite:
 
     @property
     def can_post(self) -> bool:
-        due = self._next < min(len(self._sources), self._end)
-        return due and not self._stopped and len(self._posted) < MAX_POSTS_IN_FLIGHT
+        if self._stopped or len(self._posted) >= MAX_POSTS_IN_FLIGHT:
+            return False
+        lane = next((lane for lane in self._lanes if not lane.done), None)
+        return lane is not None and lane.has_due(self._sources)
 
     @property
     def stopped(self) -> bool:
@@ -48,8 +52,8 @@ class DeltaWrite:
 
     @property
     def landed(self) -> bool:
-        """Every page of the delta has landed."""
-        return self._next == self._end and not self._posted
+        """Every page of the delta has landed, and all that is carried."""
+        return not self._posted and all(lane.done for lane in self._lanes)
 
     @property
     def oldest_post_s(self) -> float | None:
@@ -60,15 +64,26 @@ class DeltaWrite:
         """Post nothing any more."""
         self._stopped = True
 
-    def post(self, transport: Transport, peer: PeerName, max_pages: int, now_s: float) -> None:
-        """Post the next pages, where `can_post`. Raises as Transport.write; they are not posted again."""
-        first = self._next
-        self._next = min(first + max_pages, len(self._sources), self._end)
-        targets = self._targets[first - self._first : self._next - self._first]
-        moves = merge_moves(self._sources[first : self._next], targets)
+    def post(self, transport: Transport, peer: PeerName, max_bytes: int, now_s: float) -> None:
+        """Post what comes next, one unit at least, where `can_post`. Raises as Transport.write; it is not
+        posted again."""
+        moves: list[PageMove] = []
+        for lane in self._lanes:
+            most = max_bytes // self._unit_bytes[lane.group]
+            taken = self._take(lane, most if moves else max(1, most))
+            max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.group]
+            moves += taken
+            if not lane.done:
+                break
         with self._noting_unsettled():
             self._posted.append((transport.write(peer, moves), now_s))
         self.descriptors += len(moves)
+
+    def _take(self, lane: Lane, most: int) -> list[PageMove]:
+        offset = lane.next - lane.first
+        units = lane.take(self._sources, most)
+        targets = self._targets[lane.group][offset : offset + len(units)]
+        return merge_moves(units, targets, lane.group)
 
     def poll(self) -> bool:
         """True when a write has landed since the last call.
@@ -91,7 +106,8 @@ class DeltaWrite:
                 self._posted.remove(post)
                 write.release()
         if landed:
-            self.bytes_moved += write.size_bytes
+            moved = zip(self.group_bytes, write.group_bytes, strict=True)
+            self.group_bytes = tuple(before + more for before, more in moved)
 
     @contextmanager
     def _noting_unsettled(self) -> Iterator[None]:

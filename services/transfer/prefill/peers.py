@@ -45,7 +45,7 @@ class Peers:
     def reach(self, link: Link) -> None:
         """Raises PeerFailed where the transport does not."""
         if link.peer is None:
-            peer = self._transport.add_peer(link.agent_metadata, link.memory)
+            peer = self._transport.add_peer(link.agent_metadata, link.memories)
             if peer in self._late:
                 self._failures.asked(link.decode)
                 self._failures.failed(link.decode, self._clock())

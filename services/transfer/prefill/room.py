@@ -9,7 +9,8 @@ from services.kv.ticket import hit_kind
 from services.transfer.base import PeerName
 from services.transfer.prefill.delta_digests import DeltaDigests
 from services.transfer.prefill.delta_write import DeltaWrite
-from services.values.kv import HitKind, KvTicket, PageId, PoolMemory
+from services.transfer.prefill.lanes import Sources
+from services.values.kv import HitKind, KvTicket, PoolMemory
 from services.values.rank import RankId, Room
 from services.wire.isthmus.v1 import handshake_pb2
 
@@ -40,13 +41,17 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class RoomEnd:
-    """What became of a request's delta. `error` says why, unless it landed."""
+    """What became of a request's transfer. `error` says why, unless it landed."""
 
     outcome: Outcome
     error: str | None
-    bytes_moved: int = 0
+    group_bytes: tuple[int, ...] = ()  # moved, by group; empty: nothing was begun
     descriptors: int = 0
     seconds: float = 0.0  # since ticket and request were both there
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(self.group_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Link:
     """One Handshake stream; `send` is safe from any thread and does not raise."""
 
     decode: RankId
-    memory: PoolMemory
+    memories: tuple[PoolMemory, ...]  # by group
     send: Send
     agent_metadata: bytes
     peer: PeerName | None = None  # None: the transport has not reached it, or a write to it has failed since
@@ -84,7 +89,7 @@ class PrefillRoom:
     write_until_s: float = 0.0
     earlier_start: int = 0  # tokens; asked for when a ticket is sent back
     request: Request | None = None  # until its on_end is called
-    pages: list[PageId] = field(default_factory=list)  # computed ones, from position 0 on
+    sources: Sources = field(default_factory=Sources)
     peer: PeerName | None = None  # that it writes to, from its ticket on
     delta: DeltaWrite | None = None
     unsettled: bool = False  # bytes of a failed write may land still, also when the room is over
@@ -137,7 +142,7 @@ class PrefillRoom:
         outcome = self.outcome or Outcome.FAILED
         error = None if outcome is Outcome.LANDED else self.reason
         seconds = now_s - self.began_s
-        return RoomEnd(outcome, error, self.delta.bytes_moved, self.delta.descriptors, seconds)
+        return RoomEnd(outcome, error, self.delta.group_bytes, self.delta.descriptors, seconds)
 
     def say_status(self, state: handshake_pb2.Status.State) -> None:
         status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)
@@ -147,6 +152,8 @@ class PrefillRoom:
             status.unsettled = self.unsettled
         if self.delta is not None:
             status.bytes_moved, status.descriptors = self.delta.bytes_moved, self.delta.descriptors
+            if len(self.delta.group_bytes) > 1:
+                status.group_bytes.extend(self.delta.group_bytes)
         if self.digests is not None and state == handshake_pb2.Status.STATE_LANDED:
             status.page_digests.extend(self.digests.values)
         if self.ticket is not None:

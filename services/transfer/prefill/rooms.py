@@ -3,8 +3,8 @@
 One thread calls everything here. A room's states are drawn in services/kv/handshake.py; this is the
 shell that performs the table's effects. What it adds to them:
 
-    pages_ready ----> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
-                                          |     a write that does not end fails its room, which ends when the
+    pages_ready, ---> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
+    carried_ready                         |     a write that does not end fails its room, which ends when the
                                           |     write does, or is given up
     ENDED, ABANDONED <--------------------+--> on_failed(RoomEnd), as soon as that is known
       (kept as tombstones, a bounded      +--> on_end(RoomEnd), once: no source page is read any more; after
@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 
 from services.kv.handshake import RoomEffect, RoomEvent, expects_ticket, step_room
 from services.kv.page_digest import ReadPages
-from services.kv.ticket import StartsWithinPage, check_ticket
+from services.kv.ticket import StartsWithinPage, check_ticket, targets_of
 from services.kv.transfer_plan import pages_covering
 from services.transfer.base import PeerName, Transport
 from services.transfer.hello import Hello
 from services.transfer.prefill.delta_digests import DeltaDigests
 from services.transfer.prefill.delta_write import DeltaWrite
+from services.transfer.prefill.lanes import Sources
 from services.transfer.prefill.peers import Peers
 from services.transfer.prefill.room import Link, Outcome, PrefillRoom, Request, RoomEnd, Send
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError
@@ -60,8 +61,7 @@ class RoomTable:
         self._layout = layout
         self._own_id = own_id
         self._clock = clock
-        self._max_pages = max(1, max_post_bytes // layout.page_bytes)
-        self._max_digests = max(1, _DIGEST_PIECE_BYTES // layout.page_bytes)
+        self._max_post_bytes = max_post_bytes
         self._read_pages = read_pages
         self._max_post_s = max_post_s
         self._links: dict[int, Link] = {}
@@ -90,7 +90,7 @@ class RoomTable:
     # -- what decode says -----------------------------------------------------------------------------
 
     def link_up(self, link_id: int, hello: Hello, send: Send) -> None:
-        link = self._links[link_id] = Link(hello.rank, hello.memory, send, hello.agent_metadata)
+        link = self._links[link_id] = Link(hello.rank, hello.memories, send, hello.agent_metadata)
         try:
             self._peers.reach(link)
         except PeerFailed as error:  # its tickets are told
@@ -170,7 +170,19 @@ class RoomTable:
             log.error("kv_pages_wrong room=%016x reason=%r", room_id, str(error))
             self._step(room, RoomEvent.FAILED, str(error))
             return
-        room.pages.extend(pages)
+        room.sources.pages.extend(pages)
+
+    def carried_ready(self, room_id: Room, units: Sequence[Sequence[PageId]]) -> None:
+        room = self._rooms.get(room_id)
+        if room is None or room.request is None:
+            return  # as with pages
+        try:
+            self._check_carried(room, room.request.prompt_len, units)
+        except ProtocolError as error:
+            log.error("kv_carried_wrong room=%016x reason=%r", room_id, str(error))
+            self._step(room, RoomEvent.FAILED, str(error))
+            return
+        room.sources.carried = tuple(units)
 
     def cancel_room(self, room_id: Room) -> None:
         self._end_request(room_id, RoomEvent.CANCELLED, "the request was cancelled")
@@ -246,7 +258,7 @@ class RoomTable:
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
             self._peers.reach(link)
-            check_ticket(ticket, prompt_len, self._layout, link.memory, self._own_id.generation)
+            check_ticket(ticket, prompt_len, self._layout, link.memories, self._own_id.generation)
         except StartsWithinPage as late:
             room.link, room.earlier_start = link, late.start
             return RoomEvent.LATE_TICKET, str(late)
@@ -258,11 +270,16 @@ class RoomTable:
 
     def _check_pages(self, room: PrefillRoom, prompt_len: int, start: int, end: int, num_pages: int) -> None:
         indices = pages_covering(start, end, self._layout.page_size)
-        if indices.start != len(room.pages) or len(indices) != num_pages:
-            have, last = len(room.pages), start + num_pages
+        if indices.start != len(room.sources.pages) or len(indices) != num_pages:
+            have, last = len(room.sources.pages), start + num_pages
             raise ProtocolError(f"pages [{indices.start}, {last}) do not follow the {have} pages offered")
         if end > prompt_len or (end % self._layout.page_size and end != prompt_len):
             raise ProtocolError(f"token {end} ends neither a page nor the prompt of {prompt_len}")
+
+    def _check_carried(self, room: PrefillRoom, prompt_len: int, units: Sequence[Sequence[PageId]]) -> None:
+        targets_of(self._layout, prompt_len, units)
+        if room.sources.carried:
+            raise ProtocolError("what is carried was offered twice")
 
     def _advance(self, room: PrefillRoom, delta: DeltaWrite) -> bool:
         moved, descriptors = delta.bytes_moved, delta.descriptors
@@ -324,13 +341,13 @@ class RoomTable:
             if self._heard_s() < room.write_until_s:
                 return False  # it may have been renewed in time
             raise Aborted("the write lease is over")
-        delta.post(self._transport, room.peer, self._max_pages, self._clock())
+        delta.post(self._transport, room.peer, self._max_post_bytes, self._clock())
         return True
 
     def _digest(self, room: PrefillRoom) -> bool:
         if room.digests is None:
             return False
-        return room.digests.advance(self._read_pages, self._max_digests)
+        return room.digests.advance(self._read_pages, _DIGEST_PIECE_BYTES)
 
     def _step(self, room: PrefillRoom, event: RoomEvent, reason: str = "", asker: Link | None = None) -> None:
         room.state, effects = step_room(room.state, event)
@@ -367,15 +384,15 @@ class RoomTable:
 
     def _start_writes(self, room: PrefillRoom) -> None:
         assert room.ticket is not None
-        room.delta = DeltaWrite(room.ticket, self._layout.page_size, room.pages)
+        room.delta = DeltaWrite(room.ticket, self._layout, room.sources)
         if room.ticket.want_digests:
-            room.digests = DeltaDigests(room.ticket, self._layout.page_size, room.pages)
+            room.digests = DeltaDigests(room.ticket, self._layout, room.sources)
         room.began_s = self._clock()
 
     def _finish(self, room: PrefillRoom) -> None:
         """The room is over: end its request, keep a tombstone."""
         request, peer, end = room.request, room.peer, room.end(self._clock())
-        room.request, room.delta, room.digests, room.peer, room.pages = None, None, None, None, []
+        room.request, room.delta, room.digests, room.peer, room.sources = None, None, None, None, Sources()
         room.ticket, room.link = None, None  # who speaks to a room that is over, says where from
         self._rooms.pop(room.id, None)
         self._tombstones[room.id] = room

@@ -1,8 +1,9 @@
 """The prefill side of every transfer: a thread that owns the transport and the rooms.
 
-    start() --> thread: open the transport, register the pool
+    start() --> thread: open the transport, register the pools
         handshake server --hello, ticket, renew, abort, link_lost--+
-        engine's loop ----open_room, pages_ready, cancel, fail-----+--> queue --> RoomTable --> Transport
+        engine's loop ----open_room, pages_ready, carried_ready,---+--> queue --> RoomTable --> Transport
+                          cancel_room, fail_room                                    |
                                                                                     |
         on_failed, on_end, link.send(Status | AbortAck) <-- from the sender's thread +
     stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
@@ -47,7 +48,7 @@ class KvSender:
     def __init__(
         self,
         open_transport: Callable[[], Transport],
-        memory: PoolMemory,
+        memories: tuple[PoolMemory, ...],
         layout: KvLayout,
         own_id: RankId,
         *,
@@ -58,14 +59,14 @@ class KvSender:
         heard_s: Callable[[], float] | None = None,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """A post may take `max_post_s`, or longer while others to its decode rank land. `heard_s` is as for
-        RoomTable; it may be asked by any thread.
+        """`memories` are the layout's pools, by group. A post may take `max_post_s`, or longer while others
+        to its decode rank land. `heard_s` is as for RoomTable; it may be asked by any thread.
 
         `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
         nothing can be sent any more.
         """
         self._open_transport = open_transport
-        self._memory = memory
+        self._memories = memories
         self._layout = layout
         self._own_id = own_id
         self.clock = clock
@@ -92,7 +93,7 @@ class KvSender:
         return f"KvSender({self._own_id} {self._rooms!r})"
 
     def start(self) -> None:
-        """Start the thread; returns once the pool is registered. Raises ConfigError when it cannot be."""
+        """Start the thread; returns once the pools are registered. Raises ConfigError when it cannot be."""
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
@@ -193,6 +194,12 @@ class KvSender:
         """
         self._post(lambda rooms: rooms.pages_ready(room, start_token, end_token, pages))
 
+    def carried_ready(self, room: Room, units: Sequence[Sequence[PageId]]) -> None:
+        """What is carried at the prompt's end is final and in `units`: by group beside full attention, in the
+        layout's order, each in token order. Called once, after the last pages_ready, where the layout
+        carries anything."""
+        self._post(lambda rooms: rooms.carried_ready(room, units))
+
     def cancel_room(self, room: Room) -> None:
         """The Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
         self._post(lambda rooms: rooms.cancel_room(room))
@@ -221,7 +228,7 @@ class KvSender:
     def _run(self) -> None:
         try:
             transport = self._open_transport()
-            transport.register(self._memory, self._layout.page_bytes)
+            transport.register(self._memories, self._layout.unit_bytes)
             self._hello = self._make_hello(transport)
             self._transport = transport
             self._rooms = RoomTable(
@@ -256,7 +263,9 @@ class KvSender:
             self._end(rooms, transport)
 
     def _make_hello(self, transport: Transport) -> Hello:
-        return Hello(self._own_id, self._layout, self._memory, transport.name, transport.metadata())
+        memory, *carried = self._memories
+        metadata = transport.metadata()
+        return Hello(self._own_id, self._layout, memory, transport.name, metadata, tuple(carried))
 
     def _serve(self, rooms: RoomTable) -> None:
         idle_turns = 0

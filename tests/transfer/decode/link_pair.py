@@ -44,7 +44,7 @@ class GatedTransport(LocalTransport):
 
 class GatedWrite:
     def __init__(self, write, gate):
-        self.size_bytes, self.release, self._gate = write.size_bytes, write.release, gate
+        self.group_bytes, self.release, self._gate = write.group_bytes, write.release, gate
 
     def poll(self):
         return self._gate.is_set()
@@ -75,10 +75,10 @@ class Prefill:
         self.skipped_s = 0.0  # of time, on its clock
         self.sender = KvSender(
             lambda: self.transport,
-            pool.memory,
+            (pool.memory,),
             layout,
             self.id,
-            read_pages=lambda pages: (memoryview(pool.pages[page]) for page in pages),
+            read_pages=lambda pages, group=0: (memoryview(pool.pages[page]) for page in pages),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.sender.start()
@@ -121,7 +121,7 @@ class Pair:
         self.make_pool = make_pool
         self.pool = make_pool(NUM_PAGES, PAGE_BYTES, seed=1)
         self.transport = LocalTransport()
-        self.transport.register(self.pool.memory, PAGE_BYTES)
+        self.transport.register([self.pool.memory], [PAGE_BYTES])
         self.skipped_s = 0.0  # of time, on decode's clock
         self.links = self.make_links()
         self.prefills = []
@@ -135,7 +135,7 @@ class Pair:
         return PrefillLinks(
             DECODE,
             facts["layout"],
-            self.pool.memory,
+            (self.pool.memory,),
             facts["transport"],
             self.transport.metadata(),
             clock=self.clock,

@@ -118,7 +118,7 @@ async def test_a_stopped_sender_ends_every_room_and_takes_no_more(pair, prefill,
 
 def test_a_pool_that_cannot_be_registered_stops_the_start(caplog):
     vram = PoolMemory(0, 4, kind="VRAM")
-    sender = KvSender(LocalTransport, vram, LAYOUT, DECODE, read_pages=lambda pages: iter(()))
+    sender = KvSender(LocalTransport, (vram,), LAYOUT, DECODE, read_pages=lambda pages, group: iter(()))
     with pytest.raises(ConfigError, match="VRAM"):
         sender.start()
     assert sender.stop() and "sender_hangs" not in caplog.text

@@ -16,7 +16,7 @@ GONE, OTHER = (RankId("decode", rank, Generation(8)) for rank in range(2))
 
 
 class LandedWrite:
-    size_bytes = 256
+    group_bytes = (256,)
 
     def poll(self):
         return True
@@ -31,7 +31,7 @@ class ClingingTransport:
     def __init__(self):
         self.added, self.asked_to_forget = [], []
 
-    def add_peer(self, metadata, memory):
+    def add_peer(self, metadata, memories):
         self.added.append(metadata)
         return metadata.decode()
 

@@ -60,7 +60,8 @@ class Network(FakeTransport):
 
     def write(self, peer, moves):
         pages = [PageId(m.target_page + i) for m in moves for i in range(m.num_pages)]
-        write = NetworkWrite(list(moves), peer, room=self.room_of[pages[0]], to_land=pages, clock=self.clock)
+        room = self.room_of[pages[0]]
+        write = NetworkWrite(list(moves), peer, self.unit_bytes, room=room, to_land=pages, clock=self.clock)
         write.posted_s = self.clock()
         self.on_the_way.append(write)
         if self.fails_posts is not None:
@@ -156,7 +157,7 @@ class TwoRanks(RuleBasedStateMachine):
         if transfer is None:
             return
         if kind == "status" and word.state == pb.Status.STATE_LANDED:
-            transfer.watch.on_landed(Landed(word.bytes_moved, word.descriptors))
+            transfer.watch.on_landed(Landed((word.bytes_moved,), word.descriptors))
             assert all(self.holds[page] == transfer.room for page in transfer.pages)
         else:
             ended = transfer.watch.on_unsettled if word.unsettled else transfer.watch.on_last_word

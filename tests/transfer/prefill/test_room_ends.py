@@ -3,6 +3,7 @@
 import pytest
 
 from services.transfer.prefill import rooms as rooms_module
+from services.transfer.prefill.lanes import Sources
 from services.transfer.prefill.room import Outcome, Request
 from services.values.rank import Room
 from transfer.prefill.room_rank import DECODE, OTHER_DECODE, A, B, Rank
@@ -168,7 +169,7 @@ def test_a_room_that_is_over_keeps_nothing_of_what_it_was_told(rank):
     rank.write(A).done = True
     rank.turn()
     (over,) = rank.rooms._tombstones.values()
-    assert (over.ticket, over.link, over.pages, over.delta) == (None, None, [], None)
+    assert (over.ticket, over.link, over.sources, over.delta) == (None, None, Sources(), None)
     rank.rooms.abort(1, A)
     assert rank.take_said() == ["accepted", "landed", "ack"]
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kv.page_digest import digest_of
+from services.transfer.prefill import rooms as rooms_module
 from services.transfer.prefill.room import Outcome
 from services.values.kv import PageId
 from services.wire.isthmus.v1 import handshake_pb2 as pb
@@ -72,7 +73,7 @@ def test_a_long_post_is_split_and_every_piece_must_land():
         assert rank.ends == []
         rank.transport.writes[landing].done = True
         rank.turn()
-    assert [write.size_bytes for write in rank.transport.writes] == [200, 200, 100]
+    assert [sum(write.group_bytes) for write in rank.transport.writes] == [200, 200, 100]
     assert rank.outcome.descriptors == 3
 
 
@@ -101,7 +102,7 @@ def test_what_is_computed_while_posts_are_in_flight_goes_out_in_one():
         rank.turn()
     rank.transport.writes[0].done = True
     rank.turn()
-    assert [write.size_bytes for write in rank.transport.writes] == [100, 100, 300]
+    assert [sum(write.group_bytes) for write in rank.transport.writes] == [100, 100, 300]
 
 
 @pytest.mark.parametrize("prefix_len", [0, 8])
@@ -133,7 +134,7 @@ def test_who_wants_no_digests_gets_none(rank):
 
 
 def test_digests_take_turns_with_other_rooms_posts(rank, monkeypatch):
-    monkeypatch.setattr(rank.rooms, "_max_digests", 2)
+    monkeypatch.setattr(rooms_module, "_DIGEST_PIECE_BYTES", 2 * LAYOUT.page_bytes)
     rank.ticket(A, prompt_len=20, want_digests=True)
     rank.request(A, prompt_len=20)
     rank.pages(0, 20, A)
@@ -151,7 +152,7 @@ def test_digests_take_turns_with_other_rooms_posts(rank, monkeypatch):
 
 @pytest.mark.parametrize("end", ["fails", "is aborted"])
 def test_nothing_is_digested_for_a_transfer_that_is_over(rank, end, monkeypatch):
-    monkeypatch.setattr(rank.rooms, "_max_digests", 1)
+    monkeypatch.setattr(rooms_module, "_DIGEST_PIECE_BYTES", 1)
     rank.ticket(want_digests=True)
     rank.request()
     rank.pages(0, 10)

@@ -22,7 +22,7 @@ DECODE = RankId("decode", 0, Generation(8))
 
 
 class EndlessWrite:
-    size_bytes = 256
+    group_bytes = (256,)
 
     def poll(self):
         return False
@@ -39,13 +39,13 @@ class EndlessTransport:
     def __init__(self, error=None):
         self.writes, self.error, self.closed = weakref.WeakSet(), error, False
 
-    def register(self, memory, page_bytes):
+    def register(self, memories, unit_bytes):
         pass
 
     def metadata(self):
         return b""
 
-    def add_peer(self, metadata, memory):
+    def add_peer(self, metadata, memories):
         return "decode"
 
     def remove_peer(self, peer):
@@ -66,7 +66,7 @@ class EndlessTransport:
 def test_pages_come_back_once_nothing_reads_them_any_more(monkeypatch, caplog, error):
     monkeypatch.setattr(sender_module, "_STOP_TIMEOUT_S", 0.05)
     transport = EndlessTransport(error)
-    sender = KvSender(lambda: transport, POOL, LAYOUT, OWN, read_pages=lambda pages: iter(()))
+    sender = KvSender(lambda: transport, (POOL,), LAYOUT, OWN, read_pages=lambda pages, group: iter(()))
     sender.start()
     said, ends = [], []
     sender.hello(1, Hello(DECODE, LAYOUT, POOL, "endless", b""), said.append)

@@ -130,7 +130,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         own = self._own
         if not ticket.no_pages:
             typed = convert.ticket_from_proto(ticket)
-            check_ticket(typed, None, own.layout, stream.peer.memory, own.rank.generation)
+            check_ticket(typed, None, own.layout, stream.peer.memories, own.rank.generation)
             return
         hit_kind(ticket.decode_prefix_len, ticket.prompt_len)
         if ticket.prefill_generation != own.rank.generation:
