@@ -3,20 +3,24 @@
 It has a real pool. The slot of position i holds mix(token_i, i), and the next token is drawn from the
 sum of all slots, read back from the pages. So one wrong, missing or stale page anywhere changes the
 output, and `continuation` says what it should have been.
+
+With carried groups each token is mixed with what its windows hold and with the state, as of the tokens
+before it, and it is that which is stored: so whatever was wrong once stays wrong. It has real pools of them.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.values.errors import ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.request import TokenLogprobs
 
 _SLOT_BYTES = 8
+_FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
 _MASK = 2**64 - 1
 VOCAB_SIZE = 512
 FINGERPRINT = 0xFA4E
@@ -40,18 +44,27 @@ class FakeRunner:
         page_size: int,
         max_context_tokens: int = 4096,
         vocab_size: int = VOCAB_SIZE,
+        carried: Sequence[KvGroup] = (),
+        carried_units: Sequence[int] = (),
         speed: FakeSpeed = FakeSpeed(),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.slots = np.zeros((num_pages, page_size), dtype=np.uint64)  # what each token left
+        """`carried` as `fake_window` and `fake_state` make them, with so many units of each in its pool."""
+        self.slots = np.zeros((num_pages, page_size), dtype=np.uint64)
+        self.carried_pools = [
+            np.zeros((units, page_size if group.kind.is_windowed else 1), dtype=np.uint64)
+            for group, units in zip(carried, carried_units, strict=True)
+        ]
         self._speed = speed
         self._sleep = sleep
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
-        group = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
-        self.layout = KvLayout(page_size, page_size * _SLOT_BYTES, FINGERPRINT, groups=(group,))
+        groups = tuple(
+            replace(g, unit_bytes=p[0].nbytes) for g, p in zip(carried, self.carried_pools, strict=True)
+        )
+        self.layout = KvLayout(page_size, page_size * _SLOT_BYTES, FINGERPRINT, groups=(_FULL, *groups))
         self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
-        self.carried_memory: tuple[PoolMemory, ...] = ()
+        self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
 
     def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1)
@@ -61,12 +74,13 @@ class FakeRunner:
         return [self._run_chunk(chunk) for chunk in chunks]
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
-        raise ProtocolError(f"{self.layout} has no recurrent state")
+        for pool in self._pools_of(GroupKind.RECURRENT):
+            for source, target in moves:
+                pool[target] = pool[source]
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
-        if group:
-            raise ProtocolError(f"{self.layout} has no group {group}")
-        return (memoryview(self.slots[page]).cast("B") for page in pages)
+        pool = (self.slots, *self.carried_pools)[group]
+        return (memoryview(pool[page]).cast("B") for page in pages)
 
     def close(self) -> None:
         self.slots = np.zeros((0, 0), dtype=np.uint64)
@@ -74,7 +88,9 @@ class FakeRunner:
     def _run_chunk(self, chunk: Chunk) -> Sampled | None:
         page_size = self.layout.page_size
         for position, token in enumerate(chunk.token_ids, start=chunk.start):
-            self.slots[chunk.pages[position // page_size], position % page_size] = _mix(token, position)
+            value = self._carry(chunk, position, _mix(token, position))
+            if position >= chunk.store_from:
+                self.slots[chunk.pages[position // page_size], position % page_size] = value
         if not chunk.sample:
             return None
         slots = self.slots[list(chunk.pages)].reshape(-1)[: chunk.end]
@@ -82,15 +98,78 @@ class FakeRunner:
         wanted = chunk.sampling.logprobs is not None
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
+    def _carry(self, chunk: Chunk, position: int, value: int) -> int:
+        """`value` mixed with what windows and state say, which take it in."""
+        page_size, tails = self.layout.page_size, iter(chunk.tails)
+        for group, pool in zip(self.layout.carried, self.carried_pools, strict=True):
+            if group.kind is GroupKind.RECURRENT:
+                assert chunk.slot is not None
+                value = _mix(value ^ (int(pool[chunk.slot, 0]) if position else 0), position)
+                pool[chunk.slot, 0] = value
+                continue
+            tail = next(tails)
+            for seen in range(_first_seen(group, position), position):
+                value += int(pool[tail.pages[seen // page_size - tail.first_page], seen % page_size])
+            value = _mix(value & _MASK, position)
+            pool[tail.pages[position // page_size - tail.first_page], position % page_size] = value
+        return value
 
-def continuation(ids: Sequence[int], num_tokens: int) -> list[int]:
+    def _pools_of(self, kind: GroupKind) -> Iterator[NDArray[np.uint64]]:
+        groups = zip(self.layout.carried, self.carried_pools, strict=True)
+        return (pool for group, pool in groups if group.kind is kind)
+
+
+def fake_window(window: int, kind: GroupKind = GroupKind.SLIDING_WINDOW) -> KvGroup:
+    """A windowed group for a FakeRunner."""
+    return KvGroup(kind, (1,), 1, 1, "uint64", window=window, unit_bytes=_SLOT_BYTES)
+
+
+def fake_state() -> KvGroup:
+    """A recurrent group for a FakeRunner."""
+    return KvGroup(GroupKind.RECURRENT, (2,), 0, 0, "uint64", unit_bytes=_SLOT_BYTES)
+
+
+class FakeModel:
+    """What a FakeRunner computes, without pages: `values` are what it stores, by group and position."""
+
+    def __init__(self, ids: Sequence[int] = (), carried: Sequence[KvGroup] = ()) -> None:
+        self._carried = carried
+        self.values: list[list[int]] = [[] for _ in (_FULL, *carried)]
+        self._total = 0
+        for token in ids:
+            self.take(token)
+
+    @property
+    def next_token(self) -> int:
+        return _draw(self._total & _MASK, len(self.values[0]), VOCAB_SIZE)
+
+    def take(self, token: int) -> None:
+        position = len(self.values[0])
+        value = _mix(token, position)
+        for group, values in zip(self._carried, self.values[1:], strict=True):
+            if group.kind is GroupKind.RECURRENT:
+                value = _mix(value ^ (values[-1] if values else 0), position)
+            else:
+                value = _mix((value + sum(values[_first_seen(group, position) :])) & _MASK, position)
+            values.append(value)
+        self.values[0].append(value)
+        self._total += value
+
+
+def continuation(ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup] = ()) -> list[int]:
     """The `num_tokens` tokens that a FakeRunner must generate after `ids`."""
-    total = sum(_mix(token, position) for position, token in enumerate(ids))
+    model = FakeModel(ids, carried)
     tokens: list[int] = []
-    for length in range(len(ids), len(ids) + num_tokens):
-        tokens.append(_draw(total & _MASK, length, VOCAB_SIZE))
-        total += _mix(tokens[-1], length)
+    for _ in range(num_tokens):
+        tokens.append(model.next_token)
+        model.take(tokens[-1])
     return tokens
+
+
+def _first_seen(group: KvGroup, position: int) -> int:
+    if group.kind is GroupKind.CHUNKED_WINDOW:
+        return position // group.window * group.window
+    return max(0, position - group.window + 1)
 
 
 def _mix(token: int, position: int) -> int:

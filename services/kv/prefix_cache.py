@@ -14,7 +14,7 @@ Rule 2: a published page is never written again; a page still written to is neve
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -78,18 +78,19 @@ class PrefixCache:
         enabled: bool = True,
         protected_share: float = 0.3,
         evict_ahead_pages: int = 0,
+        forget: Callable[[Node], None] = lambda node: None,
     ) -> None:
         """`protected_share` of the pool, at most, is kept for prefixes that were asked for more than once.
 
         Whenever something must be evicted, `evict_ahead_pages` go on top: they merge with their neighbours,
-        so what is lent next lies in fewer runs.
+        so what is lent next lies in fewer runs. `forget` is told of nodes with a resume point that go.
         """
         self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enabled
         self._evict_ahead_pages = evict_ahead_pages
         self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages))
+        self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages), forget)
         self._sequences: set[SequencePages] = set()  # open or quarantined
         self._private_pages = 0
         self._quarantined_pages = 0
@@ -184,6 +185,16 @@ class PrefixCache:
         sequence.num_published = end = first + len(match.pages)
         replaced, sequence.pages[first:end] = sequence.pages[first:end], match.pages
         self._free_private(replaced)
+
+    def node_at(self, sequence: SequencePages, position: int) -> Node | None:
+        """The tree's node of the page that ends at `position`; None: nothing is published so far."""
+        depth, node = position // self.page_size, sequence.node
+        if node is None or not 0 < depth <= sequence.num_published:
+            return None
+        while node.depth > depth:
+            assert node.parent is not None
+            node = node.parent
+        return node
 
     def make_room(self, num_pages: int) -> bool:
         """Evict what must go for `num_pages` to be free; False when so many are not available."""

@@ -19,11 +19,12 @@ Rule 2: a use of a node is a use of its ancestors, yet only the deepest node of 
 Rule 3: a match through a node goes through its ancestors. So a protected node's ancestors are protected.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from services.kv.block_hash import extend_packed, pack_tokens, scope_seed
+from services.kv.cache_events import BlockLedger
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import BlockHash, CacheEvents, PageId
 
@@ -53,6 +54,7 @@ class Node:
     last_use: int = 0  # as the deepest node of a path, see Rule 2
     protected: bool = False  # asked for twice
     queued: bool = False  # stands in one of the eviction heaps
+    resumable: bool = False  # has a resume point (kv/carried)
     block_hash: BlockHash | None = None  # set where an index block is complete
 
     @property
@@ -101,8 +103,16 @@ _Heap = list[tuple[int, PageId, Node]]
 class RadixTree:
     """Owns the page ids inserted, until `evict` returns them."""
 
-    def __init__(self, page_size: int, index_block: int, model: str, protected_share_pages: int = 0) -> None:
-        """With `protected_share_pages` 0 eviction is by age alone."""
+    def __init__(
+        self,
+        page_size: int,
+        index_block: int,
+        model: str,
+        protected_share_pages: int = 0,
+        forget: Callable[[Node], None] = lambda node: None,
+    ) -> None:
+        """With `protected_share_pages` 0 eviction is by age alone. `forget` hears of each resumable node that
+        goes."""
         if page_size < 1 or index_block < 1 or index_block % page_size:
             raise ConfigError(f"index block {index_block} must be a multiple of page size {page_size}")
         self.page_size = page_size
@@ -117,7 +127,8 @@ class RadixTree:
         # Between the two every unlocked leaf stands once.
         self._leaves: _Heap = []
         self._protected_leaves: _Heap = []
-        self._events: dict[BlockHash, bool] = {}  # True stored, False removed, since last taken
+        self._forget = forget
+        self._events = BlockLedger()
 
     def __repr__(self) -> str:
         return f"RadixTree(cached={self._cached_pages} locked={self._locked_pages} salts={len(self._roots)})"
@@ -239,11 +250,7 @@ class RadixTree:
 
     def take_events(self) -> CacheEvents:
         """What was stored and removed since last asked, parents stored before their children."""
-        events, self._events = self._events, {}
-        return CacheEvents(
-            stored=tuple(block for block, stored in events.items() if stored),
-            removed=tuple(block for block, stored in events.items() if not stored),
-        )
+        return CacheEvents(*self._events.take())
 
     def nodes(self) -> Iterator[Node]:
         """Every page's node, parents first; roots are left out."""
@@ -309,7 +316,7 @@ class RadixTree:
         self._cached_pages += 1
         if node.depth % self._pages_per_block == 0:
             node.block_hash = self._hash_block_ending_at(node)
-            self._record(node.block_hash, stored=True)
+            self._events.note(node.block_hash, stored=True)
         return node
 
     def _hash_block_ending_at(self, node: Node) -> BlockHash:
@@ -329,16 +336,12 @@ class RadixTree:
         parent.last_use = max(parent.last_use, leaf.last_use)
         self._cached_pages -= 1
         self._protected_pages -= leaf.protected
+        if leaf.resumable:
+            self._forget(leaf)
         if leaf.block_hash is not None:
-            self._record(leaf.block_hash, stored=False)
+            self._events.note(leaf.block_hash, stored=False)
         self._queue_if_evictable(parent)
         self._forget_idle_root(parent)
-
-    def _record(self, block: BlockHash, *, stored: bool) -> None:
-        if self._events.get(block, stored) != stored:
-            del self._events[block]  # the opposite had not been taken yet: the two cancel out
-        else:
-            self._events[block] = stored
 
     def _use(self, node: Node) -> None:
         self._clock += 1

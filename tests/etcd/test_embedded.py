@@ -23,7 +23,8 @@ async def test_data_outlives_the_process(tmp_path: Path) -> None:
     for attempt in range(2):
         async with EmbeddedEtcd(tmp_path, extra_arguments=FAST) as server, client(server.endpoint) as etcd:
             assert await etcd.create(b"a", b"1") == (attempt == 0)
-            pid = server.pid
+            assert server._process is not None
+            pid = server._process.pid
         assert not is_running(pid)
     assert server.log_path.exists()
 
@@ -49,7 +50,7 @@ async def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
         async def main():
             server = EmbeddedEtcd(Path(sys.argv[1]), extra_arguments=tuple(sys.argv[2:]))
             await server.start()
-            print(server.pid, flush=True)
+            print(server._process.pid, flush=True)
             os._exit(9)
         asyncio.run(main())
         """

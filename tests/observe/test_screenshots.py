@@ -17,7 +17,7 @@ from observe.boards import BOARDS, REPOSITORY
 TOOLS = Path(os.environ.get("OBSERVE_TOOLS", REPOSITORY / ".cache/observe"))
 PYTHON = Path(os.environ.get("OBSERVE_PYTHON", REPOSITORY / ".venv-observe/bin/python"))
 ANSWERS, SCREENSHOTS = TOOLS / "answers", TOOLS / "screenshots"
-_WIDTH, _ROW = 1448, 38  # pixels; as in charts/observe/page/main.tsx
+_WIDTH, _ROW = 1448, 30  # pixels; as in charts/observe/page/main.tsx
 _BELOW = 200  # Chromium does not draw what lies at a high window's bottom
 
 # A palette of its own makes a picture a third of the size.

@@ -29,9 +29,7 @@ interface Answer {
 
 const theme = createTheme({ colors: { mode: "light" } });
 const COLUMN = 60;
-const ROW = 38; // as Grafana: cells of 30 with 8 between them
-const TICK_S = 30;
-const LABEL_S = 8; // half a tick's label
+const ROW = 30;
 const eventBus = new EventBusSrv();
 
 function rangeOf(series: Series) {
@@ -136,16 +134,10 @@ function Panel({ panel, answer, timeRange }: { panel: any; answer: Answer; timeR
   );
 }
 
-// A tick at the very end would lose half of its label.
-function endOf(answer: Answer) {
-  const past = answer.to % TICK_S;
-  return past < LABEL_S ? answer.to - past - 1 : answer.to;
-}
-
 function Board({ answer }: { answer: Answer }) {
   const { panels } = answer.dashboard;
   const rows = Math.max(...panels.map((panel: any) => panel.gridPos.y + panel.gridPos.h));
-  const [from, to] = [dateTime(answer.from * 1000), dateTime(endOf(answer) * 1000)];
+  const [from, to] = [dateTime(answer.from * 1000), dateTime(answer.to * 1000)];
   const timeRange = { from, to, raw: { from, to } };
   useEffect(() => {
     document.title = "drawn";

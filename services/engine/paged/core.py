@@ -9,20 +9,23 @@ wait (gate.py); those that came last are retracted (sequence.py).
 The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from services.engine.paged.batch import chunk_of, computes_next_page_of, lacks_slot
-from services.engine.paged.events import Event, Offered, Reserved, Token
+from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
+from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import place_in_line
 from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
-from services.kv.prefix_cache import Hold, PrefixCache
+from services.kv.carried.borders import borders_to_keep, shared_border
+from services.kv.carried.carried_cache import CarriedCache
+from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, NoCapacity
-from services.values.kv import PageBooks
+from services.values.kv import CacheEvents, PageBooks
 from services.values.load import RankLoad
 from services.values.request import FinishReason
 from services.values.step_histogram import NO_STEPS
@@ -40,6 +43,9 @@ class Limits:
     step_limit_s: float = 120.0  # a step that takes longer counts as hung; 0: none does
 
 
+# Of a long prompt a resume point is kept every so many chunks.
+_STRIDE_CHUNKS = 8
+
 _RUNNING = (Phase.COMPUTING, Phase.DECODING)  # in the batch
 
 Clock = Callable[[], float]
@@ -48,9 +54,18 @@ Clock = Callable[[], float]
 class EngineCore:
     """Single-threaded; every method is called by the engine's thread."""
 
-    def __init__(self, runner: ModelRunner, cache: PrefixCache, limits: Limits, clock: Clock) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: PrefixCache,
+        limits: Limits,
+        clock: Clock,
+        carried: CarriedCache | None = None,
+    ) -> None:
+        """`carried` is due where the layout carries anything; its resume points are of `cache`'s tree."""
         self.runner = runner
         self.cache = cache
+        self.carried = carried or CarriedCache(runner.layout, ())
         self._limits = limits
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
@@ -90,7 +105,7 @@ class EngineCore:
                 f"prompt has {len(seq.ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
             )
         seq.submitted_s = self._clock()
-        seq.uncached_tokens = len(seq.ids) - self.cache.match_len(seq.ids, seq.request.cache_salt)
+        seq.uncached_tokens = self._uncached_tokens(seq)
         self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled) -> None:
@@ -99,6 +114,7 @@ class EngineCore:
             return  # cancelled meanwhile
         seq.computed = len(seq.ids)
         self._publish(seq)
+        self._note_border(seq)
         seq.phase, seq.first_token = Phase.LANDED, first_token
         self._let_in_landed()
 
@@ -129,7 +145,9 @@ class EngineCore:
         """The writer of a quarantined sequence has stopped."""
         if seq.pages is not None and seq.pages.hold is Hold.QUARANTINED:
             self.cache.end_quarantine(seq.pages)
-            seq.pages = None
+            if seq.carried is not None:
+                self.carried.end_quarantine(seq.carried)
+            seq.pages = seq.carried = None
             self._gate.note_news()
 
     def room_ended(self, seq: Sequence) -> None:
@@ -172,6 +190,11 @@ class EngineCore:
         """What happened since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def take_cache_events(self) -> CacheEvents:
+        """What the tree gained and lost since the last call, and where sequences can go on."""
+        stored, removed = self.carried.points.events.take()
+        return replace(self.cache.take_events(), resumable_stored=stored, resumable_removed=removed)
 
     def fail_active(self) -> list[Sequence]:
         """End every computing sequence: the runner failed and their KV cannot be trusted."""
@@ -217,6 +240,9 @@ class EngineCore:
         books = self.cache.check()
         holders = len(self._active) + len(self._kept)
         assert self.cache.num_open == holders, f"{self.cache.num_open} open, {holders} sequences hold pages"
+        self.carried.check()
+        num_open = self.carried.num_open
+        assert num_open == holders, f"{num_open} hold what is carried, {holders} sequences hold pages"
         return books
 
     # -- admission --------------------------------------------------------------------------------
@@ -244,7 +270,7 @@ class EngineCore:
     def _admit(self) -> bool:
         """True when a sequence came in."""
         admitted = False
-        while self._gate and self._batch_may_grow():
+        while self._gate and self._batch_may_grow() and self.carried.may_open():
             seq = self._gate.next(self._active, self._may_receive())
             if seq is None:
                 break
@@ -279,18 +305,41 @@ class EngineCore:
     def _enter(self, seq: Sequence) -> None:
         assert seq.pages is not None
         seq.phase = Phase.RECEIVING if seq.receives else Phase.COMPUTING
-        seq.computed = seq.pages.prefix_len
+        seq.computed = seq.stored = seq.pages.prefix_len
         self._active.append(seq)
+        self._begin_carried(seq, seq.pages)
         if seq.admitted_s is None or seq.receives:
             if seq.admitted_s is None:
                 seq.admitted_s = self._clock()
-            seq.reused_tokens = seq.pages.prefix_len
-            first = seq.pages.prefix_len // self.page_size
-            last = -(-len(seq.ids) // self.page_size)
-            delta = tuple(seq.pages.pages[first:last])
-            self._emit(seq, Reserved(seq.pages.prefix_len, delta, seq.admitted_s - seq.submitted_s))
+            seq.reused_tokens = seq.computed
+            self._emit(seq, self._reserved(seq, seq.pages, seq.admitted_s - seq.submitted_s))
         self._offer(seq)
         seq.receives = False  # after a retraction the tail is computed here
+
+    def _begin_carried(self, seq: Sequence, pages: SequencePages) -> None:
+        """Hold what it goes on from: units that somebody else writes, or the deepest resume point."""
+        if seq.receives:
+            seq.carried = self.carried.receive(len(seq.ids))
+            return
+        seq.carried = self.carried.resume(pages.node, pages.prefix_len)
+        seq.computed = seq.carried.position
+        if pages.node is None or self.carried.is_empty:
+            return
+        block = self.carried.index_block
+        seq.borders = borders_to_keep(
+            seq.computed, pages.prefix_len, len(seq.ids), block, _STRIDE_CHUNKS * self._limits.chunk_size
+        )
+        for other in self._active:  # that computes what both begin with
+            if other is not seq and other.phase is Phase.COMPUTING and other.borders:
+                border = shared_border(other.ids, seq.ids, block)
+                if border > max(seq.computed, other.computed) and border not in other.borders:
+                    insort(other.borders, border)
+
+    def _reserved(self, seq: Sequence, pages: SequencePages, queue_s: float) -> Reserved:
+        first = pages.prefix_len // self.page_size
+        last = -(-len(seq.ids) // self.page_size)
+        carried = self.carried.units_of(seq.carried) if seq.receives and seq.carried is not None else ()
+        return Reserved(pages.prefix_len, tuple(pages.pages[first:last]), queue_s, carried)
 
     # -- the batch --------------------------------------------------------------------------------
 
@@ -301,7 +350,7 @@ class EngineCore:
         grown = [s for s in decoding if s.phase is Phase.DECODING and self._grow(s)]
         for seq in grown:
             if seq.phase is Phase.DECODING:
-                yield seq, chunk_of(seq, 1, self.page_size)
+                yield seq, self._chunk(seq, 1)
 
     def _prompt_chunks(self, num_decoding: int) -> list[tuple[Sequence, Chunk]]:
         """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
@@ -312,12 +361,23 @@ class EngineCore:
             if budget <= 0:
                 break
             self._catch_up(seq)
-            if any(computes_next_page_of(other, seq, self.page_size) for other, _ in chunks):
-                continue  # its pages are in the tree at the next step
-            chunk = chunk_of(seq, min(budget, seq.remaining_tokens), self.page_size)
+            if any(self._computes_for(other, seq) for other, _ in chunks):
+                continue  # it can have that at a later step
+            to_border = next((border - seq.computed for border in seq.borders), seq.remaining_tokens)
+            chunk = self._chunk(seq, min(budget, seq.remaining_tokens, to_border))
             budget -= len(chunk.token_ids)
             chunks.append((seq, chunk))
         return chunks
+
+    def _chunk(self, seq: Sequence, size: int) -> Chunk:
+        assert seq.carried is not None
+        self.carried.extend(seq.carried, seq.computed + size)
+        return chunk_of(seq, size, self.page_size)
+
+    def _computes_for(self, other: Sequence, seq: Sequence) -> bool:
+        if self.carried.is_empty:
+            return computes_next_page_of(other, seq, self.page_size)
+        return computes_towards(other, seq)
 
     def _chunk_budget(self, num_decoding: int) -> int:
         limits = self._limits
@@ -331,11 +391,20 @@ class EngineCore:
         if seq.pages.num_private < num_private:
             self._gate.note_news()
         published = seq.pages.num_published * self.page_size
-        if published > seq.computed:
-            if seq.retractions == 0:  # else it has computed them itself before
-                seq.reused_tokens += published - seq.computed
-            seq.computed = published
-            self._offer(seq)
+        seq.stored = max(seq.stored, published)
+        before, seq.computed = seq.computed, self._resumed_at(seq, published)
+        if seq.retractions == 0:  # else it has computed them itself before
+            seq.reused_tokens += seq.computed - before
+        self._offer(seq)
+
+    def _resumed_at(self, seq: Sequence, published: int) -> int:
+        """How far it has come by what others have computed; a state is there at resume points only."""
+        assert seq.pages is not None and seq.carried is not None
+        if self.carried.is_empty:
+            return max(seq.computed, published)
+        if self.carried.advance(seq.carried, seq.pages.node):
+            seq.borders = [border for border in seq.borders if border > seq.carried.position]
+        return seq.carried.position
 
     def _grow(self, seq: Sequence) -> bool:
         """Make sure that the newest token has a slot; False when it cannot have one this step."""
@@ -368,7 +437,7 @@ class EngineCore:
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)
-        seq.uncached_tokens = len(seq.ids) - self.cache.match_len(seq.ids, seq.request.cache_salt)
+        seq.uncached_tokens = self._uncached_tokens(seq)
         self.retractions += 1
         seq.retractions += 1
         self._gate.note_retraction()
@@ -377,8 +446,11 @@ class EngineCore:
     # -- afterwards -------------------------------------------------------------------------------
 
     def _account(self, seq: Sequence, chunk: Chunk, sampled: Sampled | None) -> None:
+        assert seq.carried is not None
         seq.computed = chunk.end
         self._publish(seq)
+        self.carried.trim(seq.carried, seq.computed)
+        self._note_border(seq)
         self._offer(seq)
         if sampled is not None:
             self._append(seq, sampled)
@@ -393,17 +465,47 @@ class EngineCore:
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
 
+    def _note_border(self, seq: Sequence) -> None:
+        """Where it stands on a border: keep a resume point, or while it decodes what may become one."""
+        assert seq.pages is not None and seq.carried is not None
+        if self.carried.is_empty or seq.pages.node is None:
+            return
+        if seq.borders and seq.borders[0] == seq.computed:
+            del seq.borders[0]
+            self.carried.note_border(seq.carried)
+            self._keep_border(seq)
+        elif (
+            seq.room is None and seq.computed == len(seq.ids) and not seq.computed % self.carried.index_block
+        ):
+            self.carried.note_border(seq.carried)
+
+    def _keep_border(self, seq: Sequence) -> None:
+        """What was noted of the last border becomes a resume point, if the tree still has that."""
+        assert seq.pages is not None and seq.carried is not None
+        if (saved := seq.carried.saved) is not None:
+            node = self.cache.node_at(seq.pages, saved.position)
+            if node is not None:
+                self.carried.keep_border(seq.carried, node)
+
+    def _uncached_tokens(self, seq: Sequence) -> int:
+        """Of its ids, those that it would compute if it came in now."""
+        found = self.cache.look_up(seq.ids, seq.request.cache_salt)
+        return len(seq.ids) - self.carried.resumable(found.deepest, found.cached_pages * self.page_size)
+
     def _offer(self, seq: Sequence) -> None:
-        """Tell the room of every page that is final: full ones, and at the end of the prompt the last."""
+        """Tell the room of every page that is final: full ones, and at the end of the prompt the last, with
+        what is carried."""
         if seq.room is None or not seq.room_open:
             return
-        assert seq.pages is not None
+        assert seq.pages is not None and seq.carried is not None
         whole = seq.computed == len(seq.ids)
-        end = seq.computed if whole else seq.computed // self.page_size * self.page_size
+        end = seq.computed if whole else max(seq.computed, seq.stored) // self.page_size * self.page_size
         if end > seq.offered:
             first, last = seq.offered // self.page_size, -(-end // self.page_size)
             self._emit(seq, Offered(seq.room, seq.offered, end, tuple(seq.pages.pages[first:last])))
             seq.offered = end
+            if whole and not self.carried.is_empty:
+                self._emit(seq, Carried(seq.room, self.carried.units_of(seq.carried)))
 
     def _append(self, seq: Sequence, sampled: Sampled) -> None:
         first = seq.phase is not Phase.DECODING
@@ -429,6 +531,8 @@ class EngineCore:
         if quarantine:
             assert seq.pages is not None
             self.cache.quarantine(seq.pages)
+            if seq.carried is not None:
+                self.carried.quarantine(seq.carried)
         elif seq.room_open:
             self._kept.add(seq)
         else:
@@ -436,8 +540,11 @@ class EngineCore:
 
     def _release(self, seq: Sequence) -> None:
         assert seq.pages is not None
+        if seq.carried is not None:
+            self._keep_border(seq)
+            self.carried.close(seq.carried)
         self.cache.close(seq.pages)
-        seq.pages = None
+        seq.pages = seq.carried = None
         self._gate.note_news()
 
     def _emit(self, seq: Sequence, event: Event) -> None:

@@ -15,6 +15,7 @@ from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
 from services.engine.paged.warm_up import warm_up
+from services.kv.carried.carried_cache import CarriedCache
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
 from services.process.turn_watch import TurnWatch, until_it_hangs
@@ -218,6 +219,13 @@ class PagedEngine:
     def _build_core(self) -> EngineCore:
         runner = self._make_runner()
         settings = self._cache_settings
+        carried = CarriedCache(
+            runner.layout,
+            [memory.num_pages for memory in runner.carried_memory],
+            index_block=settings.index_block,
+            chunk_size=self._limits.chunk_size,
+            copy_slot=lambda source, target: runner.copy_slots([(source, target)]),
+        )
         cache = PrefixCache(
             runner.memory.num_pages,
             runner.layout.page_size,
@@ -226,11 +234,12 @@ class PagedEngine:
             enabled=settings.enabled,
             protected_share=settings.protected_share,
             evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
+            forget=carried.points.forget,
         )
         began = time.monotonic()
-        warm_up(runner, cache, self._limits.chunk_size)
+        warm_up(runner, cache, carried, self._limits.chunk_size)
         self._warm_up_s = time.monotonic() - began
-        return EngineCore(runner, cache, self._limits, time.monotonic)
+        return EngineCore(runner, cache, self._limits, time.monotonic, carried)
 
     def _watch(
         self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.engine.paged.runner import Sampled
+from services.kv.carried.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
 from services.values.rank import Room
@@ -44,7 +45,7 @@ class Phase(Enum):
 class Sequence:
     """Mutable state of one request, touched by the engine's thread only.
 
-    Invariants: `computed <= len(ids)`; while COMPUTING the KV of ids[:computed] is in the pages;
+    Invariants: `computed <= len(ids)`; while COMPUTING the KV of ids[:max(computed, stored)] is in the pages;
     while DECODING computed == len(ids) - 1: the newest token's KV is stored by the next step.
     """
 
@@ -56,7 +57,10 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
     pages: SequencePages | None = None
+    carried: SequenceCarried | None = None  # while it has pages
     computed: int = 0  # tokens
+    stored: int = 0  # tokens whose K and V were in its pages before it computed them: it must not write those
+    borders: list[int] = field(default_factory=list)  # ascending: where it is to keep resume points
     offered: int = 0  # prefill role: tokens whose pages the room has been given
     room_open: bool = False
     submitted_s: float = 0.0

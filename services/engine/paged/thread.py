@@ -237,7 +237,7 @@ class EngineThread:
     def _report(self, core: EngineCore) -> None:
         events: list[tuple[Sequence, Event | Failed]] = [*core.take_outputs(), *self._failures]
         self._failures = []
-        report = StepReport(events, core.cache.take_events(), core.load())
+        report = StepReport(events, core.take_cache_events(), core.load())
         self._call(self._deliver, report)
 
     def _call(self, function: Callable[[T], None], argument: T) -> None:

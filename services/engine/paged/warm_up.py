@@ -12,15 +12,16 @@ client's does, up to minutes, sets nothing up, and cannot fail, for a CPU lends 
 are lent like any others and given back; nothing is published.
 """
 
-from services.engine.paged.runner import Chunk, ModelRunner
+from services.engine.paged.runner import Chunk, ModelRunner, TailPages
 from services.engine.start_fault import start_fault
+from services.kv.carried.carried_cache import CarriedCache, SequenceCarried
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 
 
-def warm_up(runner: ModelRunner, cache: PrefixCache, chunk_size: int) -> None:
+def warm_up(runner: ModelRunner, cache: PrefixCache, carried: CarriedCache, chunk_size: int) -> None:
     """Compute chunks as long as a step may have and the pool holds, and a token.
 
     Raises:
@@ -34,20 +35,35 @@ def warm_up(runner: ModelRunner, cache: PrefixCache, chunk_size: int) -> None:
     spans = [(0, chunk_len), (chunk_len, chunk_len + 1)]
     if runner.memory.kind == "VRAM" and longest > chunk_len:
         spans.append((longest - chunk_len, longest))
-    borrowed = cache.open((), "")
+    borrowed, tails = cache.open((), ""), carried.resume(None, 0)
     try:
         for start, end in spans:
-            _compute(runner, cache, borrowed, start, end)
+            _compute(runner, _chunk(cache, carried, borrowed, tails, start, end))
     finally:
+        carried.close(tails)
         cache.close(borrowed)
 
 
-def _compute(runner: ModelRunner, cache: PrefixCache, borrowed: SequencePages, start: int, end: int) -> None:
-    num_pages = -(-end // runner.layout.page_size)
+def _chunk(
+    cache: PrefixCache,
+    carried: CarriedCache,
+    borrowed: SequencePages,
+    seq: SequenceCarried,
+    start: int,
+    end: int,
+) -> Chunk:
+    num_pages = -(-end // cache.page_size)
     if num_pages > len(borrowed.pages):
         cache.extend(borrowed, num_pages - len(borrowed.pages))
-    ids = [0] * end
-    chunk = Chunk(ids[start:], start, borrowed.pages[:num_pages], True, _GREEDY, history=ids)
+    carried.skip(seq, start)
+    carried.extend(seq, end)
+    tails = tuple(TailPages(tail.first_page, tail.pages) for tail in seq.tails)
+    pages, ids = borrowed.pages[:num_pages], [0] * end
+    return Chunk(ids[start:], start, pages, True, _GREEDY, history=ids, tails=tails, slot=seq.slot)
+
+
+def _compute(runner: ModelRunner, chunk: Chunk) -> None:
+    start, end = chunk.start, chunk.end
     try:
         runner.run([chunk])
     except RuntimeError as error:

@@ -2,16 +2,22 @@
 
 from dataclasses import replace
 
-from services.engine.fake import FakeRunner, _mix, continuation
+from services.engine.fake import FakeModel, FakeRunner, continuation
 from services.engine.paged.core import EngineCore, Limits
-from services.engine.paged.events import Offered, Reserved, Token
+from services.engine.paged.events import Carried, Offered, Reserved, Token
 from services.engine.paged.sequence import Sequence
+from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
+from services.kv.tails import most_units, tail_pages
+from services.values.kv import GroupKind
 from services.values.request import FinishReason, GenerationRequest, SamplingParams
 
 
 class CountingRunner:
-    """The rank's runner, and how many tokens it was asked for; it fails in mid-batch when told to."""
+    """The rank's runner, and how many tokens it was asked for; it fails in mid-batch when told to.
+
+    Published pages are never written, nor a state by two.
+    """
 
     def __init__(self, rank):
         self._rank = rank
@@ -23,6 +29,13 @@ class CountingRunner:
         if self._rank.runner_fails:
             self._rank.runner.run(chunks[: len(chunks) // 2])
             raise RuntimeError("the runner has failed")
+        published = {node.page for node in self._rank.core.cache._tree.nodes()}
+        page_size = self._rank.runner.layout.page_size
+        for chunk in chunks:
+            written = range(max(chunk.start, chunk.store_from), chunk.end)
+            assert published.isdisjoint(chunk.pages[position // page_size] for position in written)
+        slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
+        assert len(slots) == len(set(slots))
         self._rank.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         return self._rank.runner.run(chunks)
 
@@ -30,15 +43,43 @@ class CountingRunner:
 class Rank:
     """A core with a logical clock, and what it said."""
 
-    def __init__(self, num_pages=32, page_size=4, chunk_size=8, cache=True, max_running=8, **limits):
+    def __init__(
+        self,
+        num_pages=32,
+        page_size=4,
+        chunk_size=8,
+        cache=True,
+        max_running=8,
+        carried=(),
+        room_for=8,
+        block_pages=1,
+        **limits,
+    ):
+        """The pools of what is carried have room for so many sequences, at once or as resume points."""
         self.now = 0.0
         self.computed_tokens = 0
         self.runner_fails = False
-        self.runner = FakeRunner(num_pages=num_pages, page_size=page_size)
-        prefix_cache = PrefixCache(num_pages, page_size, page_size, "fake", enabled=cache)
-        self.core = EngineCore(
-            CountingRunner(self), prefix_cache, Limits(max_running, chunk_size, **limits), self._clock
+        self.groups = carried
+        block = block_pages * page_size
+        step = max(chunk_size, block + 1)
+        most = [2 if g.kind is GroupKind.RECURRENT else most_units(g, page_size, step) for g in carried]
+        units = [room_for * count for count in most]
+        self.runner = FakeRunner(
+            num_pages=num_pages, page_size=page_size, carried=carried, carried_units=units
         )
+        books = CarriedCache(
+            self.runner.layout,
+            units,
+            index_block=block,
+            chunk_size=chunk_size,
+            copy_slot=lambda source, target: self.runner.copy_slots([(source, target)]),
+        )
+        prefix_cache = PrefixCache(
+            num_pages, page_size, block, "fake", enabled=cache, forget=books.points.forget
+        )
+        limits = Limits(max_running, chunk_size, **limits)
+        self.core = EngineCore(CountingRunner(self), prefix_cache, limits, self._clock, books)
+        self.carried: dict[Sequence, Carried] = {}
         self.tokens: dict[Sequence, list[int]] = {}
         self.finished: dict[Sequence, FinishReason] = {}
         self.reserved: dict[Sequence, Reserved] = {}
@@ -48,10 +89,6 @@ class Rank:
     def _clock(self) -> float:
         self.now += 0.001
         return self.now
-
-    def let_run(self, num_requests) -> None:
-        """At once, from now on."""
-        self.core._limits = replace(self.core._limits, max_running_requests=num_requests)
 
     def submit(self, prompt, max_tokens=5, *, receives=False, room=None, **request) -> Sequence:
         self._arrivals += 1
@@ -78,12 +115,34 @@ class Rank:
                     self.reserved[seq] = event
                 case Offered():
                     self.offered.setdefault(seq, []).append(event)
+                case Carried():
+                    assert seq not in self.carried
+                    self.carried[seq] = event
+                    self.check_room(seq)
                 case Token():
                     assert seq not in self.finished
                     self.tokens.setdefault(seq, []).append(event.token_id)
                     if event.finished is not None:
                         self.finished[seq] = event.finished
         self.core.check()
+
+    def let_run(self, num_requests) -> None:
+        """At once, from now on."""
+        self.core._limits = replace(self.core._limits, max_running_requests=num_requests)
+
+    def expected(self, prompt, num_tokens) -> list[int]:
+        return continuation(prompt, num_tokens, self.groups)
+
+    def check_room(self, seq) -> None:
+        """What a prefill rank has offered of a prompt is what that computes to."""
+        prompt, page_size = seq.request.all_ids, self.runner.layout.page_size
+        model = FakeModel(prompt, self.groups)
+        pages = [page for offered in self.offered.get(seq, ()) for page in offered.pages]
+        stored = self.runner.slots[pages].reshape(-1).tolist()[: len(prompt)]
+        assert stored == model.values[0][: len(stored)]
+        if seq in self.carried:
+            assert len(stored) == len(prompt)
+            check_carried(self.runner, len(prompt), self.carried[seq].units, model, page_size)
 
     def run(self, seqs, max_steps=500) -> None:
         for _ in range(max_steps):
@@ -100,9 +159,36 @@ class Prefill:
         self._runner = runner
         self._page_size = runner.layout.page_size
 
-    def run(self, ids, pages, start) -> int:
-        """Fill `pages` with the KV of ids[start:]; returns the token that follows."""
-        for position in range(start, len(ids)):
+    def run(self, ids, pages, start, carried=()) -> int:
+        """Fill `pages` with the KV of ids[start:], and `carried` units; returns the token that follows."""
+        model = FakeModel(ids, self._runner.layout.carried)
+        self._fill(self._runner.slots, pages, start, model.values[0])
+        groups = zip(
+            self._runner.layout.carried, self._runner.carried_pools, carried, model.values[1:], strict=True
+        )
+        for group, pool, units, values in groups:
+            if group.kind is GroupKind.RECURRENT:
+                pool[units[0], 0] = values[-1]
+            else:
+                tail = tail_pages(group, len(ids), self._page_size)
+                assert len(units) == len(tail)
+                self._fill(pool, units, tail.start * self._page_size, values)
+        return model.next_token
+
+    def _fill(self, pool, pages, start, values) -> None:
+        for position in range(start, min(len(values), start + len(pages) * self._page_size)):
             page = pages[(position - start) // self._page_size]
-            self._runner.slots[page, position % self._page_size] = _mix(ids[position], position)
-        return continuation(ids, 1)[0]
+            pool[page, position % self._page_size] = values[position]
+
+
+def check_carried(runner, prompt_len, units, model, page_size) -> None:
+    """The units hold what is carried at the prompt's end."""
+    groups = zip(runner.layout.carried, runner.carried_pools, units, model.values[1:], strict=True)
+    for group, pool, held, values in groups:
+        if group.kind is GroupKind.RECURRENT:
+            assert [pool[slot, 0] for slot in held] == values[-1:]
+            continue
+        tail = tail_pages(group, prompt_len, page_size)
+        assert len(held) == len(tail)
+        first = tail.start * page_size if tail else prompt_len
+        assert pool[list(held)].reshape(-1).tolist()[: prompt_len - first] == values[first:]

@@ -17,12 +17,22 @@ from hypothesis.stateful import (
 )
 
 from engine.paged.core_rank import Prefill, Rank
-from services.engine.fake import continuation
+from services.engine.fake import fake_state, fake_window
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
+from services.values.kv import GroupKind
 
 FOREVER_S = 1e9
+CARRIED = [
+    (),
+    (),
+    (fake_state(),),
+    (fake_window(5),),
+    (fake_window(3), fake_state()),
+    (fake_state(), fake_window(4, GroupKind.CHUNKED_WINDOW)),
+    (fake_window(1), fake_window(7)),
+]
 ANY = st.integers(0, 99)
 REQUESTS = st.tuples(
     st.sampled_from(["local", "local", "remote", "remote", "room"]),
@@ -45,6 +55,9 @@ class CoreMachine(RuleBasedStateMachine):
         wait_s=st.sampled_from([0.0, 0.01, 0.05, FOREVER_S, FOREVER_S]),  # a look at the clock takes 0.001
         window=st.integers(1, 8),
         itl_target_s=st.sampled_from([None, None, 0.0005, 0.0025]),
+        carried=st.sampled_from(CARRIED),
+        room_for=st.integers(1, 6),
+        block_pages=st.integers(1, 2),
     )
     def start(self, page_size, pool_tokens, overtakes, wait_s, window, **settings):
         self.page_size = page_size
@@ -114,7 +127,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _land(self, seq):
         reserved = self.rank.reserved[seq]
-        first = self.prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len)
+        first = self.prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len, reserved.carried)
         self.core.landed(seq, Sampled(first))
         self.rank.take()
 
@@ -123,9 +136,8 @@ class CoreMachine(RuleBasedStateMachine):
     def transfer_fails(self, number, garbled):
         """Half of it was written perhaps, perhaps by a writer who has not stopped."""
         seq = self.pick(self.in_phase(Phase.RECEIVING), number)
-        reserved = self.rank.reserved[seq]
-        if garbled and reserved.delta_pages:
-            self.rank.runner.slots[reserved.delta_pages[0]] = 12345
+        if garbled:
+            self._garble(seq)
         self.core.cancel(seq, quarantine=True)
         self.sent.remove(seq)
         self.quarantined.append(seq)
@@ -133,7 +145,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(number=ANY)
     @precondition(lambda self: self.quarantined)
     def writer_stops(self, number):
-        self.core.end_quarantine(self.quarantined.pop(number % len(self.quarantined)))
+        """It may write until then."""
+        seq = self.quarantined.pop(number % len(self.quarantined))
+        self._garble(seq)
+        self.core.end_quarantine(seq)
+
+    def _garble(self, seq):
+        reserved = self.rank.reserved[seq]
+        self.rank.runner.slots[list(reserved.delta_pages)] = 12345
+        for pool, units in zip(self.rank.runner.carried_pools, reserved.carried, strict=True):
+            pool[list(units)] = 54321
 
     @rule(number=ANY, start=st.integers(0, 8))
     @precondition(lambda self: self.in_phase(Phase.RECEIVING))
@@ -152,11 +173,18 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(number=ANY)
     @precondition(lambda self: self.rooms)
     def room_ends(self, number):
-        self.core.room_ended(self.rooms.pop(number % len(self.rooms)))
+        seq = self.rooms.pop(number % len(self.rooms))
+        self.rank.check_room(seq)
+        self.core.room_ended(seq)
 
     @rule(num_pages=st.integers(1, 50))
     def evict(self, num_pages):
         self.core.cache.make_room(num_pages)
+
+    @rule(times=st.integers(1, 5))
+    def resume_points_are_evicted(self, times):
+        for _ in range(times):
+            self.core.carried.points.evict()
 
     @rule()
     def the_runner_fails(self):
@@ -194,7 +222,7 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_was_said_is_right(self):
         for seq, tokens in self.rank.tokens.items() if hasattr(self, "rank") else ():
-            assert tokens == continuation(seq.request.prompt_ids, len(tokens))
+            assert tokens == self.rank.expected(seq.request.prompt_ids, len(tokens))
 
     def teardown(self):
         if not hasattr(self, "core"):
@@ -217,8 +245,9 @@ class CoreMachine(RuleBasedStateMachine):
             prompt = seq.request.prompt_ids
             context = self.core.max_context_tokens - len(prompt)
             expected = 1 if seq.single_token else min(seq.request.sampling.max_tokens, context)
-            assert self.rank.tokens[seq] == continuation(prompt, expected)
+            assert self.rank.tokens[seq] == self.rank.expected(prompt, expected)
         self.core.cache.clear()
+        assert all(books.free == books.total for books in self.core.carried.check())
         books = self.core.check()
         assert books.free == books.total
 

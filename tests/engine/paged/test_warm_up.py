@@ -10,6 +10,7 @@ from services.engine.choose import decode_engine
 from services.engine.fake import FakeRunner
 from services.engine.paged.warm_up import warm_up
 from services.engine.torch.runner import TorchRunner
+from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import CacheEvents, PageBooks
@@ -23,7 +24,7 @@ async def test_after_the_start_every_page_is_free_and_nothing_was_told(monkeypat
     async with Pair() as pair:
         for engine in (pair.decode, pair.prefill):
             assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
-            assert core_of(engine).cache.take_events() == CacheEvents()
+            assert core_of(engine).take_cache_events() == CacheEvents()
     # A chunk and a token for each; the two start at once.
     assert sorted((chunk.start, chunk.end) for chunk in ran) == [(0, 8), (0, 8), (8, 9), (8, 9)]
 
@@ -36,14 +37,14 @@ async def test_the_torch_engine_computes_a_first_step_and_keeps_nothing_of_it(mo
         assert len(ran) == 4
         for engine in (pair.decode, pair.prefill):
             assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
-            assert core_of(engine).cache.take_events() == CacheEvents()
+            assert core_of(engine).take_cache_events() == CacheEvents()
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (1, 2), (2, 1), (3, 4)])
 def test_a_pool_of_hardly_anything_is_not_too_small(num_pages, page_size):
     runner = FakeRunner(num_pages=num_pages, page_size=page_size)
     cache = PrefixCache(num_pages, page_size, page_size, "m")
-    warm_up(runner, cache, chunk_size=512)
+    warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size=512)
     assert cache.check().free == num_pages
 
 
@@ -52,7 +53,7 @@ def test_the_first_step_is_as_large_as_any_prompt_chunk_can_be(chunk_size, promp
     runner = FakeRunner(num_pages=256, page_size=4)
     ran = []
     monkeypatch.setattr(runner, "run", ran.extend)
-    warm_up(runner, PrefixCache(256, 4, 4, "m"), chunk_size)
+    warm_up(runner, PrefixCache(256, 4, 4, "m"), CarriedCache(runner.layout, ()), chunk_size)
     assert [(chunk.start, chunk.end) for chunk in ran] == [(0, prompt_len), (prompt_len, prompt_len + 1)]
 
 
@@ -79,7 +80,7 @@ def on_a_gpu(num_pages, page_size, **settings):
 def test_on_a_gpu_the_last_chunk_of_the_longest_prompt_is_tried_too(num_pages, context, chunk_size, expected):
     runner, ran = on_a_gpu(num_pages, 4, max_context_tokens=context)
     cache = PrefixCache(num_pages, 4, 4, "m")
-    warm_up(runner, cache, chunk_size)
+    warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size)
     assert [(chunk.start, chunk.end) for chunk in ran] == expected
     assert all(len(set(chunk.pages)) == -(-chunk.end // 4) for chunk in ran)
     assert cache.check() == PageBooks(num_pages, num_pages, 0, 0, 0, 0)
@@ -98,7 +99,7 @@ def test_a_context_that_does_not_fit_beside_the_pool_fails_the_start_with_advice
     runner.run = out_of_memory
     cache = PrefixCache(64, 4, 4, "m")
     with pytest.raises(Unavailable, match=r"8 tokens after 247 others .* out of memory .* --kv-pages"):
-        warm_up(runner, cache, chunk_size=8)
+        warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size=8)
     assert cache.check().free == 64
 
 

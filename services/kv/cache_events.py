@@ -1,0 +1,20 @@
+"""Blocks stored and removed since last asked: a store and a removal of the same block cancel out."""
+
+from services.values.kv import BlockHash
+
+
+class BlockLedger:
+    def __init__(self) -> None:
+        self._changes: dict[BlockHash, bool] = {}  # True: stored
+
+    def note(self, block: BlockHash, *, stored: bool) -> None:
+        if self._changes.get(block, stored) != stored:
+            del self._changes[block]  # the opposite had not been taken yet
+        else:
+            self._changes[block] = stored
+
+    def take(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
+        """Stored and removed, each in the order in which it happened."""
+        changes, self._changes = self._changes, {}
+        stored = tuple(block for block, is_stored in changes.items() if is_stored)
+        return stored, tuple(block for block, is_stored in changes.items() if not is_stored)

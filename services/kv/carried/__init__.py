@@ -1,0 +1,1 @@
+"""What sequences hold of windows and recurrent states, and where a rank can go on computing. Pure."""

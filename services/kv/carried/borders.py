@@ -1,0 +1,26 @@
+"""At which borders of index blocks a sequence that computes keeps a resume point. Pure."""
+
+from collections.abc import Sequence
+
+
+def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, stride: int) -> list[int]:
+    """Ascending positions, all beyond `resumed`:
+
+    the last border of the ids     the next turn of the conversation goes on from there
+    where `matched` ends           another prompt has branched off there, and a third one may
+    multiples of `stride`          a long prompt is not computed from its start by who shares half of it
+    """
+    last = (num_tokens - 1) // block * block
+    borders = {last, *range(stride, last, stride)}
+    if matched > resumed:
+        borders.add(matched // block * block)
+    return sorted(border for border in borders if border > resumed)
+
+
+def shared_border(ids: Sequence[int], other: Sequence[int], block: int) -> int:
+    """The last border up to which both are the same, and after which each has at least one more id."""
+    end = (min(len(ids), len(other)) - 1) // block * block
+    border = 0
+    while border < end and ids[border : border + block] == other[border : border + block]:
+        border += block
+    return border

@@ -1,0 +1,131 @@
+"""Where a rank can go on computing: states and tails, kept beside nodes of the radix tree.
+
+    attention's pages   [ block | block | block | block | block )    h: as far as they match
+    resume points                 *               *                  r: the deepest one at or above h
+
+A point saves what would be computed to come to it from the next one above. It is evicted by what it saves,
+how often, for the bytes it holds, and how long ago it was of use: GreedyDual-Size-Frequency (Cherkasova
+1998); Marconi (arXiv 2411.19379) weighs much the same way. It dies with its node.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from services.kv.cache_events import BlockLedger
+from services.kv.radix_tree import Node
+from services.values.kv import PageId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedPoint:
+    """What is needed to go on at `position`: one hold on each of its units."""
+
+    position: int  # tokens, a multiple of the index block
+    slot: PageId | None  # None: nothing is recurrent
+    tails: tuple[tuple[PageId, ...], ...]  # by windowed group, from its tail's first page on
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    node: Node
+    point: SavedPoint
+    size_bytes: int
+    above: int  # tokens at the next point above
+    age: float  # of the store when it was last of use
+    uses: int = 1
+
+    @property
+    def worth(self) -> float:
+        return self.age + self.uses * (self.point.position - self.above) / self.size_bytes
+
+
+@dataclass(slots=True)
+class ResumePoints:
+    """At most one a node. `drop` is told of each that is let go of."""
+
+    drop: Callable[[SavedPoint], None]
+    events: BlockLedger = field(default_factory=BlockLedger)
+    _kept: dict[Node, _Kept] = field(default_factory=dict)
+    _age: float = 0.0  # the worth of what was evicted last
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[SavedPoint]:
+        return (kept.point for kept in self._kept.values())
+
+    def keep(self, node: Node, point: SavedPoint, size_bytes: int) -> None:
+        """From now on sequences may go on at `node`. A node that has a point keeps that one."""
+        if (kept := self._kept.get(node)) is not None:
+            self._touch(kept)
+            self.drop(point)
+            return
+        above = self._position_above(node)
+        self._kept[node] = _Kept(node, point, size_bytes, above, self._age)
+        node.resumable = True
+        for other in self._below(point.position, above):
+            if other.node is not node and _is_above(node, other.node):
+                other.above = point.position
+        if node.block_hash is not None:
+            self.events.note(node.block_hash, stored=True)
+
+    def deepest(self, node: Node | None) -> SavedPoint | None:
+        """The deepest point on the path down to `node`; not a use."""
+        while node is not None and not node.resumable:
+            node = node.parent
+        return self._kept[node].point if node is not None else None
+
+    def use(self, node: Node | None) -> SavedPoint | None:
+        """As `deepest`, and it counts as a use."""
+        while node is not None and not node.resumable:
+            node = node.parent
+        if node is None:
+            return None
+        self._touch(self._kept[node])
+        return self._kept[node].point
+
+    def evict(self) -> bool:
+        """Let go of the one that is worth least; False: there is none."""
+        if not self._kept:
+            return False
+        least = min(self._kept.values(), key=lambda kept: kept.worth)
+        self._age = max(self._age, least.worth)
+        self.forget(least.node)
+        return True
+
+    def forget(self, node: Node) -> None:
+        """The node's point is gone, evicted or with its node."""
+        gone = self._kept.pop(node)
+        node.resumable = False
+        for other in self._kept.values():
+            if other.above == gone.point.position and _is_above(node, other.node):
+                other.above = gone.above
+        if node.block_hash is not None:
+            self.events.note(node.block_hash, stored=False)
+        self.drop(gone.point)
+
+    def check(self) -> None:
+        """Raises AssertionError: a point is at a node that does not know of it, or its worth is wrong."""
+        for node, kept in self._kept.items():
+            assert node.resumable, f"{node} has a resume point and does not know"
+            above = self._position_above(node)
+            assert kept.above == above, f"{node}: the next point above is at {above}, not {kept.above}"
+
+    def _touch(self, kept: _Kept) -> None:
+        kept.uses += 1
+        kept.age = self._age
+
+    def _position_above(self, node: Node) -> int:
+        above = self.deepest(node.parent)
+        return above.position if above is not None else 0
+
+    def _below(self, position: int, above: int) -> list[_Kept]:
+        """Those that may have a point at `position` above them now, where they had one at `above`."""
+        kept = self._kept.values()
+        return [other for other in kept if other.above == above and other.point.position > position]
+
+
+def _is_above(node: Node, lower: Node | None) -> bool:
+    while lower is not None and lower.depth > node.depth:
+        lower = lower.parent
+    return lower is node

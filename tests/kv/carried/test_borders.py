@@ -1,0 +1,29 @@
+"""Where a sequence that computes keeps resume points."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.kv.carried.borders import borders_to_keep, shared_border
+
+
+@pytest.mark.parametrize(
+    ("resumed", "matched", "num_tokens", "borders"),
+    [
+        (0, 0, 3, []),
+        (0, 0, 4, []),  # the last token is computed for its logits: who repeats the prompt begins before it
+        (0, 0, 5, [4]),
+        (0, 0, 30, [16, 28]),  # a stride of 16, and the last one
+        (4, 10, 15, [8, 12]),  # where what matched ends, another prompt has branched off
+        (8, 8, 15, [12]),
+        (12, 14, 15, []),
+    ],
+)
+def test_borders_are_kept_where_they_are_likely_to_be_wanted(resumed, matched, num_tokens, borders):
+    assert borders_to_keep(resumed, matched, num_tokens, block=4, stride=16) == borders
+
+
+@given(st.lists(st.integers(0, 1), min_size=1), st.lists(st.integers(0, 1), min_size=1), st.integers(1, 4))
+def test_a_shared_border_ends_the_longest_prefix_of_both_in_blocks(one, other, block):
+    both = [n for n in range(min(len(one), len(other))) if one[:n] == other[:n]]
+    assert shared_border(one, other, block) == max(n for n in both if n % block == 0)

@@ -1,0 +1,98 @@
+"""Which resume points are kept, found and evicted."""
+
+import pytest
+
+from services.kv.carried.resume_points import ResumePoints, SavedPoint
+from services.kv.radix_tree import RadixTree
+
+BLOCK = 2
+
+
+class Store:
+    def __init__(self):
+        self.dropped = []
+        self.points = ResumePoints(lambda point: self.dropped.append(point.position))
+        self.tree = RadixTree(1, BLOCK, "m", forget=self.points.forget)
+        self._pages = iter(range(1000))
+
+    def path(self, ids):
+        pages = [next(self._pages) for _ in ids]
+        self.tree.insert(self.tree.root(""), ids, pages)
+        return self.tree.match(ids, "").node
+
+    def keep(self, ids, size_bytes=1):
+        node = self.path(ids)
+        self.points.keep(node, SavedPoint(len(ids), None, ()), size_bytes)
+        self.points.check()
+        return node
+
+    def positions(self):
+        return sorted(point.position for point in self.points)
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+def test_the_deepest_point_above_is_found(store):
+    node = store.path(range(10))
+    store.keep(range(4))
+    store.keep(range(8))
+    assert store.points.deepest(node).position == 8
+    assert store.points.deepest(store.path(range(6))).position == 4
+    assert store.points.deepest(store.path([9, 9])) is None
+
+
+def test_of_two_at_one_node_the_first_stays(store):
+    store.keep(range(4))
+    store.keep(range(4))
+    assert (store.positions(), store.dropped) == ([4], [4])
+
+
+def test_what_saves_least_for_its_bytes_goes_first(store):
+    store.keep([1] * 4)
+    store.keep([2] * 8)
+    store.keep([2] * 10)  # saves two tokens: the point at 8 is above it
+    store.keep([3] * 12, size_bytes=10)
+    order = []
+    while store.points.evict():
+        order.append(store.dropped[-1])
+        store.points.check()
+    assert order == [12, 10, 4, 8]
+
+
+def test_a_point_saves_more_once_the_one_above_is_gone(store):
+    store.keep(range(100, 104))
+    upper, _ = store.keep(range(8)), store.keep(range(10))
+    store.points.forget(upper)
+    store.points.check()
+    store.points.evict()
+    assert store.dropped == [8, 4]  # not the one at 10, which saves all ten now
+
+
+def test_what_was_of_use_stays_longer_and_not_for_ever(store):
+    node = store.keep([1] * 4)
+    store.keep([2] * 6)
+    store.points.use(node)
+    store.points.evict()
+    assert store.positions() == [4]
+    for salt in range(10, 20):  # each goes for the next one, and what is not used any more goes some time
+        store.keep([salt] * 6)
+        store.points.evict()
+    assert 4 not in store.positions()
+
+
+def test_a_point_dies_with_its_node(store):
+    store.keep(range(4))
+    store.tree.evict(1)
+    assert (store.positions(), store.dropped) == ([], [4])
+
+
+def test_the_index_is_told_of_points_on_borders_of_blocks(store):
+    node = store.keep(range(4))
+    assert store.points.events.take() == ((node.block_hash,), ())
+    store.points.forget(node)
+    assert store.points.events.take() == ((), (node.block_hash,))
+    store.points.forget(store.keep(range(4)))
+    assert store.points.events.take() == ((), ())
