@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from engine.sglang.stand_in import tell
 from services.engine.sglang.reports import TicketSent
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
@@ -75,7 +74,7 @@ async def test_a_request_s_time_is_told_apart(rank, told, queue_s, compute_s, tr
 
     async def reserve(room):
         clock.now += 5  # in decode's queue
-        tell(worker, TicketSent(room, 0, 2))
+        worker._take(TicketSent(room, 0, 2))
         clock.now += 4  # until the delta has landed
 
     sglang.reserve = reserve
@@ -91,7 +90,7 @@ async def test_retractions_are_those_of_all_requests(rank):
     engine, worker, _ = rank
 
     async def reserve(room):
-        tell(worker, TicketSent(room, 0, 2))
+        worker._take(TicketSent(room, 0, 2))
 
     for counts in ((0, 0, 1), (0, 2, 2)):
         *running, last = counts
