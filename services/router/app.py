@@ -32,9 +32,8 @@ from services.router.config import RouterConfig
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
-from services.router.openai.connection import BoundedConnection, HttpBounds
+from services.router.openai.connection import BoundedConnection, HttpBounds, HttpMetrics
 from services.router.openai.http_tls import HttpTls
-from services.router.openai.metrics import HttpMetrics
 from services.router.openai.routes import openai_app
 from services.router.openai.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.placement.placer import PlacerSettings

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import h11
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -33,6 +34,28 @@ from services.values.errors import InvalidRequest, IsthmusError
 
 ENDS = ("full", "slow_head", "slow_body", "unread")  # why connections are ended
 _RETRY_AFTER_S = 1.0
+
+
+class HttpMetrics:
+    """What a router shows Prometheus of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.connections = Gauge(
+            "isthmus_http_connections", "HTTP connections, idle ones too.", registry=registry
+        )
+        self._ended_connections = Counter(
+            "isthmus_http_connections_ended",
+            "HTTP connections that the router ended: full, above their number; slow_head and slow_body, for "
+            "a request that took too long to come; unread, for an answer that nobody read.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in ENDS:
+            self._ended_connections.labels(reason)
+
+    def ended(self, reason: str) -> None:
+        """`reason`: one of ENDS."""
+        self._ended_connections.labels(reason).inc()
 
 
 @dataclass(frozen=True, slots=True)
