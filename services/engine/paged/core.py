@@ -9,11 +9,11 @@ wait (gate.py); those that came last are retracted (sequence.py).
 The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
 """
 
-from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
+from services.engine.paged.carrying import Carrying
 from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
@@ -21,7 +21,6 @@ from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import place_in_line
 from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
-from services.kv.carried.borders import borders_to_keep, shared_border
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, NoCapacity
@@ -43,9 +42,6 @@ class Limits:
     step_limit_s: float = 120.0  # a step that takes longer counts as hung; 0: none does
 
 
-# Of a long prompt a resume point is kept every so many chunks.
-_STRIDE_CHUNKS = 8
-
 _RUNNING = (Phase.COMPUTING, Phase.DECODING)  # in the batch
 
 Clock = Callable[[], float]
@@ -66,6 +62,7 @@ class EngineCore:
         self.runner = runner
         self.cache = cache
         self.carried = carried or CarriedCache(runner.layout, ())
+        self._carrying = Carrying(self.carried, cache, limits.chunk_size)
         self._limits = limits
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
@@ -105,7 +102,7 @@ class EngineCore:
                 f"prompt has {len(seq.ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
             )
         seq.submitted_s = self._clock()
-        seq.uncached_tokens = self._uncached_tokens(seq)
+        seq.uncached_tokens = self._carrying.uncached_tokens(seq)
         self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled) -> None:
@@ -114,7 +111,7 @@ class EngineCore:
             return  # cancelled meanwhile
         seq.computed = len(seq.ids)
         self._publish(seq)
-        self._note_border(seq)
+        self._carrying.note_border(seq)
         seq.phase, seq.first_token = Phase.LANDED, first_token
         self._let_in_landed()
 
@@ -305,9 +302,8 @@ class EngineCore:
     def _enter(self, seq: Sequence) -> None:
         assert seq.pages is not None
         seq.phase = Phase.RECEIVING if seq.receives else Phase.COMPUTING
-        seq.computed = seq.stored = seq.pages.prefix_len
         self._active.append(seq)
-        self._begin_carried(seq, seq.pages)
+        self._carrying.begin(seq, self._active)
         if seq.admitted_s is None or seq.receives:
             if seq.admitted_s is None:
                 seq.admitted_s = self._clock()
@@ -315,25 +311,6 @@ class EngineCore:
             self._emit(seq, self._reserved(seq, seq.pages, seq.admitted_s - seq.submitted_s))
         self._offer(seq)
         seq.receives = False  # after a retraction the tail is computed here
-
-    def _begin_carried(self, seq: Sequence, pages: SequencePages) -> None:
-        """Hold what it goes on from: units that somebody else writes, or the deepest resume point."""
-        if seq.receives:
-            seq.carried = self.carried.receive(len(seq.ids))
-            return
-        seq.carried = self.carried.resume(pages.node, pages.prefix_len)
-        seq.computed = seq.carried.position
-        if pages.node is None or self.carried.is_empty:
-            return
-        block = self.carried.index_block
-        seq.borders = borders_to_keep(
-            seq.computed, pages.prefix_len, len(seq.ids), block, _STRIDE_CHUNKS * self._limits.chunk_size
-        )
-        for other in self._active:  # that computes what both begin with
-            if other is not seq and other.phase is Phase.COMPUTING and other.borders:
-                border = shared_border(other.ids, seq.ids, block)
-                if border > max(seq.computed, other.computed) and border not in other.borders:
-                    insort(other.borders, border)
 
     def _reserved(self, seq: Sequence, pages: SequencePages, queue_s: float) -> Reserved:
         first = pages.prefix_len // self.page_size
@@ -363,16 +340,15 @@ class EngineCore:
             self._catch_up(seq)
             if any(self._computes_for(other, seq) for other, _ in chunks):
                 continue  # it can have that at a later step
-            to_border = next((border - seq.computed for border in seq.borders), seq.remaining_tokens)
-            chunk = self._chunk(seq, min(budget, seq.remaining_tokens, to_border))
+            chunk = self._chunk(seq, min(budget, seq.remaining_tokens))
             budget -= len(chunk.token_ids)
             chunks.append((seq, chunk))
         return chunks
 
     def _chunk(self, seq: Sequence, size: int) -> Chunk:
-        assert seq.carried is not None
-        self.carried.extend(seq.carried, seq.computed + size)
-        return chunk_of(seq, size, self.page_size)
+        """Its next tokens: `size` of them, or fewer where it stops at a border."""
+        end = self._carrying.chunk_end(seq, seq.computed + size)
+        return chunk_of(seq, end - seq.computed, self.page_size)
 
     def _computes_for(self, other: Sequence, seq: Sequence) -> bool:
         if self.carried.is_empty:
@@ -390,21 +366,11 @@ class EngineCore:
         self.cache.adopt(seq.pages, seq.ids, seq.matchable_tokens)
         if seq.pages.num_private < num_private:
             self._gate.note_news()
-        published = seq.pages.num_published * self.page_size
-        seq.stored = max(seq.stored, published)
-        before, seq.computed = seq.computed, self._resumed_at(seq, published)
+        before = seq.computed
+        self._carrying.catch_up(seq)
         if seq.retractions == 0:  # else it has computed them itself before
             seq.reused_tokens += seq.computed - before
         self._offer(seq)
-
-    def _resumed_at(self, seq: Sequence, published: int) -> int:
-        """How far it has come by what others have computed; a state is there at resume points only."""
-        assert seq.pages is not None and seq.carried is not None
-        if self.carried.is_empty:
-            return max(seq.computed, published)
-        if self.carried.advance(seq.carried, seq.pages.node):
-            seq.borders = [border for border in seq.borders if border > seq.carried.position]
-        return seq.carried.position
 
     def _grow(self, seq: Sequence) -> bool:
         """Make sure that the newest token has a slot; False when it cannot have one this step."""
@@ -437,7 +403,7 @@ class EngineCore:
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)
-        seq.uncached_tokens = self._uncached_tokens(seq)
+        seq.uncached_tokens = self._carrying.uncached_tokens(seq)
         self.retractions += 1
         seq.retractions += 1
         self._gate.note_retraction()
@@ -446,11 +412,9 @@ class EngineCore:
     # -- afterwards -------------------------------------------------------------------------------
 
     def _account(self, seq: Sequence, chunk: Chunk, sampled: Sampled | None) -> None:
-        assert seq.carried is not None
         seq.computed = chunk.end
         self._publish(seq)
-        self.carried.trim(seq.carried, seq.computed)
-        self._note_border(seq)
+        self._carrying.account(seq)
         self._offer(seq)
         if sampled is not None:
             self._append(seq, sampled)
@@ -464,33 +428,6 @@ class EngineCore:
             self.cache.publish(seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.room is not None)
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
-
-    def _note_border(self, seq: Sequence) -> None:
-        """Where it stands on a border: keep a resume point, or while it decodes what may become one."""
-        assert seq.pages is not None and seq.carried is not None
-        if self.carried.is_empty or seq.pages.node is None:
-            return
-        if seq.borders and seq.borders[0] == seq.computed:
-            del seq.borders[0]
-            self.carried.note_border(seq.carried)
-            self._keep_border(seq)
-        elif (
-            seq.room is None and seq.computed == len(seq.ids) and not seq.computed % self.carried.index_block
-        ):
-            self.carried.note_border(seq.carried)
-
-    def _keep_border(self, seq: Sequence) -> None:
-        """What was noted of the last border becomes a resume point, if the tree still has that."""
-        assert seq.pages is not None and seq.carried is not None
-        if (saved := seq.carried.saved) is not None:
-            node = self.cache.node_at(seq.pages, saved.position)
-            if node is not None:
-                self.carried.keep_border(seq.carried, node)
-
-    def _uncached_tokens(self, seq: Sequence) -> int:
-        """Of its ids, those that it would compute if it came in now."""
-        found = self.cache.look_up(seq.ids, seq.request.cache_salt)
-        return len(seq.ids) - self.carried.resumable(found.deepest, found.cached_pages * self.page_size)
 
     def _offer(self, seq: Sequence) -> None:
         """Tell the room of every page that is final: full ones, and at the end of the prompt the last, with
@@ -540,11 +477,9 @@ class EngineCore:
 
     def _release(self, seq: Sequence) -> None:
         assert seq.pages is not None
-        if seq.carried is not None:
-            self._keep_border(seq)
-            self.carried.close(seq.carried)
+        self._carrying.release(seq)
         self.cache.close(seq.pages)
-        seq.pages = seq.carried = None
+        seq.pages = None
         self._gate.note_news()
 
     def _emit(self, seq: Sequence, event: Event) -> None:

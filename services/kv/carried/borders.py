@@ -8,9 +8,9 @@ def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, str
 
     the last border of the ids     the next turn of the conversation goes on from there
     where `matched` ends           another prompt has branched off there, and a third one may
-    multiples of `stride`          a long prompt is not computed from its start by who shares half of it
+    about every `stride` tokens    a long prompt is not computed from its start by who shares half of it
     """
-    last = (num_tokens - 1) // block * block
+    last, stride = (num_tokens - 1) // block * block, -(-stride // block) * block
     borders = {last, *range(stride, last, stride)}
     if matched > resumed:
         borders.add(matched // block * block)

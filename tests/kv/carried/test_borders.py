@@ -23,6 +23,10 @@ def test_borders_are_kept_where_they_are_likely_to_be_wanted(resumed, matched, n
     assert borders_to_keep(resumed, matched, num_tokens, block=4, stride=16) == borders
 
 
+def test_a_border_is_one_of_blocks_whatever_the_stride():
+    assert borders_to_keep(0, 0, 30, block=4, stride=10) == [12, 24, 28]
+
+
 @given(st.lists(st.integers(0, 1), min_size=1), st.lists(st.integers(0, 1), min_size=1), st.integers(1, 4))
 def test_a_shared_border_ends_the_longest_prefix_of_both_in_blocks(one, other, block):
     both = [n for n in range(min(len(one), len(other))) if one[:n] == other[:n]]

@@ -1,0 +1,102 @@
+"""What sequences carry through their phases: where they go on from, which borders they keep.
+
+begin --> (catch_up --> chunk_end, account)* --> release
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+
+from services.engine.paged.sequence import Phase, Sequence
+from services.kv.carried.borders import borders_to_keep, shared_border
+from services.kv.carried.carried_cache import CarriedCache
+from services.kv.prefix_cache import PrefixCache
+
+# Of a long prompt a resume point is kept every so many chunks.
+_STRIDE_CHUNKS = 8
+
+
+class Carrying:
+    """Over one rank's books; `cache` has the tree that the resume points belong to."""
+
+    def __init__(self, books: CarriedCache, cache: PrefixCache, chunk_size: int) -> None:
+        self._books = books
+        self._cache = cache
+        self._stride = _STRIDE_CHUNKS * chunk_size
+
+    def uncached_tokens(self, seq: Sequence) -> int:
+        """Of its ids, those that it would compute if it came in now."""
+        found = self._cache.look_up(seq.ids, seq.request.cache_salt)
+        matched = found.cached_pages * self._cache.page_size
+        return len(seq.ids) - self._books.resumable(found.deepest, matched)
+
+    def begin(self, seq: Sequence, active: Iterable[Sequence]) -> None:
+        """It has its pages: hold units for what somebody else writes, or go to the deepest resume point.
+
+        Of those that compute what it begins with, too, each keeps a point for it.
+        """
+        assert seq.pages is not None
+        seq.stored = seq.pages.prefix_len
+        if seq.receives:
+            seq.carried, seq.computed = self._books.receive(len(seq.ids)), seq.stored
+            return
+        seq.carried = self._books.resume(seq.pages.node, seq.stored)
+        seq.computed = seq.carried.position
+        if seq.pages.node is None or self._books.is_empty:
+            return
+        block = self._books.index_block
+        seq.borders = borders_to_keep(seq.computed, seq.stored, len(seq.ids), block, self._stride)
+        for other in active:
+            if other is not seq and other.phase is Phase.COMPUTING and other.borders:
+                border = shared_border(other.ids, seq.ids, block)
+                if border > max(seq.computed, other.computed) and border not in other.borders:
+                    insort(other.borders, border)
+
+    def catch_up(self, seq: Sequence) -> None:
+        """Go on from what others have computed of its prompt: pages, or where there are states a point."""
+        assert seq.pages is not None and seq.carried is not None
+        published = seq.pages.num_published * self._cache.page_size
+        seq.stored = max(seq.stored, published)
+        if self._books.is_empty:
+            seq.computed = max(seq.computed, published)
+        elif self._books.advance(seq.carried, seq.pages.node):
+            seq.computed = seq.carried.position
+            seq.borders = [border for border in seq.borders if border > seq.computed]
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Where its chunk up to `end` must stop for a border; its tails have pages up to there."""
+        assert seq.carried is not None
+        end = min([end, *seq.borders[:1]])
+        self._books.extend(seq.carried, end)
+        return end
+
+    def account(self, seq: Sequence) -> None:
+        """A chunk of it was computed, and its pages are published."""
+        assert seq.carried is not None
+        self._books.trim(seq.carried, seq.computed)
+        self.note_border(seq)
+
+    def note_border(self, seq: Sequence) -> None:
+        """Where it stands on a border: keep a resume point, or while it decodes what may become one."""
+        assert seq.pages is not None and seq.carried is not None
+        if self._books.is_empty or seq.pages.node is None:
+            return
+        if seq.borders and seq.borders[0] == seq.computed:
+            del seq.borders[0]
+            self._books.note_border(seq.carried)
+            self._keep_border(seq)
+        elif seq.computed == len(seq.ids) and seq.computed % self._books.index_block == 0:
+            self._books.note_border(seq.carried)
+
+    def release(self, seq: Sequence) -> None:
+        """It gives its pages back next; the border that it passed last becomes a resume point."""
+        if seq.carried is not None:
+            self._keep_border(seq)
+            self._books.close(seq.carried)
+            seq.carried = None
+
+    def _keep_border(self, seq: Sequence) -> None:
+        assert seq.pages is not None and seq.carried is not None
+        if (saved := seq.carried.saved) is not None:
+            node = self._cache.node_at(seq.pages, saved.position)
+            if node is not None:
+                self._books.keep_border(seq.carried, node)
