@@ -52,6 +52,7 @@ class _Way:
 # Windows that begin within pages, and cut both what is shared and what is not. Scores are about 4 and more.
 _WAYS = (
     _Way(),
+    _Way(Reach(0, GroupKind.SLIDING_WINDOW, 77)),
     _Way(Reach(0, GroupKind.SLIDING_WINDOW, 77), has_sinks=True),
     _Way(Reach(0, GroupKind.CHUNKED_WINDOW, 90), softcap=3.0),
     _Way(softcap=5.0, has_sinks=True),

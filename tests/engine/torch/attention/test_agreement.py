@@ -1,5 +1,7 @@
 """What attends is compared with what is plain, and what is wrong is found out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,10 @@ from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_nu
 from services.engine.torch.attention import gathered as attention
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.agreement import KernelWrong, require_agreement, require_causal
+from services.engine.torch.attention.gathered import _weights
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.parts import OnDevice
+from services.engine.torch.attention.step_view import seen_by
 from services.values.errors import ConfigError
 
 NUM_HEADS = 4
@@ -54,8 +58,45 @@ def nowhere(view, query, kv, layer, scores, output):
     output.fill_(torch.nan)
 
 
+def without(**settings):
+    """A kernel that knows nothing of a layer's sinks or soft cap."""
+
+    def attend(view, query, kv, layer, scores, output):
+        attend_parts_plainly(view, query, kv, layer, replace(scores, **settings), output)
+
+    return attend
+
+
+def of_whole_windows(view, *arguments):
+    view.firsts.fill_(0)
+    attend_parts_plainly(view, *arguments)
+
+
+def with_a_sink_in_every_part(view, query, kv, layer, scores, output):
+    attend_parts_plainly(view, query, kv, layer, scores, output)
+    if scores.sinks is None:
+        return
+    starts = view.starts.tolist()
+    for i, offset in enumerate(view.offsets.tolist()):
+        own = view.readings[starts[i] : starts[i + 1]].long()
+        log_sums, sinks = view.log_sums[own], scores.sinks.float()[None]
+        total = torch.cat([log_sums, sinks.expand(len(own), -1)]).logsumexp(0)
+        output[offset] = ((log_sums - total).exp()[..., None] * view.outputs[own]).sum(0)
+
+
 @pytest.mark.parametrize(
-    "attend", [forgetting(2, 1), of_other_numbers, of_all_slots, without_shared_pages, nowhere]
+    "attend",
+    [
+        forgetting(2, 1),
+        of_other_numbers,
+        of_all_slots,
+        without_shared_pages,
+        nowhere,
+        without(sinks=None),
+        without(softcap=None),
+        of_whole_windows,
+        with_a_sink_in_every_part,
+    ],
 )
 def test_a_kernel_that_is_wrong_is_found_out(attend):
     with pytest.raises((KernelWrong, IndexError)):
@@ -88,6 +129,10 @@ def attending(change):
     )
 
 
+def without_sinks(products, seen, scores):
+    return _weights(products, seen, replace(scores, sinks=None))
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -97,10 +142,23 @@ def attending(change):
         attending(lambda attend, *args, **settings: attend(*args, **settings | {"is_causal": False})),
         attending(lambda attend, q, k, v, **settings: attend(q, k.flip(0), v, **settings)),  # the wrong heads
         attending(lambda attend, *args, **settings: attend(*args, **settings) * torch.nan),
+        (attention, "_weights", without_sinks),
     ],
 )
 def test_a_torch_that_attends_wrongly_is_refused(fault, monkeypatch):
     monkeypatch.setattr(*fault)
+    with pytest.raises(ConfigError, match="plain softmax"):
+        require_causal(pool(), NUM_HEADS)
+
+
+@pytest.mark.parametrize("module", [step_view, attention])
+def test_so_is_a_window_of_one_token_too_many(module, monkeypatch):
+    """With torch's own attention, and where scores are made one by one."""
+
+    def also_before(positions, reach, first, end):
+        return seen_by(positions, replace(reach, window=reach.window + 1), first, end)
+
+    monkeypatch.setattr(module, "seen_by", also_before)
     with pytest.raises(ConfigError, match="plain softmax"):
         require_causal(pool(), NUM_HEADS)
 

@@ -1,0 +1,148 @@
+"""Windows, chunked windows, sinks, soft caps, unlike K and V, shared K and V: against plain attention."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from engine.torch.attention.reach_cases import (
+    CHUNKED,
+    NUM_LAYERS,
+    SLIDING,
+    Case,
+    attended,
+    cases,
+    chunk_of,
+    expected,
+    made_of,
+)
+from services.engine.torch.attention import decode_kernel, gathered, step_view
+from services.engine.torch.attention.layers import InPlace, Reach
+from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
+from services.engine.torch.attention.paged_kv import PageShape
+from services.values.errors import ProtocolError
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
+WAYS = [(dtype, None) for dtype in TOLERANCE] + [(dtype, InPlace()) for dtype in IN_PLACE_DTYPES]
+
+
+def check(case, in_place):
+    made = made_of(case)
+    output, pool = expected(case, made)
+    got = attended(case, made, in_place)
+    torch.testing.assert_close(got.double(), output, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    # Its own slots, and no others.
+    assert torch.equal(made.pool.numbers.nan_to_num(7), pool.numbers.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("dtype", "in_place"), WAYS, ids=str)
+def test_each_token_attends_to_what_it_sees(dtype, in_place):
+    @given(case=cases(dtype=dtype))
+    def holds(case):
+        check(case, in_place)
+
+    holds()
+
+
+@given(case=cases())
+def test_however_many_threads_and_rows_at_once(case):
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(2) as executor:
+        patched.setattr(step_view, "_SHARE_BYTES", 1)
+        patched.setattr(gathered, "_SCORE_BYTES", 700)
+        check(case, InPlace(3, executor))
+
+
+def windowed(kind, window, start, length, page_size=4, **settings):
+    reach = Reach(1, kind, window)
+    num_pages = -(-(start + length) // page_size)
+    chunk = chunk_of(start, length, list(range(num_pages)), reach, page_size)
+    return Case(
+        PageShape(NUM_LAYERS, 2, page_size, 8, 8),
+        num_pages,
+        reach,
+        (chunk,),
+        group=2,
+        softcap=None,
+        has_sinks=False,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("in_place", [None, InPlace()], ids=str)
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_windows_first_page_counts(length, in_place):
+    """It is read, and a lost one is not passed over: by one token more or fewer the output is another."""
+    case = windowed(SLIDING, 10, 18, length)
+    [tail] = case.chunks[0].tails
+    assert tail.first_page == 2  # the window of 18 begins with 9, the second of its page
+    made = made_of(case)
+    output, _ = expected(case, made)
+    made.pool.layer(1)[0][tail.pages[0], :, 1] = 0
+    assert (attended(case, made, in_place)[0].double() - output[0]).abs().max() > 1e-3
+    without = replace(tail, first_page=3, pages=tail.pages[1:])
+    lost = replace(case, chunks=(replace(case.chunks[0], tails=(without,)),))
+    with pytest.raises(ProtocolError, match="needs pages 2 to"):
+        attended(lost, made, in_place)
+
+
+@pytest.mark.parametrize("in_place", [None, InPlace()], ids=str)
+@pytest.mark.parametrize(("kind", "off_by"), [(SLIDING, 1), (SLIDING, -1), (CHUNKED, 4), (CHUNKED, -4)])
+def test_a_window_that_begins_elsewhere_is_seen(kind, off_by, in_place, monkeypatch):
+    of_a_tail, single = windowed(kind, 12, 21, 7), windowed(kind, 12, 21, 1)
+    reach = replace(single.reach, pool=0)  # masked only: the pages are there, or it would be refused
+    whole = replace(single, reach=reach, chunks=(chunk_of(21, 1, list(range(6)), reach, 4),))
+    for case in (of_a_tail, single, whole):
+        check(case, in_place)
+    true = Reach.first_seen
+    monkeypatch.setattr(Reach, "first_seen", lambda reach, position: true(reach, position) - off_by)
+    for case in (of_a_tail, single, whole):
+        with pytest.raises((AssertionError, ProtocolError)):
+            check(case, in_place)
+
+
+def several_pieces(**settings):
+    """Two single tokens that share a page and have another each."""
+    reach = Reach(0)
+    chunks = (chunk_of(6, 1, [0, 1], reach, 4), chunk_of(5, 1, [0, 2], reach, 4))
+    return Case(PageShape(NUM_LAYERS, 2, 4, 8, 8), 3, reach, chunks, 2, **settings)
+
+
+def test_a_sink_joins_once(monkeypatch):
+    case = several_pieces(softcap=None, has_sinks=True)
+    for in_place in (None, InPlace()):
+        check(case, in_place)
+    joined = decode_kernel._joined
+    twice = np.float32(math.log(2))
+    monkeypatch.setattr(decode_kernel, "_joined", lambda *args: joined(*args[:3], args[3] + twice))
+    with pytest.raises(AssertionError):
+        check(case, InPlace())
+
+
+def test_a_sink_in_every_piece_is_seen(monkeypatch):
+    case = several_pieces(softcap=None, has_sinks=True)
+    made = made_of(case)
+    attend = decode_kernel._attend_pieces
+
+    def with_sinks(query, numbers, shape, layer, cap, pieces, outputs, log_sums, first, end):
+        attend(query, numbers, shape, layer, cap, pieces, outputs, log_sums, first, end)
+        joint = torch.logaddexp(torch.from_numpy(log_sums), made.sinks)
+        outputs *= torch.exp(torch.from_numpy(log_sums) - joint).numpy()[..., None]
+        log_sums[:] = joint.numpy()
+
+    monkeypatch.setattr(decode_kernel, "_attend_pieces", with_sinks)
+    with pytest.raises(AssertionError):
+        check(case, InPlace())
+
+
+@pytest.mark.parametrize("in_place", [None, InPlace()], ids=str)
+def test_a_soft_cap_comes_before_the_softmax(in_place):
+    case = several_pieces(softcap=0.7, has_sinks=True)
+    check(case, in_place)
+    made = made_of(case)
+    output, _ = expected(case, made)
+    uncapped = attended(replace(case, softcap=None), made, in_place)
+    assert (uncapped.double() - output).abs().max() > 0.05
