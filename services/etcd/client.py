@@ -38,22 +38,10 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded`: every comparison held. `revision`: of the store after the transaction.
-
-    `swaps`: of each `put_if_unchanged_op`, in order.
-    """
+    """`succeeded`: every comparison held. `revision`: of the store after the transaction."""
 
     succeeded: bool
     revision: int
-    swaps: tuple["Swap", ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """`mod_revision`: of the key after the transaction, whoever wrote it."""
-
-    succeeded: bool
-    mod_revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +69,6 @@ def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
 def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
     """Delete the keys in [start, end)."""
     return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=start, range_end=end))
-
-
-def put_if_unchanged_op(key: bytes, value: bytes, mod_revision: int, lease_id: int) -> etcd_pb2.RequestOp:
-    """A nested transaction: a compare_and_swap of its own among others."""
-    found = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=key, keys_only=True))
-    swap = etcd_pb2.TxnRequest(
-        compare=[unchanged(key, mod_revision)], success=[put_op(key, value, lease_id)], failure=[found]
-    )
-    return etcd_pb2.RequestOp(request_txn=swap)
 
 
 def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
@@ -200,11 +179,7 @@ class Etcd:
         """At most 128 operations and 1.5 MiB. `idempotent`: doing it twice is the same as once."""
         request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
         response = await self.connection.unary(_TXN, request, idempotent=idempotent)
-        revision = response.header.revision
-        swaps = tuple(
-            _swap(op.response_txn, revision) for op in response.responses if op.HasField("response_txn")
-        )
-        return TxnResult(response.succeeded, revision, swaps)
+        return TxnResult(response.succeeded, response.header.revision)
 
     async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
         """Put unless the key exists. False: it exists."""
@@ -239,13 +214,6 @@ def _next_page_keys(page: Page, page_keys: int) -> int:
     size_bytes = sum(len(kv.value) for kv in page.kvs)
     fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
     return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
-
-
-def _swap(response: etcd_pb2.TxnResponse, revision: int) -> Swap:
-    if response.succeeded:
-        return Swap(True, revision)
-    found = response.responses[0].response_range.kvs
-    return Swap(False, found[0].mod_revision if found else 0)
 
 
 def _key_value(pb: etcd_pb2.KeyValue) -> KeyValue:

@@ -95,7 +95,6 @@ class MirrorCollector(Collector):
         pins = CounterMetricFamily("isthmus_pins", "Pins by what became of them.", labels=["outcome"])
         pins.add_metric(["written"], self._pins.written)
         pins.add_metric(["dropped"], self._pins.dropped)
-        pins.add_metric(["lost"], self._pins.lost)
         return pins
 
 

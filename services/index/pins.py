@@ -1,8 +1,9 @@
 """Pins: on which ranks a conversation lives. Advisory, and written behind the request.
 
 pin() --changed, or half expired--> queue --up to 100 in one transaction--> etcd --watch--> every mirror
-        |--else: nothing                   |--each a compare-and-swap; another router was first: its pin stays
-                                           |--etcd away: stays queued; full: forgotten
+        |--else: nothing                   |--etcd away: stays queued; full: forgotten
+
+Of two routers that pin one conversation the later write stands, and all see it.
 """
 
 import asyncio
@@ -11,10 +12,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd, put_if_unchanged_op
+from services.etcd.client import Etcd, put_op
 from services.etcd.errors import EtcdNoSpace, LeaseNotFound
 from services.etcd.lease import BucketLease
 from services.index.keys import ClusterKeys, pin_name
@@ -25,8 +25,6 @@ from services.wire import convert
 from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
-
-_Value = TypeVar("_Value")
 
 _MAX_PUTS = 100  # etcd's limit is 128 operations
 
@@ -40,14 +38,6 @@ class Pin:
 @dataclass(frozen=True, slots=True)
 class KnownPin:
     """A pin as etcd holds it; `revision` is that of its last write."""
-
-    pin: Pin
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """`revision`: of the pin that was known when this one was decided; 0: none was."""
 
     pin: Pin
     revision: int
@@ -89,8 +79,7 @@ def decode_pin(value: bytes) -> Pin:
 class PinWriter:
     """Owned by one event loop. `known` looks a pin up in the mirror, by the name of keys.pin_name.
 
-    `written`, `dropped` and `lost` count pins: in etcd, given up for want of room, left to another router
-    that moved the same conversation.
+    `written` and `dropped` count pins: in etcd, given up for want of room.
     """
 
     def __init__(
@@ -102,16 +91,13 @@ class PinWriter:
     ) -> None:
         self.written = 0
         self.dropped = 0
-        self.lost = 0
         self._etcd = etcd
         self._keys = keys
         self._known = known
         self._settings = settings or PinSettings()
         self._lease = BucketLease(etcd, life_s=self._settings.life_s, bucket_s=self._settings.bucket_s)
-        self._queue: OrderedDict[str, _Queued] = OrderedDict()
+        self._queue: OrderedDict[str, Pin] = OrderedDict()
         self._remembered: OrderedDict[str, _Written] = OrderedDict()
-        # Revisions of pins that we lost to and may never see: of very many the mirror keeps the newest only.
-        self._unseen: OrderedDict[str, int] = OrderedDict()
         self._wake = asyncio.Event()
 
     def pin(self, conversation: str, decode: RankId, prefill: RankId | None = None) -> None:
@@ -120,8 +106,7 @@ class PinWriter:
         if self._is_fresh(name, pin):
             self._queue.pop(name, None)  # back to what etcd has
             return
-        known = self._known(name)
-        self._queue[name] = _Queued(pin, max(known.revision if known else 0, self._unseen.get(name, 0)))
+        self._queue[name] = pin
         self._queue.move_to_end(name)
         if len(self._queue) > self._settings.max_queued:
             self._queue.popitem(last=False)
@@ -132,17 +117,16 @@ class PinWriter:
         """What was pinned here a moment ago, and may not have come back through etcd yet."""
         name = pin_name(conversation)
         if name in self._queue:
-            return self._queue[name].pin
-        written, known = self._recently_written(name), self._known(name)
-        if written is None or (known is not None and known.revision > written.revision):
-            return None  # another router has moved it since
-        return written.pin
+            return self._queue[name]
+        written = self._recently_written(name)
+        return None if written is None else written.pin
 
     def _recently_written(self, name: str) -> _Written | None:
-        written = self._remembered.get(name)
+        """Unless another router has moved it since."""
+        written, known = self._remembered.get(name), self._known(name)
         if written is None or self._etcd.clock() - written.put_at >= self._settings.recent_s:
             return None
-        return written
+        return None if known is not None and known.revision > written.revision else written
 
     def _is_fresh(self, name: str, pin: Pin) -> bool:
         """Etcd has this pin, and will for a while."""
@@ -187,44 +171,20 @@ class PinWriter:
         if not batch:
             return
         lease_id = await self._lease.id()
-        swaps = [
-            put_if_unchanged_op(
-                self._keys.pin(name), encode_pin(queued.pin), self._revision(name, queued), lease_id
-            )
-            for name, queued in batch.items()
-        ]
+        puts = [put_op(self._keys.pin(name), encode_pin(pin), lease_id) for name, pin in batch.items()]
         try:
-            # Not idempotent: done twice, the second time would find our own pins and call them another's.
-            result = await self._etcd.txn([], swaps)
+            result = await self._etcd.txn([], puts, idempotent=True)
         except LeaseNotFound:
             self._lease.forget()
             raise
-        for (name, queued), swap in zip(batch.items(), result.swaps, strict=True):
-            if self._queue.get(name) == queued:
+        for name, pin in batch.items():
+            if self._queue.get(name) == pin:
                 del self._queue[name]
-            if swap.succeeded:
-                self._note_written(name, queued.pin, result.revision)
-            else:
-                self._note_lost(name, swap.mod_revision)
-
-    def _revision(self, name: str, queued: _Queued) -> int:
-        """Of the pin that is to be moved. Our own last one may not have come back when it was queued."""
-        recent = self._recently_written(name)
-        return max(queued.revision, recent.revision if recent else 0)
+            self._note_written(name, pin, result.revision)
 
     def _note_written(self, name: str, pin: Pin, revision: int) -> None:
         self.written += 1
-        self._unseen.pop(name, None)
-        self._remember(self._remembered, name, _Written(pin, revision, self._etcd.clock()))
-
-    def _note_lost(self, name: str, revision: int) -> None:
-        """Another router was first, at this revision; 0: its pin has lapsed since."""
-        self.lost += 1
-        self._remembered.pop(name, None)
-        self._remember(self._unseen, name, revision)
-
-    def _remember(self, pins: OrderedDict[str, _Value], name: str, value: _Value) -> None:
-        pins[name] = value
-        pins.move_to_end(name)
-        if len(pins) > self._settings.max_remembered:
-            pins.popitem(last=False)
+        self._remembered[name] = _Written(pin, revision, self._etcd.clock())
+        self._remembered.move_to_end(name)
+        if len(self._remembered) > self._settings.max_remembered:
+            self._remembered.popitem(last=False)

@@ -158,7 +158,7 @@ async def test_compacted_under_a_watcher_that_stands_still(tmp_path: Path) -> No
 
 
 async def test_ten_thousand_pins_of_two_routers(tmp_path: Path) -> None:
-    """Each conversation is pinned by both; whoever was first wins, and both see the same pins."""
+    """Each conversation is pinned by both; whoever was last stands, and both see the same pins."""
     names = [f"conversation {number}" for number in range(10_000)]
     async with (
         EtcdNodes(tmp_path) as nodes,
@@ -172,11 +172,10 @@ async def test_ten_thousand_pins_of_two_routers(tmp_path: Path) -> None:
             for name in names:
                 writer.pin(name, RankId(f"d{number}", 0, Generation(1)))
         async with running(*(writer.run() for writer in writers)):
-            await until(lambda: sum(w.written + w.lost for w in writers) >= 20_000, timeout_s=60.0)
+            await until(lambda: sum(writer.written for writer in writers) >= 20_000, timeout_s=60.0)
             await until(lambda: len(first.pins) == len(second.pins) == 10_000, timeout_s=60.0)
             await until(lambda: all(first.pin(name) == second.pin(name) for name in names))
-        assert [writer.written + writer.lost for writer in writers] == [10_000, 10_000]
-        assert sum(writer.written for writer in writers) == 10_000
+        assert [writer.written for writer in writers] == [10_000, 10_000]
 
 
 def _writer(etcd: Etcd, mirror: Mirror) -> PinWriter:
