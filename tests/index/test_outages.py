@@ -121,6 +121,9 @@ async def test_all_members_lose_their_data_and_nobody_is_restarted(tmp_path: Pat
             await until(
                 lambda: all(rank.membership.registered.is_set() for rank in churn.ranks), timeout_s=30.0
             )
+            # Who has seen nothing written since it listed cannot know the next etcd for another one.
+            listed = max(first.revision, second.revision)
+            await until(lambda r=listed: min(first.revision, second.revision) > r, timeout_s=30.0)
         await churn.agree(first, second)
         assert all(view.state is RankState.LIVE for view in (*first.ranks.values(), *second.ranks.values()))
         async with client(*nodes.endpoints) as admin:
