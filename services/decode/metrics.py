@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -15,44 +16,37 @@ from services.values.request import Admitted
 class DecodeMetrics(RequestMetrics):
     def __init__(self, registry: CollectorRegistry, engine: DecodeEngine) -> None:
         super().__init__(registry)
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         registry.register(PoolCollector(engine.load))
-        self._prompt_tokens = Counter(
-            "isthmus_decode_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry
+        self._prompt_tokens = counter("isthmus_decode_prompt_tokens", "Prompt tokens of admitted requests.")
+        self._prefix_tokens = counter(
+            "isthmus_decode_prefix_tokens", "Of those, tokens found in this rank's cache."
         )
-        self._prefix_tokens = Counter(
-            "isthmus_decode_prefix_tokens", "Of those, tokens found in this rank's cache.", registry=registry
-        )
-        self._generated = Counter("isthmus_decode_generated_tokens", "Tokens generated.", registry=registry)
-        self._received = Counter(
-            "isthmus_decode_received_bytes", "KV bytes written into this rank's pools.", registry=registry
-        )
-        self._carried = Counter(
+        self._generated = counter("isthmus_decode_generated_tokens", "Tokens generated.")
+        self._received = counter("isthmus_decode_received_bytes", "KV bytes written into this rank's pools.")
+        self._carried = counter(
             "isthmus_decode_carried_bytes",
             "Of those, the tails of windows and the recurrent states, which come with every transfer.",
             ["kind"],
-            registry=registry,
         )
-        self._digested = Counter(
+        self._digested = counter(
             "isthmus_kv_digested_pages",
             "Received pages that were compared with the digests of what prefill wrote.",
-            registry=registry,
         )
-        self._mismatches = Counter(
+        self._mismatches = counter(
             "isthmus_kv_digest_mismatches",
             "Transfers that were given up because pages differed from what prefill wrote.",
-            registry=registry,
         )
-        self._queue = Histogram(
+        self._queue = histogram(
             "isthmus_decode_queue_seconds",
             "Request received until its pages are reserved and its prefill rank is connected.",
             buckets=SECONDS,
-            registry=registry,
         )
-        self._transfer = Histogram(
+        self._transfer = histogram(
             "isthmus_decode_transfer_seconds",
             "What is left of the prefill leg beside queue and computing: its calls, and writes not hidden.",
             buckets=SECONDS,
-            registry=registry,
         )
 
     @contextmanager

@@ -1,5 +1,7 @@
 """What a prefill rank shows Prometheus beside its pool."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.engine.base import PrefillEngine
@@ -12,32 +14,24 @@ class PrefillMetrics(RequestMetrics):
         self, registry: CollectorRegistry, engine: PrefillEngine, *, expects_rdma: bool = False
     ) -> None:
         super().__init__(registry)
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         registry.register(PoolCollector(engine.load))
         Gauge(
             "isthmus_kv_rdma_expected",
             "1 where KV is to cross by RDMA: --expect-kv-path=rdma.",
             registry=registry,
         ).set(expects_rdma)
-        self._prefix_tokens = Counter(
-            "isthmus_prefill_prefix_tokens", "Prompt tokens found in this rank's cache.", registry=registry
+        self._prefix_tokens = counter(
+            "isthmus_prefill_prefix_tokens", "Prompt tokens found in this rank's cache."
         )
-        self._computed_tokens = Counter(
-            "isthmus_prefill_computed_tokens", "Prompt tokens computed.", registry=registry
+        self._computed_tokens = counter("isthmus_prefill_computed_tokens", "Prompt tokens computed.")
+        self._sent = counter("isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.")
+        self._queue = histogram(
+            "isthmus_prefill_queue_seconds", "Request received until its computing begins.", buckets=SECONDS
         )
-        self._sent = Counter(
-            "isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.", registry=registry
-        )
-        self._queue = Histogram(
-            "isthmus_prefill_queue_seconds",
-            "Request received until its computing begins.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._compute = Histogram(
-            "isthmus_prefill_compute_seconds",
-            "Computing begun until the first token.",
-            buckets=SECONDS,
-            registry=registry,
+        self._compute = histogram(
+            "isthmus_prefill_compute_seconds", "Computing begun until the first token.", buckets=SECONDS
         )
 
     def prefilled(self, result: PrefillResult, exemplar: dict[str, str] | None) -> None:

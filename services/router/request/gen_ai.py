@@ -5,6 +5,8 @@ histograms with the edges that are asked for. The names are written out: they ar
 package. No text of a prompt or an answer is recorded.
 """
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.observe import traces
@@ -67,28 +69,26 @@ class GenAiMetrics:
     """Of one router; `model` is the one that it serves."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        histogram = partial(Histogram, registry=registry)
         self._model = model
-        self._first_token = Histogram(
+        self._first_token = histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "OpenTelemetry's gen_ai.server.time_to_first_token: as isthmus_ttft_seconds.",
             _LABELS,
             buckets=_FIRST_TOKEN_S,
-            registry=registry,
         )
-        self._per_token = Histogram(
+        self._per_token = histogram(
             "gen_ai_server_time_per_output_token_seconds",
             "OpenTelemetry's gen_ai.server.time_per_output_token: a finished request's mean after its first.",
             _LABELS,
             buckets=_PER_TOKEN_S,
-            registry=registry,
         )
-        self._duration = Histogram(
+        self._duration = histogram(
             "gen_ai_server_request_duration_seconds",
             "OpenTelemetry's gen_ai.server.request.duration: as isthmus_request_seconds; error_type is the "
             "error's name, or empty.",
             (*_LABELS, "error_type"),
             buckets=_DURATION_S,
-            registry=registry,
         )
 
     def first_token(self, progress: Progress) -> None:

@@ -1,6 +1,7 @@
 """What a router shows Prometheus of requests. What it shows of the index is in services/index/metrics.py."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -32,111 +33,90 @@ _RANK = ("role", "worker", "rank")
 class RouterMetrics:
     def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
         """`model`: the name that is served."""
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._gen_ai = GenAiMetrics(registry, model)
-        self._ttft = Histogram(
-            "isthmus_ttft_seconds",
-            "Request received until its first token.",
-            buckets=_SECONDS,
-            registry=registry,
+        self._ttft = histogram(
+            "isthmus_ttft_seconds", "Request received until its first token.", buckets=_SECONDS
         )
-        self._stages = Histogram(
+        self._stages = histogram(
             "isthmus_ttft_stage_seconds",
             "Request received until its first token, by stage; the stages of a request add up.",
             ["stage"],
             buckets=_STAGE_SECONDS,
-            registry=registry,
         )
         for stage in STAGES:
             self._stages.labels(stage)
-        self._itl = Histogram(
+        self._itl = histogram(
             "isthmus_itl_seconds",
             "Between two tokens of a stream, as the router sees them.",
             buckets=_ITL_SECONDS,
-            registry=registry,
         )
-        self._duration = Histogram(
-            "isthmus_request_seconds",
-            "Request received until its end.",
-            buckets=_REQUEST_SECONDS,
-            registry=registry,
+        self._duration = histogram(
+            "isthmus_request_seconds", "Request received until its end.", buckets=_REQUEST_SECONDS
         )
-        self._abandoned = Histogram(
+        self._abandoned = histogram(
             "isthmus_abandoned_seconds",
             "Request received until its client gave it up, of those that had no token yet.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self._prompt_length = Histogram(
+        self._prompt_length = histogram(
             "isthmus_request_prompt_tokens",
             "Prompt tokens of a request, of those that a rank admitted.",
             buckets=_LENGTHS,
-            registry=registry,
         )
-        self._output_length = Histogram(
+        self._output_length = histogram(
             "isthmus_request_output_tokens",
             "Tokens generated for a request, of those that a rank admitted, however they ended.",
             buckets=_LENGTHS,
-            registry=registry,
         )
-        self._received = Counter(
+        self._received = counter(
             "isthmus_requests_received",
             "Requests, counted when they come: one that waits for its first token is among them.",
-            registry=registry,
         )
-        self._requests = Counter(
+        self._requests = counter(
             "isthmus_requests",
             "Requests by how they ended: finished, cancelled, or the error's name (Internal: a bug).",
             ["outcome"],
-            registry=registry,
         )
-        self._rejections = Counter(
+        self._rejections = counter(
             "isthmus_rejections",
             "Requests that ended before any rank had taken them, by the error's name.",
             ["reason"],
-            registry=registry,
         )
         for mistake in MISTAKES:  # goals do not count them, from the first one on
             self._rejections.labels(mistake)
-        self._unauthenticated = Counter(
+        self._unauthenticated = counter(
             "isthmus_unauthenticated",
             "Requests turned away for want of an API key, by front and by whether one was shown.",
             ["front", "reason"],
-            registry=registry,
         )
         for front in FRONTS:
             for reason in REASONS.values():
                 self._unauthenticated.labels(front, reason)
-        self._placements = Counter(
-            "isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"], registry=registry
+        self._placements = counter("isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"])
+        self._prompt = counter("isthmus_prompt_tokens", "Prompt tokens of admitted requests.")
+        self._reused = counter("isthmus_reused_tokens", "Prompt tokens that no rank had to compute.")
+        self._computed = counter("isthmus_computed_tokens", "Prompt tokens that a rank computed.")
+        self._drift = counter(
+            "isthmus_drift_tokens", "Tokens of past turns that did not come back as they were generated."
         )
-        self._prompt = self._tokens("prompt", "Prompt tokens of admitted requests.", registry)
-        self._reused = self._tokens("reused", "Prompt tokens that no rank had to compute.", registry)
-        self._computed = self._tokens("computed", "Prompt tokens that a rank computed.", registry)
-        self._drift = self._tokens(
-            "drift", "Tokens of past turns that did not come back as they were generated.", registry
+        self._completion = counter("isthmus_completion_tokens", "Generated tokens.")
+        self._moved = counter(
+            "isthmus_kv_moved_bytes", "KV bytes that crossed, for all placements of a request."
         )
-        self._completion = self._tokens("completion", "Generated tokens.", registry)
-        self._moved = Counter(
-            "isthmus_kv_moved_bytes",
-            "KV bytes that crossed, for all placements of a request.",
-            registry=registry,
-        )
-        self._saved = Counter(
-            "isthmus_kv_saved_bytes", "KV bytes that needed not cross, likewise.", registry=registry
-        )
-        self._moves = Counter(
+        self._saved = counter("isthmus_kv_saved_bytes", "KV bytes that needed not cross, likewise.")
+        self._moves = counter(
             "isthmus_request_moves",
             "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
             "one whose pool held no more of it (outgrown).",
             ["kind"],
-            registry=registry,
         )
         for kind in ("retry", "migration", "outgrown"):
             self._moves.labels(kind)
-        self._cut_off = Counter(
+        self._cut_off = counter(
             "isthmus_cut_off_answers",
             "Answers that ended before max_tokens and the model's context: no rank's pool held more of them.",
-            registry=registry,
         )
         self._hits = _HitMetrics(registry)
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
@@ -211,34 +191,27 @@ class RouterMetrics:
             self._rejections.labels(outcome).inc()
         self._duration.observe(took_s, traces.exemplar(progress.span))
 
-    def _tokens(self, name: str, documentation: str, registry: CollectorRegistry) -> Counter:
-        return Counter(f"isthmus_{name}_tokens", documentation, registry=registry)
-
 
 class _HitMetrics:
     """Of the ranks that requests were sent to, in prompt tokens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._prompt = Counter(
-            "isthmus_placed_prompt_tokens", "Prompt tokens sent to the rank.", _RANK, registry=registry
-        )
-        self._predicted = Counter(
+        counter = partial(Counter, registry=registry)
+        self._prompt = counter("isthmus_placed_prompt_tokens", "Prompt tokens sent to the rank.", _RANK)
+        self._predicted = counter(
             "isthmus_predicted_hit_tokens",
             "Of the prompt tokens sent to the rank, those that the router believed to be cached there.",
             _RANK,
-            registry=registry,
         )
-        self._delivered = Counter(
+        self._delivered = counter(
             "isthmus_delivered_hit_tokens",
             "Of the prompt tokens sent to the rank, those that were cached there.",
             _RANK,
-            registry=registry,
         )
-        self._available = Counter(
+        self._available = counter(
             "isthmus_available_hit_tokens",
             "Of the prompt tokens sent to the rank, those that its role's best rank was believed to hold.",
             _RANK,
-            registry=registry,
         )
 
     def admitted(self, placed: Placed, admitted: Admitted) -> None:
