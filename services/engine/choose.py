@@ -12,9 +12,11 @@ from services.engine.paged.decode import PagedDecodeEngine
 from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
 from services.engine.settings import EngineSettings
+from services.kv.carried.pool_sizes import default_units
 from services.net.channels import open_channel
 from services.transfer.choose import open_transport
 from services.values.errors import ConfigError
+from services.values.kv import KvGroup
 from services.values.rank import RankId, Role
 
 if TYPE_CHECKING:
@@ -89,6 +91,14 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
+def _units_of(settings: EngineSettings, carried: Sequence[KvGroup]) -> list[int]:
+    of_a_sequence = settings.page_size, settings.chunk_size, settings.index_block
+    return [
+        default_units(group, *of_a_sequence, settings.max_running_requests, settings.kv_pages)
+        for group in carried
+    ]
+
+
 def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
         from services.engine.torch.runner import TorchRunner
@@ -102,8 +112,15 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
             num_threads=settings.threads,
         )
     if settings.engine == "fake":
-        from services.engine.fake import FakeRunner, FakeSpeed
+        from services.engine.fake import FakeRunner, FakeSpeed, parse_carried
 
         speed = FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s)
-        return lambda: FakeRunner(num_pages=settings.kv_pages, page_size=settings.page_size, speed=speed)
+        carried = parse_carried(settings.fake_carried)
+        return lambda: FakeRunner(
+            num_pages=settings.kv_pages,
+            page_size=settings.page_size,
+            speed=speed,
+            carried=carried,
+            carried_units=_units_of(settings, carried),
+        )
     raise ConfigError(f"--engine must be torch, fake or sglang, got {settings.engine!r}")

@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.engine.paged.runner import Chunk, Sampled
+from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.request import TokenLogprobs
 
 _SLOT_BYTES = 8
+_WINDOWS = {"window": GroupKind.SLIDING_WINDOW, "chunk": GroupKind.CHUNKED_WINDOW}
 _FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
 _MASK = 2**64 - 1
 VOCAB_SIZE = 512
@@ -122,6 +124,20 @@ class FakeRunner:
 def fake_window(window: int, kind: GroupKind = GroupKind.SLIDING_WINDOW) -> KvGroup:
     """A windowed group for a FakeRunner."""
     return KvGroup(kind, (1,), 1, 1, "uint64", window=window, unit_bytes=_SLOT_BYTES)
+
+
+def parse_carried(text: str) -> tuple[KvGroup, ...]:
+    """Of "window:8,chunk:16,state". Raises ConfigError."""
+    groups = []
+    for part in filter(None, text.split(",")):
+        name, _, tokens = part.partition(":")
+        if part == "state":
+            groups.append(fake_state())
+        elif name in _WINDOWS and tokens.isdecimal() and int(tokens):
+            groups.append(fake_window(int(tokens), _WINDOWS[name]))
+        else:
+            raise ConfigError(f"--fake-carried takes window:TOKENS, chunk:TOKENS and state, not {part!r}")
+    return tuple(groups)
 
 
 def fake_state() -> KvGroup:

@@ -98,6 +98,9 @@ class EngineSettings(ClusterConfig):
     fake_prompt_token_s: float = setting(
         0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
     )
+    fake_carried: str = setting(
+        "", "engine fake: groups beside full attention, such as window:8,chunk:16,state (empty: none)"
+    )
 
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)

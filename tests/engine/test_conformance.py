@@ -23,10 +23,11 @@ from engine.pair import FAKE, Pair, eager
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from net.certificates import make_certificates
-from services.engine.fake import continuation
+from services.engine.fake import continuation, parse_carried
 from services.engine.settings import EngineSettings
 from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
+from services.kv.tails import carried_bytes
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity, Unavailable
@@ -55,10 +56,10 @@ class Fake:
         return Pair(eager(settings) if is_eager else settings)
 
     def check(self, prompt, tokens):
-        assert list(tokens) == continuation(prompt, len(tokens))
+        assert list(tokens) == self.expected(prompt, len(tokens))
 
     def expected(self, prompt, count):
-        return continuation(prompt, count)
+        return continuation(prompt, count, parse_carried(self.settings.fake_carried))
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ async def sglang_pair(tmp_path_factory):
 @pytest.fixture(
     params=[
         "fake",
+        "fake-carried",
         "torch",
         pytest.param("torch-nixl", marks=pytest.mark.nixl),
         pytest.param("sglang", marks=SGLANG_MARKS),
@@ -131,6 +133,8 @@ async def sglang_pair(tmp_path_factory):
 def engine(request):
     if request.param == "fake":
         return Fake()
+    if request.param == "fake-carried":
+        return Fake(replace(FAKE, fake_carried="window:6,state"))
     if request.param == "sglang":
         pair = request.getfixturevalue("sglang_pair")
         return Sglang(pair.settings, running=pair)
@@ -170,16 +174,19 @@ async def test_the_next_turn_reuses_the_last_one_with_its_answer(engine, plan):
         engine.check(turn, second.tokens)
         assert second.admitted.decode_prefix_len == 48 // page * page
         pages = -(-len(turn) // page) - 48 // page
-        moved = pages * pair.decode.layout.page_bytes if plan is Plan.REMOTE else 0
+        layout = pair.decode.layout
+        due = pages * layout.page_bytes + carried_bytes(layout, len(turn))
+        moved = due if plan is Plan.REMOTE else 0
         assert second.admitted.kv_bytes_moved == moved
         await pair.assert_nothing_held()
 
 
-async def test_a_full_hit_moves_nothing(engine):
+async def test_a_full_hit_moves_nothing_but_what_is_carried(engine):
     async with engine.pair() as pair:
         await pair.generate(prompt_of(48), 4)
         answer = await pair.generate(prompt_of(48), 4)
-        assert (answer.admitted.decode_prefix_len, answer.admitted.kv_bytes_moved) == (48, 0)
+        assert answer.admitted.decode_prefix_len == 48
+        assert answer.admitted.kv_bytes_moved == carried_bytes(pair.decode.layout, 48)
         engine.check(prompt_of(48), answer.tokens)
 
 

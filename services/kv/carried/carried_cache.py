@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.kv.carried.pool_sizes import units_of_a_sequence
 from services.kv.carried.resume_points import ResumePoints, SavedPoint
 from services.kv.carried.unit_pool import UnitPool
 from services.kv.radix_tree import Node
-from services.kv.tails import most_units, tail_pages
+from services.kv.tails import tail_pages
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageBooks, PageId
-
-_SLOTS = 2  # of a sequence: the state it is at, and the one at the last border that it has passed
 
 
 @dataclass(slots=True, eq=False)
@@ -76,9 +75,13 @@ class CarriedCache:
         self._page_size = layout.page_size
         self.index_block = index_block
         self._copy_slot = copy_slot
-        step = max(chunk_size, index_block + 1)  # while it decodes: back to the last border
         self._pools = [
-            _Pool(index, group, UnitPool(units), _reserve(group, layout.page_size, step))
+            _Pool(
+                index,
+                group,
+                UnitPool(units),
+                units_of_a_sequence(group, layout.page_size, chunk_size, index_block),
+            )
             for index, (group, units) in enumerate(zip(layout.carried, num_units, strict=True))
         ]
         for pool in self._pools:
@@ -352,10 +355,6 @@ class CarriedCache:
             private=len(of_sequences - of_points),
             quarantined=len(quarantined - of_sequences),
         )
-
-
-def _reserve(group: KvGroup, page_size: int, step: int) -> int:
-    return _SLOTS if group.kind is GroupKind.RECURRENT else most_units(group, page_size, step)
 
 
 def _require_room(pool: _Pool) -> None:

@@ -7,8 +7,9 @@ from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.events import Carried, Offered, Reserved, Token
 from services.engine.paged.sequence import Sequence
 from services.kv.carried.carried_cache import CarriedCache
+from services.kv.carried.pool_sizes import units_of_a_sequence
 from services.kv.prefix_cache import PrefixCache
-from services.kv.tails import most_units, tail_pages
+from services.kv.tails import tail_pages
 from services.values.kv import GroupKind
 from services.values.request import FinishReason, GenerationRequest, SamplingParams
 
@@ -61,9 +62,7 @@ class Rank:
         self.runner_fails = False
         self.groups = carried
         block = block_pages * page_size
-        step = max(chunk_size, block + 1)
-        most = [2 if g.kind is GroupKind.RECURRENT else most_units(g, page_size, step) for g in carried]
-        units = [room_for * count for count in most]
+        units = [room_for * units_of_a_sequence(g, page_size, chunk_size, block) for g in carried]
         self.runner = FakeRunner(
             num_pages=num_pages, page_size=page_size, carried=carried, carried_units=units
         )

@@ -1,0 +1,147 @@
+"""Decode and prefill engines of a model of several groups: hits are attention's, the rest is carried."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engine.pair import FAKE, Pair, core_of
+from services.engine.fake import continuation, parse_carried
+from services.kv.tails import carried_bytes
+from services.values.rank import Plan
+
+CARRIED = ["state", "window:6", "chunk:8,state", "state,window:5,window:9"]
+PAGE_BYTES = FAKE.page_size * 8
+
+
+def hybrid(carried, **changes):
+    return replace(FAKE, fake_carried=carried, **changes)
+
+
+def expected(carried, prompt, count):
+    return continuation(prompt, count, parse_carried(carried))
+
+
+async def assert_only_points_are_held(pair):
+    await pair.assert_nothing_held()
+    for engine in (pair.decode, pair.prefill):
+        for books in core_of(engine).carried.check():
+            assert books.locked == books.private == books.quarantined == 0
+
+
+@pytest.mark.parametrize("carried", CARRIED)
+async def test_a_conversation_moves_its_delta_and_what_is_carried(carried):
+    async with Pair(hybrid(carried)) as pair:
+        history = list(range(10, 23))
+        for turn in range(5):
+            answer = await pair.generate(history, 6)
+            assert answer.tokens == expected(carried, history, 6)
+            admitted, layout = answer.admitted, pair.decode.layout
+            pages = -(-len(history) // 4) - admitted.decode_prefix_len // 4
+            due = carried_bytes(layout, len(history))
+            assert admitted.kv_bytes_moved == pages * PAGE_BYTES + due
+            assert sum(admitted.carried_bytes.values()) == due > 0
+            if turn:
+                assert admitted.decode_prefix_len >= previous_len - 1 - 4  # noqa: F821
+                assert admitted.prefill_prefix_len == previous_prompt // 4 * 4  # noqa: F821
+            previous_prompt = len(history)  # noqa: F841
+            history += answer.tokens
+            previous_len = len(history)  # noqa: F841
+            history += [400 + turn, 3, 5]
+        await assert_only_points_are_held(pair)
+
+
+@pytest.mark.parametrize("carried", CARRIED)
+@pytest.mark.parametrize("plan", list(Plan))
+@pytest.mark.parametrize("cache", ["on", "off"])
+@pytest.mark.parametrize("shape", [(1, 16, 1), (4, 16, 16), (16, 16, 17), (16, 32, 40), (4, 8, 33)])
+async def test_every_shape_is_exact(carried, plan, cache, shape):
+    page_size, index_block, prompt_len = shape
+    settings = hybrid(
+        carried,
+        page_size=page_size,
+        index_block=index_block,
+        kv_pages=256 // page_size,
+        decode_cache=cache,
+        prefill_cache=cache,
+    )
+    async with Pair(settings) as pair:
+        prompt = [(i * 11) % 500 for i in range(prompt_len)]
+        for _ in range(2):  # the second time everything is cached
+            answer = await pair.generate(prompt, 9, plan)
+            assert answer.tokens == expected(carried, prompt, 9)
+        if cache == "on" and plan is Plan.REMOTE:
+            assert answer.admitted.decode_prefix_len == prompt_len // page_size * page_size
+        await assert_only_points_are_held(pair)
+
+
+async def test_a_full_hit_still_moves_what_is_carried():
+    async with Pair(hybrid("window:6,state")) as pair:
+        prompt = list(range(16))
+        await pair.generate(prompt, 6)
+        admitted = (answer := await pair.generate(prompt, 6)).admitted
+        assert admitted.decode_prefix_len == 16
+        assert admitted.kv_bytes_moved == carried_bytes(pair.decode.layout, 16) == 2 * PAGE_BYTES + 8
+        assert answer.tokens == expected("window:6,state", prompt, 6)
+
+
+@pytest.mark.parametrize("carried", CARRIED)
+async def test_turns_under_either_plan_go_on_from_each_other(carried):
+    """Under local decode goes on where its own answer ended."""
+    async with Pair(hybrid(carried)) as pair:
+        history = list(range(10, 23))
+        for turn, plan in enumerate([Plan.REMOTE, Plan.LOCAL, Plan.LOCAL, Plan.REMOTE, Plan.LOCAL]):
+            answer = await pair.generate(history, 7, plan)
+            assert answer.tokens == expected(carried, history, 7)
+            if plan is Plan.LOCAL:
+                assert answer.admitted.decode_prefix_len >= previous_len - 1 - 4  # noqa: F821
+            history += answer.tokens
+            previous_len = len(history)  # noqa: F841
+            history += [400 + turn, 3, 5]
+        await assert_only_points_are_held(pair)
+
+
+@pytest.mark.parametrize("carried", CARRIED)
+async def test_resume_points_that_were_evicted_cost_time_and_no_token(carried):
+    async with Pair(hybrid(carried)) as pair:
+        prompt = list(range(40))
+        await pair.generate(prompt, 4)
+        for engine in (pair.decode, pair.prefill):
+            while core_of(engine).carried.points.evict():
+                pass
+        for plan in (Plan.REMOTE, Plan.LOCAL):
+            answer = await pair.generate([*prompt, 77], 4, plan)
+            assert answer.tokens == expected(carried, [*prompt, 77], 4)
+        await assert_only_points_are_held(pair)
+
+
+@pytest.mark.parametrize("carried", CARRIED)
+async def test_a_batch_on_a_small_pool_is_exact(carried):
+    """With retractions, and with fewer states and windows than sequences."""
+    settings = hybrid(carried, kv_pages=24, max_running_requests=3)
+    async with Pair(settings) as pair:
+        prompts = [[5] * 9 + [i] * (i + 1) for i in range(8)]
+        answers = await asyncio.gather(
+            *(pair.generate(p, 24, list(Plan)[i % 2]) for i, p in enumerate(prompts))
+        )
+        assert [a.tokens for a in answers] == [expected(carried, p, 24) for p in prompts]
+        await assert_only_points_are_held(pair)
+
+
+async def test_an_aborted_transfer_leaks_no_state():
+    settings = hybrid("window:6,state", fake_prompt_token_s=0.002)
+    async with Pair(settings) as pair:
+        for _ in range(3):
+            async with pair.outputs(pair.request(range(60), 8)) as outputs:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.03):
+                        await anext(outputs)
+        answer = await pair.generate(range(60), 8)
+        assert answer.tokens == expected("window:6,state", list(range(60)), 8)
+        await assert_only_points_are_held(pair)
+
+
+async def test_ranks_of_other_groups_do_not_pair():
+    async with Pair(hybrid("state"), prefill_settings=hybrid("window:6")) as pair:
+        with pytest.raises(Exception, match="the KV layouts differ in groups"):
+            await pair.generate(range(9), 2)
