@@ -70,7 +70,7 @@ class Placed:
     pinned: RankKey | None
     prompt: HashedPrompt
     degraded: str | None
-    best_hit_tokens: Mapping[Role, int]  # of all ranks of the role, as believed
+    best_hit_tokens: Mapping[Role, int]  # of all ranks of the role, as believed, of the kind that counts
     moves_penalties: bool  # whether another rank can go on, with what was generated there
 
     @property
@@ -89,6 +89,7 @@ class Explained:
     decision: Decision | Nowhere
     pinned: RankKey | None
     degraded: str | None
+    carried_bytes: int = 0  # by a prompt of that length
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,10 @@ class RankStatus:
 
     view: RankView
     num_blocks: int
+    num_resumable: int | None  # of those; None: it can go on wherever it holds
     progress: RankProgress
     trust: float
+    resume_trust: float
     now: RankNow
     excluded: str
     unregistered_s: float
@@ -185,8 +188,18 @@ class Cluster:
         return [self._status(view) for role in (Role.DECODE, Role.PREFILL) for view in self.ranks(role)]
 
     def trust(self, rank: RankKey) -> float:
-        """[0, 1]; see Trust."""
+        """[0, 1], in what the index says that it holds; see Trust."""
         return self._balance.trust.of(rank, self._balance.clock())
+
+    def resume_trust(self, rank: RankKey) -> float:
+        """[0, 1], in where the index says that it can go on computing, of a rank that tells."""
+        return self._balance.resume_trust.of(rank, self._balance.clock())
+
+    def num_resumable(self, rank: Registration) -> int | None:
+        """Index blocks at whose end it can go on computing; None: wherever it holds."""
+        if not rank.tells_resume_points:
+            return None
+        return self._mirror.index.resume_points.num_blocks(rank.id.key)
 
     def max_context_tokens(self) -> int:
         """Of the roomiest decode rank; where it computes no prompts, no more than the roomiest prefill rank
@@ -253,7 +266,8 @@ class Cluster:
     def explain(self, prompt: HashedPrompt, conversation_id: str, max_wait_s: float) -> Explained:
         """As `place`, with every rank compared. Raises Unavailable where the ranks know no plan in common."""
         asked = self._asked(prompt, conversation_id, frozenset(), max_wait_s)
-        return Explained(self._placer.explain(asked, self._tie()), asked.pinned, self.degraded)
+        carried = self._placer.carried_bytes(asked.prompt_tokens)
+        return Explained(self._placer.explain(asked, self._tie()), asked.pinned, self.degraded, carried)
 
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
         """A request went out: count it, and pin its conversation."""
@@ -339,7 +353,11 @@ class Cluster:
         decode = chosen.decode.id.key
         client = self._connections.clients[decode]
         moves_penalties = NO_MOVED_PENALTIES not in self._mirror.ranks[decode].registration.capabilities
-        best = {Role.DECODE: decision.longest_decode_hit, Role.PREFILL: decision.longest_prefill_hit}
+        held, reused = decision.longest_decode_hit, decision.longest_decode_reuse
+        best = {
+            Role.DECODE: reused if prefill is None else held,
+            Role.PREFILL: decision.longest_prefill_reuse,
+        }
         return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best, moves_penalties)
 
     def _plans(self) -> frozenset[Plan]:
@@ -354,8 +372,10 @@ class Cluster:
         return RankStatus(
             view,
             self._mirror.index.num_blocks(key),
+            self.num_resumable(view.registration),
             self._mirror.progress(key),
             self.trust(key),
+            self.resume_trust(key),
             balance.now(key),
             self._placer.exclusion(view.registration),
             self._mirror.unregistered_s(view),

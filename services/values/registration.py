@@ -12,6 +12,9 @@ REMOTE_ONLY = "remote-only"
 NO_MOVED_PENALTIES = "no-moved-penalties"
 # Of a rank of either role that keeps no radix cache: no request will find there what an earlier one computed.
 NO_CACHE = "no-cache"
+# Of a rank of either role whose layout carries tails or states, and whose engine does not tell where it keeps
+# them: wherever it holds a prefix counts as resumable, until its answers say otherwise.
+NO_RESUME_POINTS = "no-resume-points"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +36,8 @@ class Registration:
     @property
     def id(self) -> RankId:
         return self.address.id
+
+    @property
+    def tells_resume_points(self) -> bool:
+        """Else it can go on computing wherever it holds, as far as is known."""
+        return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities

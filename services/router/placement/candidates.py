@@ -28,7 +28,7 @@ class DecodeCandidate:
     """A decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # what a predicted decode_prefix_len is worth
+    hit_tokens: int  # what a predicted decode_prefix_len under plan remote is worth
     pending_tokens: int  # queued or being computed there
     prefill_tokens_per_s: float
     running: int  # sequences
@@ -44,6 +44,13 @@ class DecodeCandidate:
     compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
     holds_tokens: float = inf  # of one request, prompt and output together
     receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
+    resume_tokens: int | None = None  # of the hit, from where it goes on computing; None: the hit's end
+    matched_resume_tokens: int | None = None  # likewise, of what the index says
+
+    @property
+    def reused_tokens(self) -> int:
+        """That it need not compute under plan local."""
+        return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
 
     @property
     def has_room(self) -> bool:
@@ -56,7 +63,7 @@ class PrefillCandidate:
     """A prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # what a predicted prefill_prefix_len is worth
+    hit_tokens: int  # what is held of the prompt is worth
     pending_tokens: int
     prefill_tokens_per_s: float
     free_tokens: int = 0
@@ -67,6 +74,13 @@ class PrefillCandidate:
     own: bool = True
     compute_wait_s: float = 0.0
     holds_tokens: float = inf  # of one prompt
+    resume_tokens: int | None = None  # a predicted prefill_prefix_len; None: the hit
+    matched_resume_tokens: int | None = None
+
+    @property
+    def reused_tokens(self) -> int:
+        """That it need not compute."""
+        return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
 
 
 Candidate = DecodeCandidate | PrefillCandidate
@@ -82,6 +96,7 @@ class PlacementRequest:
     max_wait_s: float = inf  # for its turn
     most_tokens: int | None = None  # prompt and output together; None: nobody says, or no rank holds so many
     longest_tokens: float = 0  # that the roomiest decode rank holds of one request
+    carried_bytes: float = 0.0  # tails and states at its end, that cross whatever decode holds
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

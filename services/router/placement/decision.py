@@ -47,8 +47,9 @@ class Decision:
     chosen: Priced
     excluded: tuple[Candidate, ...]
     reason: str
-    longest_decode_hit: int  # tokens, of all ranks that were looked at
-    longest_prefill_hit: int
+    longest_decode_hit: int  # tokens held, of all ranks that were looked at
+    longest_decode_reuse: int  # tokens that it would not compute, likewise
+    longest_prefill_reuse: int
     _compared: "tuple[Option, ...]" = field(compare=False, repr=False)
     _pricing: "PriceList" = field(compare=False, repr=False)
 
@@ -118,7 +119,8 @@ def place(
         excluded=tuple(excluded),
         reason=reason,
         longest_decode_hit=max(decode.hit_tokens for decode in decodes),
-        longest_prefill_hit=max((prefill.hit_tokens for prefill in prefills), default=0),
+        longest_decode_reuse=max(decode.reused_tokens for decode in decodes),
+        longest_prefill_reuse=max((prefill.reused_tokens for prefill in prefills), default=0),
         _compared=tuple(options),
         _pricing=pricing,
     )

@@ -16,7 +16,7 @@ from services.router.placement.candidates import Candidate
 from services.router.placement.price import Priced
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
-from services.values.rank import RankKey
+from services.values.rank import Plan, RankKey
 from services.values.request import Admitted
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come
@@ -24,10 +24,14 @@ _PREDICTION_S = 5.0  # by then the rank's own events have come
 
 @dataclass(frozen=True, slots=True)
 class _Believed:
-    """What the index said of a rank when it was chosen, and how far the index had read the rank's records."""
+    """What the index said of a rank when it was chosen, and how far the index had read the rank's records.
+
+    `blocks` are those that it holds; with `resuming` those up to where it goes on computing.
+    """
 
     rank: RankKey
     blocks: int
+    resuming: bool
     progress: object
 
 
@@ -43,6 +47,7 @@ class Outcomes:
     ) -> None:
         """`progress` as the placer's; `index_block` in tokens."""
         self.cacheless: Container[RankKey] = ()  # ranks at which nothing will be cached
+        self.telling: Container[RankKey] = ()  # ranks that tell their resume points
         self._index = index
         self._balance = balance
         self._progress = progress
@@ -57,9 +62,11 @@ class Outcomes:
         prefill_key = prefill.id.key if prefill is not None else None
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
-        self._predict(prefill_key or decode.id.key, hashes, 2 * chosen.total_s + _PREDICTION_S)
+        computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
+        self._predict(computing, hashes, ttl_s)
+        self._predict_resuming(computing, hashes, ttl_s)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
-        self._believed[request_id] = tuple(self._believe(rank) for rank in ranks)
+        self._believed[request_id] = tuple(self._believe(rank, computing) for rank in ranks)
 
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
@@ -76,6 +83,7 @@ class Outcomes:
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
             self._predict(rank, hashes, _PREDICTION_S)
+        self._predict_resuming(prefill or decode, hashes, _PREDICTION_S)
 
     def finished(
         self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
@@ -87,7 +95,10 @@ class Outcomes:
         for end in range((len(longer) + 1) * block, len(all_ids), block):
             parent = longer[-1] if longer else None
             longer.append(extend_hash(parent, all_ids[end - block : end], seed))
-        self._predict(chosen.decode.id.key, longer, _PREDICTION_S)
+        decode = chosen.decode.id.key
+        self._predict(decode, longer, _PREDICTION_S)
+        if len(longer) > len(hashes) or chosen.plan is Plan.LOCAL:  # else it passed no block's end
+            self._predict_resuming(decode, longer, _PREDICTION_S)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""
@@ -98,9 +109,17 @@ class Outcomes:
         if rank not in self.cacheless:
             self._balance.predict(rank, hashes, ttl_s)
 
-    def _believe(self, rank: Candidate) -> _Believed:
-        key = rank.id.key
-        return _Believed(key, rank.matched_tokens // self._block, self._progress(key))
+    def _predict_resuming(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        """After the last block."""
+        if rank in self.telling and rank not in self.cacheless and hashes:
+            self._balance.resume_guesses.add(rank, hashes[-1], self._balance.clock(), ttl_s)
+
+    def _believe(self, rank: Candidate, computing: RankKey) -> _Believed:
+        key, tokens = rank.id.key, rank.matched_tokens
+        resuming = key == computing and rank.matched_resume_tokens is not None
+        if resuming:
+            tokens = rank.matched_resume_tokens or 0
+        return _Believed(key, tokens // self._block, resuming, self._progress(key))
 
     def _compare(self, believed: _Believed, hashes: Sequence[BlockHash], delivered_tokens: int) -> None:
         """Learn how far the index can be trusted, and correct it where it was wrong.
@@ -108,10 +127,15 @@ class Outcomes:
         Should it have taken in records of the rank meanwhile, they told it themselves; and those blocks,
         computed for this request, may be among what they added.
         """
-        balance = self._balance
+        rank, balance = believed.rank, self._balance
         # The last block is never all a hit: the prompt's last token is computed in any case.
         expected = min(believed.blocks, len(hashes)) * self._block
         tolerated = min(expected, delivered_tokens + self._block)
-        balance.trust.observe(believed.rank, expected, tolerated, balance.clock())
-        if tolerated < expected and self._progress(believed.rank) == believed.progress:
-            self._index.correct(believed.rank, hashes[: believed.blocks], delivered_tokens // self._block)
+        trust = balance.resume_trust if believed.resuming else balance.trust
+        trust.observe(rank, expected, tolerated, balance.clock())
+        if tolerated < expected and self._progress(rank) == believed.progress:
+            blocks, present_depth = hashes[: believed.blocks], delivered_tokens // self._block
+            if believed.resuming:  # of what it holds beyond it said nothing
+                self._index.resume_points.remove(rank, blocks[present_depth:])
+            else:
+                self._index.correct(rank, blocks, present_depth)

@@ -4,8 +4,8 @@ It has no I/O, no clock and no chance of its own (see Balance), so that bench.pl
 
 Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
 interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
-cheaper. The first few in the order are taken in any case, the first few of this router's share, and the
-pinned one.
+cheaper; likewise if it can go on computing further into the prompt. The first few in the order are taken in
+any case, the first few of this router's share, and the pinned one.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from services.index.read.prefix_index import PrefixIndex
+from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
 from services.router.placement.admission import Waits, refusal
@@ -47,6 +48,16 @@ class PlacerSettings:
 
 _SHORTEST = Asked((), 1, frozenset(Plan))
 _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """Of a prompt at a rank, in tokens; see DecodeCandidate."""
+
+    matched: int
+    worth: int
+    matched_resume: int | None = None
+    resume: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,7 @@ class Placer:
         self._note_layout()
         ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
+        self.outcomes.telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -166,18 +178,40 @@ class Placer:
             max_wait_s=asked.max_wait_s,
             most_tokens=most if most is not None and most <= self._longest_tokens else None,
             longest_tokens=self._longest_tokens,
+            carried_bytes=self.carried_bytes(asked.prompt_tokens),
         )
+        receivers = list(find(self._decodes, asked))
+        senders = list(find(self._prefills, asked)) if Plan.REMOTE in asked.plans else []
         decodes = [
-            self._decode_candidate(key, rank, asked, blocks)
-            for key, rank, blocks in find(self._decodes, asked)
+            self._decode_candidate(rank, asked, hit)
+            for (_, rank, _), hit in zip(receivers, self._hits(receivers, asked), strict=True)
         ]
-        prefills: list[PrefillCandidate] = []
-        if Plan.REMOTE in asked.plans:
-            prefills = [
-                self._prefill_candidate(key, rank, asked, blocks)
-                for key, rank, blocks in find(self._prefills, asked)
-            ]
+        prefills = [
+            self._prefill_candidate(rank, asked, hit)
+            for (_, rank, _), hit in zip(senders, self._hits(senders, asked), strict=True)
+        ]
         return request, decodes, prefills
+
+    def _hits(self, found: Sequence[_Found], asked: Asked) -> list[_Hit]:
+        hashes, block_tokens, balance = asked.hashes, self._settings.index_block, self._balance
+        telling = {key: blocks for key, rank, blocks in found if rank.tells_resume_points}
+        # The last token is always computed, so nobody goes on behind it.
+        furthest = (asked.prompt_tokens - 1) // block_tokens
+        most = {key: min(blocks, furthest) for key, blocks in telling.items()}
+        matched = self._index.resume_points.deepest(hashes, most)
+        most = dict.fromkeys(telling, furthest)
+        guessed = balance.resume_guesses.deepest(hashes, most, balance.clock()) if telling else {}
+        hits = []
+        for key, _, blocks in found:
+            worth = self._worth(key, asked, blocks)
+            if key not in telling:
+                hits.append(_Hit(blocks * block_tokens, worth))
+                continue
+            resume = matched.get(key, 0) * block_tokens
+            trusted = balance.resume_trust.worth(key, resume, balance.clock())
+            soon = max(trusted, guessed.get(key, 0) * block_tokens)
+            hits.append(_Hit(blocks * block_tokens, worth, resume, min(worth, soon)))
+        return hits
 
     def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         depths = self._index.match_all(asked.hashes)
@@ -212,6 +246,7 @@ class Placer:
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
+        yield from self._resuming(side, order, asked)
         longest, ranks = 0, iter(order)
         while longest < len(hashes):
             holders = self._index.holders_of(ranks, hashes[longest])
@@ -221,14 +256,27 @@ class Placer:
             longest = max(longest, self._index.match(deeper, hashes))
             yield deeper
 
-    def _decode_candidate(
-        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
-    ) -> DecodeCandidate:
+    def _resuming(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
+        """Those that can go on, or soon will, further into the prompt than all before them."""
+        guesses, points = self._balance.resume_guesses, self._index.resume_points
+        for found in (guesses.along(asked.hashes, self._balance.clock()), points.along(asked.hashes)):
+            taken: set[RankKey] = set()
+            for _, ranks in found:
+                # One of those that were taken goes on further than all of these.
+                standing = (key for key in order.sorted(ranks | taken) if key in side.ranks)
+                serving = (key for key in standing if key in taken or self._may_serve(side.ranks[key], asked))
+                first = next(serving, None)
+                if first is not None and first not in taken:
+                    taken.add(first)
+                    yield first
+
+    def _decode_candidate(self, rank: Registration, asked: Asked, hit: _Hit) -> DecodeCandidate:
+        key = rank.id.key
         now, page_size = self._balance.now(key), rank.layout.page_size
         books = now.load.books
         return DecodeCandidate(
             id=rank.id,
-            hit_tokens=self._worth(key, asked, blocks),
+            hit_tokens=hit.worth,
             pending_tokens=now.pending_tokens,
             prefill_tokens_per_s=now.tokens_per_s,
             running=now.running,
@@ -237,33 +285,36 @@ class Placer:
             evictable_tokens=books.cached * page_size,
             excluded=self._exclusion(rank, asked),
             queued=now.queued,
-            matched_tokens=blocks * self._settings.index_block,
+            matched_tokens=hit.matched,
             waiting_tokens=now.load.waiting_tokens,
             own=key in self._decodes.own,
             queue_wait_s=self._balance.queue_wait_s(key),
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
             receives=key not in self._apart,
+            resume_tokens=hit.resume,
+            matched_resume_tokens=hit.matched_resume,
         )
 
-    def _prefill_candidate(
-        self, key: RankKey, rank: Registration, asked: Asked, blocks: int
-    ) -> PrefillCandidate:
+    def _prefill_candidate(self, rank: Registration, asked: Asked, hit: _Hit) -> PrefillCandidate:
+        key = rank.id.key
         now, page_size = self._balance.now(key), rank.layout.page_size
         books = now.load.books
         return PrefillCandidate(
             id=rank.id,
-            hit_tokens=self._worth(key, asked, blocks),
+            hit_tokens=hit.worth,
             pending_tokens=now.pending_tokens,
             prefill_tokens_per_s=now.tokens_per_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
             excluded=self._exclusion(rank, asked),
             queued=now.queued,
-            matched_tokens=blocks * self._settings.index_block,
+            matched_tokens=hit.matched,
             own=key in self._prefills.own,
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
+            resume_tokens=hit.resume,
+            matched_resume_tokens=hit.matched_resume,
         )
 
     def _may_serve(self, rank: Registration, asked: Asked) -> bool:
@@ -295,8 +346,12 @@ class Placer:
         """The request went out. What becomes of it is for `outcomes`."""
         chosen = decision.chosen
         computing = chosen.prefill or chosen.decode
-        uncached_tokens = max(1, prompt_tokens - computing.hit_tokens)
+        uncached_tokens = max(1, prompt_tokens - computing.reused_tokens)
         self.outcomes.sent(request_id, hashes, uncached_tokens, chosen)
+
+    def carried_bytes(self, prompt_tokens: int) -> int:
+        """Tails and states at a prompt's end."""
+        return carried_bytes(self._layout, prompt_tokens) if self._layout else 0
 
     # -- the layout of plan remote ----------------------------------------------------------------
 

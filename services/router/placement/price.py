@@ -1,9 +1,12 @@
 """What it costs to serve a request somewhere, in seconds by name. Pure.
 
-    remote  T = wait_prefill + max(compute, transfer) + last_chunk + overhead + occupy + evict_prefill
-                + at_decode
+    remote  T = wait_prefill + max(compute, transfer) + last_chunk + carried + overhead + occupy
+                + evict_prefill + at_decode
     local   T = compute + occupy + at_decode
     at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
+
+Transfer is priced by what decode holds, computing by where who computes can go on: where tails and states are
+carried beside full attention's pages, that may be less. They cross when the last chunk is computed.
 
 occupy, evict and itl are what a request costs those that come after it or run beside it. Without them
 each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
@@ -104,13 +107,15 @@ class Sender(NamedTuple):
 
 
 class Receiver(NamedTuple):
-    """A decode rank's part under either plan, in seconds; `delta` is what it lacks, in tokens."""
+    """A decode rank's part under either plan, in seconds; `delta` is what it lacks, `uncached` what it would
+    compute, in tokens."""
 
     wait_s: float
     room_s: float  # until the delta has pages
     evict_s: float
     outgrow_s: float  # to go on elsewhere when its pool is at its end, by how likely that is
     delta: int
+    uncached: int
     decode: DecodeCandidate
 
 
@@ -137,7 +142,7 @@ class PriceList:
     def sender(self, prefill: PrefillCandidate) -> Sender:
         rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
         # The last token is always computed: its logits choose the next one.
-        compute_s = max(1, prompt - prefill.hit_tokens) / rate
+        compute_s = max(1, prompt - prefill.reused_tokens) / rate
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
         return Sender(
@@ -149,16 +154,18 @@ class PriceList:
         )
 
     def receiver(self, decode: DecodeCandidate) -> Receiver:
-        delta = max(0, self.request.prompt_tokens - decode.hit_tokens)
+        prompt = self.request.prompt_tokens
+        delta, uncached = max(0, prompt - decode.hit_tokens), max(1, prompt - decode.reused_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
         outgrow_s, lacking = self.outgrow_s(decode), delta - decode.free_tokens
         if lacking <= 0:
-            return Receiver(wait_s, 0.0, 0.0, outgrow_s, delta, decode)
+            return Receiver(wait_s, 0.0, 0.0, outgrow_s, delta, uncached, decode)
         # Sequences that end free at least as many tokens as were generated, one each in every step.
         shortage = max(0, lacking - decode.evictable_tokens)
         room_s = shortage * decode.step_s / max(1, decode.running)
         evicted = min(lacking, decode.evictable_tokens)
-        return Receiver(wait_s, room_s, evicted * self.evict_s_per_token, outgrow_s, delta, decode)
+        evict_s = evicted * self.evict_s_per_token
+        return Receiver(wait_s, room_s, evict_s, outgrow_s, delta, uncached, decode)
 
     def outgrow_s(self, decode: DecodeCandidate) -> float:
         """Nothing where no rank holds more than this one, or all of it fits."""
@@ -170,7 +177,7 @@ class PriceList:
 
     def local_terms(self, receiver: Receiver) -> dict[str, float]:
         decode = receiver.decode
-        compute_s = max(1, receiver.delta) / decode.prefill_tokens_per_s
+        compute_s = receiver.uncached / decode.prefill_tokens_per_s
         return {
             "wait_decode": receiver.wait_s,
             "compute": compute_s,
@@ -184,10 +191,12 @@ class PriceList:
     def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         wait_s, itl_s = self.beside(receiver)
+        carried = {"carried": self.carried_s(bytes_per_s)} if self.request.carried_bytes else {}
         return {
             "wait_prefill": sender.wait_s,
             "compute": max(sender.compute_s, transfer_s),
             "last_chunk": last_chunk_s,
+            **carried,
             "overhead": self.weights.remote_overhead_s,
             "occupy": sender.occupy_s,
             "evict_prefill": sender.evict_s,
@@ -203,6 +212,10 @@ class PriceList:
         s_per_token = self.request.kv_bytes_per_token / bytes_per_s
         return receiver.delta * s_per_token, min(receiver.delta, self.request.chunk_tokens) * s_per_token
 
+    def carried_s(self, bytes_per_s: float) -> float:
+        """To move tails and states."""
+        return self.request.carried_bytes / bytes_per_s
+
     def beside(self, receiver: Receiver) -> tuple[float, float]:
         """What a prompt that comes computed suffers from those computed there, and does to those running.
 
@@ -216,7 +229,7 @@ class PriceList:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         wait_s, itl_s = self.beside(receiver)
         at_decode_s = wait_s + receiver.room_s + receiver.evict_s + itl_s + receiver.outgrow_s
-        return at_decode_s + last_chunk_s, transfer_s
+        return at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
 
     def remote_s(self, receiver: Receiver, sender: Sender) -> float:
         bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)

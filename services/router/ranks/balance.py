@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.router.ranks.predictions import Predictions
+from services.router.ranks.resume_guesses import ResumeGuesses
 from services.router.ranks.speeds import Speeds
 from services.router.ranks.trust import Trust
 from services.values.kv import BlockHash
@@ -72,7 +73,9 @@ class Balance:
         """The priors hold until something was measured; `chunk_tokens` is as in PlacementRequest."""
         self.clock = clock
         self.predictions = Predictions()
+        self.resume_guesses = ResumeGuesses()
         self.trust = Trust()
+        self.resume_trust = Trust()  # of ranks that tell their resume points, in these
         self.changed: Callable[[RankKey], None] = _nobody_asks
         self._chunk_tokens = chunk_tokens
         self._speeds = Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
@@ -233,7 +236,9 @@ class Balance:
         self._ranks.pop(rank, None)
         self._speeds.forget(rank)
         self.predictions.forget(rank)
+        self.resume_guesses.forget(rank)
         self.trust.forget(rank)
+        self.resume_trust.forget(rank)
 
     # -- soon to be cached ------------------------------------------------------------------------
 

@@ -24,6 +24,11 @@ class LoadOrder:
     def __iter__(self) -> Iterator[RankKey]:
         return map(_rank_of, self._order)
 
+    def sorted(self, ranks: Iterable[RankKey]) -> list[RankKey]:
+        """Those of `ranks` that stand in it, as they do."""
+        known = [(self._loads[rank], rank) for rank in ranks if rank in self._loads]
+        return [rank for _, rank in sorted(known)]
+
     def update(self, rank: RankKey, load: Load) -> None:
         """Of a rank that it was made with."""
         before = self._loads[rank]

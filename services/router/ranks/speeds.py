@@ -110,12 +110,14 @@ class Speeds:
 def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
     """The bandwidth with which placement would have foretold what this request took.
 
-    `transfer_s` is what the computation did not hide. With C the compute time, D all bytes and L those of
-    the last chunk, placement says max(C, D / b) + L / b; set equal to C + transfer_s and solved for b.
+    `transfer_s` is what the computation did not hide. With C the compute time, D the bytes of the delta and L
+    those that go last, of its last chunk and what is carried, placement says max(C, D / b) + L / b; set equal
+    to C + transfer_s and solved for b.
     """
     delta_tokens = max(1, admitted.prompt_tokens - admitted.decode_prefix_len)
-    all_bytes = admitted.kv_bytes_moved
-    last_bytes = all_bytes * min(1.0, chunk_tokens / delta_tokens)
+    carried_bytes = sum(admitted.carried_bytes.values())
+    all_bytes = admitted.kv_bytes_moved - carried_bytes
+    last_bytes = all_bytes * min(1.0, chunk_tokens / delta_tokens) + carried_bytes
     transfer_s = max(admitted.transfer_s, _MIN_TRANSFER_S)
     took_s = admitted.prefill_compute_s + transfer_s
     lowest, highest = _BANDWIDTH_LIMITS

@@ -8,7 +8,7 @@ from services.router.placement.candidates import Asked
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
-from services.values.kv import BlockHash, KvLayout, PageBooks
+from services.values.kv import BlockHash, GroupKind, KvGroup, KvLayout, PageBooks
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
 from services.values.registration import Registration
@@ -17,22 +17,33 @@ from services.values.request import Admitted
 BLOCK = 64
 HASHES = [BlockHash(number) for number in range(1, 41)]
 LAYOUT = KvLayout(page_size=BLOCK, page_bytes=1 << 20, model_fingerprint=1)
+STATE_BYTES = 62 << 20
+HYBRID = replace(
+    LAYOUT,
+    page_bytes=BLOCK * 20 << 10,
+    groups=(
+        KvGroup(GroupKind.FULL_ATTENTION, (3,), 2, 256, "bfloat16"),
+        KvGroup(GroupKind.RECURRENT, (0, 1, 2), 0, 0, "bfloat16", unit_bytes=STATE_BYTES),
+    ),
+)
 ROOMY = PageBooks(total=10_000, free=5_000, cached=5_000, locked=0, private=0, quarantined=0)
 BOTH = frozenset(Plan)
 NO_SLACK = PriceWeights(slack_ratio=0.0, slack_s=0.0)
 REMOTE = frozenset({Plan.REMOTE})
 
 
-def registration(role: Role, index: int) -> Registration:
+def registration(role: Role, index: int, layout: KvLayout = LAYOUT) -> Registration:
     rank = RankId(role.value, index, Generation(1))
     address = RankAddress(rank, "host:1")
-    return Registration(role, address, LAYOUT, "m", 100_000, 10_000, "fake")
+    return Registration(role, address, layout, "m", 100_000, 10_000, "fake")
 
 
 class Router:
     """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
 
-    def __init__(self, decodes: int, prefills: int, weights: PriceWeights = NO_SLACK) -> None:
+    def __init__(
+        self, decodes: int, prefills: int, weights: PriceWeights = NO_SLACK, layout: KvLayout = LAYOUT
+    ) -> None:
         self.now = 100.0
         self.index = PrefixIndex()
         self.balance = Balance(lambda: self.now)
@@ -45,7 +56,7 @@ class Router:
             lambda rank: True,
         )
         self.decodes, self.prefills = (
-            [registration(role, i) for i in range(number)]
+            [registration(role, i, layout) for i in range(number)]
             for role, number in ((Role.DECODE, decodes), (Role.PREFILL, prefills))
         )
         self.placer.set_ranks(self.decodes, self.prefills)
@@ -54,8 +65,9 @@ class Router:
             self.waits(rank, 0)
         self.now += 1
 
-    def holds(self, rank: Registration, num_blocks: int) -> None:
-        self.index.apply_snapshot(rank.id, HASHES[:num_blocks])
+    def holds(self, rank: Registration, num_blocks: int, *resumable: int) -> None:
+        """`resumable`: how many of them lie before where it can go on, each."""
+        self.index.apply_snapshot(rank.id, HASHES[:num_blocks], [HASHES[depth - 1] for depth in resumable])
 
     def waits(self, rank: Registration, tokens: int, **load: object) -> None:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}

@@ -26,6 +26,10 @@ def outgrow(asked, weights, d, peers) -> float:
     return likely * d.holds_tokens * len(peers) / sum(peer.prefill_tokens_per_s for peer in peers)
 
 
+def resumed(rank) -> int:
+    return rank.hit_tokens if rank.resume_tokens is None else rank.resume_tokens
+
+
 def book_price(asked, weights, d, p, able) -> float:
     decodes, prefills = able
     peers = prefills or decodes
@@ -36,13 +40,14 @@ def book_price(asked, weights, d, p, able) -> float:
     price = evict_s * min(lacking, d.evictable_tokens) + outgrow(asked, weights, d, peers)
     price += max(0, lacking - d.evictable_tokens) * d.step_s / max(1, d.running)
     if p is None:
-        compute = (asked.prompt_tokens - min(d.hit_tokens, asked.prompt_tokens - 1)) / d.prefill_tokens_per_s
+        compute = (asked.prompt_tokens - min(resumed(d), asked.prompt_tokens - 1)) / d.prefill_tokens_per_s
         return price + wait + compute * (1 + occupy(weights, decodes) + weights.itl_weight * d.running)
-    uncached = asked.prompt_tokens - min(p.hit_tokens, asked.prompt_tokens - 1)
+    uncached = asked.prompt_tokens - min(resumed(p), asked.prompt_tokens - 1)
     compute = uncached / p.prefill_tokens_per_s
     per_token = asked.kv_bytes_per_token / BANDWIDTH
     price += p.pending_tokens / p.prefill_tokens_per_s + occupy(weights, prefills) * compute
     price += max(compute, delta * per_token) + min(asked.chunk_tokens, delta) * per_token
+    price += asked.carried_bytes / BANDWIDTH
     missing = max(0, asked.prompt_tokens - p.hit_tokens - p.free_tokens)
     price += evict_s * min(missing, p.evictable_tokens)
     price += weights.itl_weight * (wait + d.running * d.step_s)
@@ -141,6 +146,7 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
         )
         for rank in ranks
     ]
+    ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
     return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
 
 
@@ -150,7 +156,18 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
     drawn = draw(st.lists(states, max_size=25))
     ranks = [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
     waiting = [replace(rank, compute_wait_s=draw(waits)) for rank in ranks]
+    ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
     return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
+
+
+def resuming(draw, ranks) -> list:
+    """None of them tells where it can go on, or each does: nowhere, or somewhere in what it holds."""
+    shares = draw(st.sampled_from([None, (0.0,), (0.0, 0.5, 1.0)]))
+    if shares is None:
+        return ranks
+    return [
+        replace(rank, resume_tokens=int(draw(st.sampled_from(shares)) * rank.hit_tokens)) for rank in ranks
+    ]
 
 
 def shared_out(draw, ranks) -> list:
@@ -169,6 +186,7 @@ def requests(draw) -> PlacementRequest:
         max_wait_s=draw(st.sampled_from([inf, inf, 0.5, 1.0, 3.0])),
         most_tokens=draw(st.none() | st.sampled_from([6_000, 12_000])),
         longest_tokens=draw(st.sampled_from([0, 8_000, 20_000])),
+        carried_bytes=draw(st.sampled_from([0, 0, 6.5e7, 1e9])),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.known_cluster import BOTH, HASHES, REMOTE, Router, of_other_layout
+from router.placement.known_cluster import BOTH, HASHES, HYBRID, REMOTE, Router, of_other_layout
 from services.router.placement.decision import Nowhere
 from services.router.placement.exclusion import TOO_SMALL
 from services.router.placement.price import PriceWeights
@@ -52,6 +52,25 @@ def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
             router.placer.place(asked, 0.5)
         return
     few = router.placer.place(asked, 0.5)
+    assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
+
+
+@settings(max_examples=60)
+@given(ranks, ranks, st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]), st.data())
+def test_of_many_that_go_on_where_they_kept_a_state_the_best_are_looked_at(decodes, prefills, plans, data):
+    router = Router(len(decodes), len(prefills), layout=HYBRID)
+    for rank, (num_held, tokens) in zip(
+        (*router.decodes, *router.prefills), (*decodes, *prefills), strict=True
+    ):
+        router.holds(rank, num_held, *data.draw(st.sets(st.integers(1, num_held))) if num_held else ())
+        router.waits(rank, tokens)
+    guess = data.draw(st.none() | st.tuples(st.sampled_from(router.decodes + router.prefills), held))
+    if guess is not None and guess[1]:
+        rank, depth = guess[0].id.key, guess[1]
+        router.balance.predict(rank, HASHES[:depth])
+        router.balance.resume_guesses.add(rank, HASHES[depth - 1], router.now, 5.0)
+    asked = router.asked(plans=plans)
+    every, few = router.placer.explain(asked, 0.5), router.placer.place(asked, 0.5)
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
 
 

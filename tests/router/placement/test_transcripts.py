@@ -3,8 +3,9 @@
 A block has 64 tokens; a rank computes 10,000 tokens a second and its pool has room, unless its load says
 otherwise. Of ranks that are equal in all the first one is taken.
 
-    cluster decode= [prefill=] [routers=]       idle ranks d0, d1, ... and p0, p1, ... and new routers
-    index RANK blocks=                          it holds so many blocks of the one text that all ask about
+    cluster decode= [prefill=] [routers=] ...   idle ranks d0, d1, ... and p0, p1, ... and new routers
+    index RANK blocks= [states=]                it holds so many blocks of the one text that all ask about;
+                                                with layout=hybrid, and the states after so many: 5,20
     load RANK [pending=] [waiting=] ...         its report; what is not said is as of an idle rank
     rank RANK [draining=] [holds=] [layout=]    it registers anew; it holds so many tokens of one request
     fails RANK, silent RANK, lost RANK          what the routers find out themselves; lost: the stream to it
@@ -19,6 +20,7 @@ from dataclasses import replace
 import pytest
 
 from plugins.transcripts import stem, transcripts_beside
+from router.placement.known_cluster import HYBRID
 from services.index.read.prefix_index import PrefixIndex
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
@@ -33,7 +35,7 @@ from services.values.registration import Registration
 
 BLOCK = 64
 HASHES = [BlockHash(number) for number in range(1, 101)]
-LAYOUTS = {"old": KvLayout(BLOCK, 1 << 20, 1), "new": KvLayout(BLOCK, 1 << 19, 1)}
+LAYOUTS = {"old": KvLayout(BLOCK, 1 << 20, 1), "new": KvLayout(BLOCK, 1 << 19, 1), "hybrid": HYBRID}
 ROLES = {"d": Role.DECODE, "p": Role.PREFILL}
 _LOADS = {"pending": "pending_tokens", "receiving": "waiting_tokens"}
 PLANS = {"local": {Plan.LOCAL}, "remote": {Plan.REMOTE}, "both": set(Plan)}
@@ -64,7 +66,7 @@ class Story:
         words, options = command.words, command.options
         return getattr(self, f"do_{command.name}")(*words, **options) or ()
 
-    def do_cluster(self, decode, prefill="0", routers="1"):
+    def do_cluster(self, decode, prefill="0", routers="1", layout="old"):
         self.lost = set()
         self.routers = [
             Router(lambda: self.now, Share(i, int(routers)), lambda rank: rank not in self.lost)
@@ -73,7 +75,7 @@ class Story:
         names = [
             f"{role}{number}" for role, many in (("d", decode), ("p", prefill)) for number in range(int(many))
         ]
-        self.ranks = {name: registration(name) for name in names}
+        self.ranks = {name: registration(name, layout) for name in names}
         self.register()
         for name in names:
             self.do_index(name, "0")
@@ -84,9 +86,10 @@ class Story:
         for router in self.routers:
             router.knows(self.ranks.values())
 
-    def do_index(self, name, blocks):
+    def do_index(self, name, blocks, states=""):
+        resumable = [HASHES[int(depth) - 1] for depth in filter(None, states.split(","))]
         for router in self.routers:
-            router.index.apply_snapshot(self.ranks[name].id, HASHES[: int(blocks)])
+            router.index.apply_snapshot(self.ranks[name].id, HASHES[: int(blocks)], resumable)
 
     def do_load(self, name, **fields):
         load = load_of(**fields)
@@ -142,10 +145,10 @@ class Story:
         )
 
 
-def registration(name):
+def registration(name, layout):
     rank = RankId(name[0], int(name[1:]), Generation(1))
     role = ROLES[name[0]]
-    return Registration(role, RankAddress(rank, "host:1"), LAYOUTS["old"], "m", 100_000, 10_000, "fake")
+    return Registration(role, RankAddress(rank, "host:1"), LAYOUTS[layout], "m", 100_000, 10_000, "fake")
 
 
 def load_of(free="500000", cached="500000", rate="10000", step="0.01", room="0", stalled="no", **numbers):

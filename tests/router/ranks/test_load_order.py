@@ -19,3 +19,5 @@ def test_it_is_sorted_whatever_changes(table, data):
         table[rank] = load
     assert list(order) == sorted(table, key=lambda rank: (table[rank], rank))
     assert len(order) == len(table)
+    some = data.draw(st.sets(ranks))  # and others
+    assert order.sorted(some) == [rank for rank in order if rank in some]

@@ -1,5 +1,7 @@
 """How fast ranks compute and links carry, learned from what requests took."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +94,19 @@ def test_the_bandwidth_learned_is_the_one_placement_would_have_needed(bandwidth,
         0.0,
     ).chosen
     assert chosen.total_s == pytest.approx(compute_s + max(1e-4, admitted.transfer_s), rel=1e-3)
+
+
+@given(bandwidth=st.floats(1e7, 1e11), compute_s=st.floats(0.001, 10.0), carried=st.integers(1, 1 << 30))
+def test_what_is_carried_beside_the_delta_tells_the_same_bandwidth(bandwidth, compute_s, carried):
+    """32 KiB a token, in two chunks; tails and states go with the last one."""
+    pages = 64 * MIB
+    took_s = max(compute_s, pages / bandwidth) + (pages / 2 + carried) / bandwidth
+    transfer_s = took_s - compute_s
+    balance = Balance(Clock(), chunk_tokens=1_000)
+    admitted = took(kv_bytes_moved=pages + carried, prefill_compute_s=compute_s, transfer_s=transfer_s)
+    balance.observe_admitted(D0, P0, replace(admitted, carried_bytes={"recurrent": carried}))
+    if transfer_s >= 1e-4:
+        assert balance.bandwidth(P0, D0) == pytest.approx(bandwidth, rel=1e-3)
 
 
 def test_a_link_falls_back_to_its_prefill_rank_then_to_all(balance):
