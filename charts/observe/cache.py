@@ -36,8 +36,8 @@ def cache() -> Dashboard:
                     graph(
                         "Cache hit rate by rank",
                         "percentunit",
-                        "Share of the prompt tokens sent to the rank that it held already. Decode ranks: KV "
-                        "that need not move; prefill ranks: KV that need not be computed.",
+                        "Share of the prompt tokens sent to the rank that it had already. Decode ranks under plan "
+                        "remote: KV that need not move; ranks that compute: tokens that they need not.",
                         lowest(_share("isthmus_delivered_hit_tokens_total", _BY_RANK), _NAME),
                         maximum=1,
                     ),
@@ -45,10 +45,14 @@ def cache() -> Dashboard:
                         "Hit rate: predicted, delivered, available",
                         "percentunit",
                         "Predicted: what the routers believed of the chosen ranks. Delivered: what they held. "
-                        "Available: what the best rank was believed to hold. Far apart: runbook IsthmusHitRateFell.",
+                        "Available: what the best rank was believed to hold. held: what need not move; resumable: what "
+                        "need not be computed. Far apart: runbook IsthmusHitRateFell.",
                         *(
-                            Query(_share(f"isthmus_{kind}_hit_tokens_total", "role"), f"{{{{role}}}} {kind}")
-                            for kind in ("predicted", "delivered", "available")
+                            Query(
+                                _share(f"isthmus_{which}_hit_tokens_total", "role, kind"),
+                                f"{{{{role}}}} {{{{kind}}}} {which}",
+                            )
+                            for which in ("predicted", "delivered", "available")
                         ),
                         maximum=1,
                     ),
@@ -56,8 +60,12 @@ def cache() -> Dashboard:
                         "Hit prediction accuracy by rank",
                         "percentunit",
                         "Of the tokens that the index said the rank held, the share that it had. Below 100 %: "
-                        "it evicts faster than the index hears, or its publisher lags.",
-                        lowest(f"min by ({_BY_RANK}) (isthmus_rank_trust{{{RANK}}})", _NAME),
+                        "it evicts faster than the index hears, or its publisher lags. resumable: of the tokens "
+                        "from whose end it was to go on computing.",
+                        lowest(
+                            f"min by ({_BY_RANK}, kind) (isthmus_rank_trust{{{RANK}}})",
+                            f"{_NAME} {{{{kind}}}}",
+                        ),
                         maximum=1,
                     ),
                     graph(
@@ -146,6 +154,15 @@ def cache() -> Dashboard:
                         "short",
                         "Index blocks by rank, as the routers know them.",
                         highest(f"max by ({_BY_RANK}) (isthmus_index_rank_blocks{{{RANK}}})", _NAME),
+                    ),
+                    graph(
+                        "Resumable blocks by rank",
+                        "short",
+                        "Index blocks at whose end the rank kept tails and states, as the routers know them. Empty "
+                        "for models that carry none: their ranks go on wherever they hold.",
+                        highest(
+                            f"max by ({_BY_RANK}) (isthmus_index_rank_resumable_blocks{{{RANK}}})", _NAME
+                        ),
                     ),
                     graph(
                         "Index gaps and resyncs",

@@ -73,6 +73,11 @@ class MirrorCollector(Collector):
         yield _gauge("isthmus_index_ready", "1 once the whole index was read.", mirror.ready.is_set())
         yield _gauge("isthmus_index_revision", "Revision of etcd that was read.", mirror.revision)
         yield _gauge("isthmus_index_blocks", "Index blocks over all ranks.", mirror.index.total_blocks)
+        yield _gauge(
+            "isthmus_index_resumable_blocks",
+            "Index blocks at whose end ranks can go on computing, over all ranks that tell them.",
+            len(mirror.index.resume_points),
+        )
         yield _gauge("isthmus_index_pins", "Conversations with a pin.", len(mirror.pins))
         yield self._ranks()
         yield _counter("isthmus_index_listings", "Times the index was listed anew.", mirror.listings)
@@ -122,6 +127,11 @@ class MembershipCollector(Collector):
             "isthmus_publisher_flush_interval_seconds", "Between two writes.", publisher.pace.interval_s
         )
         yield _gauge("isthmus_publisher_blocks", "Index blocks that the rank holds.", publisher.num_blocks)
+        yield _gauge(
+            "isthmus_publisher_resumable_blocks",
+            "Index blocks at whose end the rank can go on computing; 0 where it can wherever it holds.",
+            publisher.num_resumable,
+        )
         yield self._writes()
         yield _counter("isthmus_publisher_failures", "Writes that etcd did not take.", publisher.failures)
 

@@ -112,7 +112,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 def _explanation(prompt_tokens: int, explained: Explained) -> generation_pb2.ExplainResponse:
     decision, pinned = explained.decision, None
     response = generation_pb2.ExplainResponse(
-        prompt_tokens=prompt_tokens, reason=decision.reason, degraded=explained.degraded or ""
+        prompt_tokens=prompt_tokens,
+        reason=decision.reason,
+        degraded=explained.degraded or "",
+        carried_bytes=explained.carried_bytes,
     )
     chosen, ranked, unpriced = _parts(decision)
     for priced in ranked:
@@ -148,6 +151,10 @@ def _candidate(priced: Priced, chosen: bool, explained: Explained) -> generation
         prefill_indexed_tokens=0 if prefill is None else prefill.matched_tokens,
         decode_context_tokens=_context_tokens(decode),
         prefill_context_tokens=0 if prefill is None else _context_tokens(prefill),
+        decode_resume_tokens=decode.resume_tokens,
+        decode_indexed_resume_tokens=decode.matched_resume_tokens,
+        prefill_resume_tokens=None if prefill is None else prefill.resume_tokens,
+        prefill_indexed_resume_tokens=None if prefill is None else prefill.matched_resume_tokens,
         terms=[generation_pb2.CostTerm(name=name, seconds=seconds) for name, seconds in priced.terms],
         total_s=priced.total_s,
         pinned=explained.pinned == decode.id.key,
@@ -163,6 +170,8 @@ def _unpriced(rank: Candidate, explained: Explained) -> generation_pb2.Candidate
             decode_hit_tokens=rank.hit_tokens,
             decode_indexed_tokens=rank.matched_tokens,
             decode_context_tokens=_context_tokens(rank),
+            decode_resume_tokens=rank.resume_tokens,
+            decode_indexed_resume_tokens=rank.matched_resume_tokens,
             pinned=explained.pinned == rank.id.key,
             excluded=rank.excluded,
         )
@@ -171,6 +180,8 @@ def _unpriced(rank: Candidate, explained: Explained) -> generation_pb2.Candidate
         prefill_hit_tokens=rank.hit_tokens,
         prefill_indexed_tokens=rank.matched_tokens,
         prefill_context_tokens=_context_tokens(rank),
+        prefill_resume_tokens=rank.resume_tokens,
+        prefill_indexed_resume_tokens=rank.matched_resume_tokens,
         excluded=rank.excluded,
     )
 
@@ -200,4 +211,6 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
         excluded=status.excluded,
         unregistered_s=status.unregistered_s,
         staleness_s=status.staleness_s,
+        resumable_blocks=status.num_resumable,
+        resume_trust=None if status.num_resumable is None else status.resume_trust,
     )

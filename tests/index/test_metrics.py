@@ -22,6 +22,7 @@ async def test_a_rank_and_a_router_tell_how_the_index_goes(
         async with running(rank.run()), mirroring(etcd, keys, observe=staleness.observe) as mirror:
             registry.register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
             rank.store(1, 2, 3)
+            rank.resume(2)
             await until(lambda: rank.is_mirrored_by(mirror) and mirror.degraded is None)
 
             def value(name: str, **labels: str) -> float:
@@ -30,6 +31,7 @@ async def test_a_rank_and_a_router_tell_how_the_index_goes(
                 return found
 
             assert value("isthmus_index_blocks") == value("isthmus_publisher_blocks") == 3
+            assert value("isthmus_index_resumable_blocks") == value("isthmus_publisher_resumable_blocks") == 1
             assert value("isthmus_index_ranks", state="live") == value("isthmus_rank_registered") == 1
             assert value("isthmus_index_ready") == 1
             assert value("isthmus_router_degraded", reason="etcd_away") == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.cli.client import ClientConfig, given_prompt, key_metadata
-from services.cli.table import format_table
+from services.cli.table import format_bytes, format_table
 from services.net import grpc_errors
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError
@@ -15,7 +15,7 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_
 
 # As a request comes to meet them, then what it costs others.
 _ORDER = (
-    *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "overhead"),
+    *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "carried", "overhead"),
     *("occupy", "evict_prefill", "evict_decode", "itl", "outgrow"),
 )
 _REASONS = {
@@ -68,7 +68,8 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
 
 def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
     """The choice and its reason, what each rank holds, then every candidate's price, cheapest first."""
-    lines = [f"{answer.prompt_tokens} prompt tokens", *_choice(answer)]
+    carried = f"; tails and states are {format_bytes(answer.carried_bytes)}" if answer.carried_bytes else ""
+    lines = [f"{answer.prompt_tokens} prompt tokens{carried}", *_choice(answer)]
     if answer.HasField("pinned"):
         lines.append(f"pinned to {_name(answer.pinned)}")
     if answer.degraded:
@@ -97,22 +98,34 @@ def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
     return [f"no choice: {answer.reason}"]
 
 
+_HELD = {"in the index": "indexed", "counted as": "hit"}
+_RESUMED = {"resumable": "indexed_resume", "resumed at": "resume"}
+_POOL = {"holds at most": "context"}
+
+
 def _held(answer: generation_pb2.ExplainResponse) -> str:
-    """What each rank holds of the prompt and, where they differ in that, can hold of a request."""
-    rows: dict[str, tuple[object, ...]] = {}
-    pools: dict[str, set[int]] = {"decode": set(), "prefill": set()}
+    """What each rank holds of the prompt. Where that differs: where each can go on computing, and what it can
+    hold of a request."""
+    ranks: dict[str, tuple[str, generation_pb2.Candidate]] = {}
     for candidate in answer.candidates:
-        for role, pool in pools.items():
-            if not candidate.HasField(role):
-                continue
-            indexed, hit, context = (
-                getattr(candidate, f"{role}_{what}_tokens") for what in ("indexed", "hit", "context")
-            )
-            pool.add(context)
-            rows.setdefault(_name(getattr(candidate, role)), (role, indexed, hit, context))
-    headings = ("rank", "role", "in the index", "counted as", "holds at most")
-    shown = len(headings) if any(len(pool) > 1 for pool in pools.values()) else len(headings) - 1
-    return format_table(headings[:shown], [(name, *row)[:shown] for name, row in sorted(rows.items())])
+        for role in ("decode", "prefill"):
+            if candidate.HasField(role):
+                ranks.setdefault(_name(getattr(candidate, role)), (role, candidate))
+    tells = any(candidate.HasField(f"{role}_resume_tokens") for role, candidate in ranks.values())
+    pools = {(role, getattr(candidate, f"{role}_context_tokens")) for role, candidate in ranks.values()}
+    differ = len(pools) > len({role for role, _ in pools})
+    columns = _HELD | (_RESUMED if tells else {}) | (_POOL if differ else {})
+    rows = [
+        (name, role, *(_tokens(candidate, f"{role}_{what}_tokens") for what in columns.values()))
+        for name, (role, candidate) in sorted(ranks.items())
+    ]
+    return format_table(("rank", "role", *columns), rows)
+
+
+def _tokens(candidate: generation_pb2.Candidate, field: str) -> object:
+    """A rank that does not tell where it can go on computing can wherever it holds."""
+    untold = field.endswith("_resume_tokens") and not candidate.HasField(field)
+    return "all" if untold else getattr(candidate, field)
 
 
 def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.cli.ranks import RanksConfig, ask_router
@@ -15,7 +16,9 @@ from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2
 
 _LISTING_TIMEOUT_S = 10.0
-_BASE = ("rank", "role", "state", "generation", "blocks", "epoch", "sequence", "record age")
+_BASE = ("rank", "role", "state", "generation", "blocks", "resumable", "epoch", "sequence", "record age")
+_OF_RESUMING = {"resumable", "resume trust"}  # shown where a rank tells where it can go on computing
+_WHEREVER_IT_HOLDS = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +57,14 @@ async def _read_etcd(config: IndexConfig) -> str:
 
 
 def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
-    """`behind`: what is known of the rank. Pages are in use (of which evictable) / all; `pending`: prompt
+    """`resumable`: blocks at whose end the rank can go on computing; all, where it can wherever it holds.
+    `behind`: what is known of the rank. Pages are in use (of which evictable) / all; `pending`: prompt
     tokens; `KV by`: what a prefill rank's KV has crossed by, once some has."""
     headings = (
         *_BASE,
         "behind",
         "trust",
+        "resume trust",
         "running",
         "waiting",
         "pending",
@@ -68,11 +73,17 @@ def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
         "KV by",
         "note",
     )
-    table = format_table(headings, [_answered(rank) for rank in answer.ranks])
+    rows = [_answered(rank) for rank in answer.ranks]
+    table = _table(headings, rows, any(rank.HasField("resumable_blocks") for rank in answer.ranks))
     lines = [f"the index is {answer.staleness_s:.3f} s behind the ranks"]
     if answer.degraded:
         lines.append(f"degraded: {answer.degraded}")
     return "\n".join([*lines, table if answer.ranks else "no rank is registered"])
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[object]], resuming: bool) -> str:
+    shown = [i for i, heading in enumerate(headings) if resuming or heading not in _OF_RESUMING]
+    return format_table([headings[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
@@ -83,11 +94,13 @@ def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
         rank.state,
         f"{rank.rank.generation:016x}",
         rank.index_blocks,
+        rank.resumable_blocks if rank.HasField("resumable_blocks") else _WHEREVER_IT_HOLDS,
         rank.epoch,
         rank.next_sequence,
         _age(rank.record_age_s, rank.current),
         f"{rank.staleness_s:.3f} s",
         f"{rank.trust:.2f}",
+        f"{rank.resume_trust:.2f}" if rank.HasField("resume_trust") else "",
         load.running,
         load.waiting,
         rank.pending_tokens,
@@ -105,9 +118,11 @@ def _note(rank: generation_pb2.RankStatus) -> str:
 
 def format_ranks(mirror: Mirror) -> str:
     """From etcd alone: nothing of trust and load."""
-    rows = []
+    rows, resuming = [], False
     for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
         registration, progress = view.registration, mirror.progress(key)
+        tells = registration.tells_resume_points
+        resuming = resuming or tells
         rows.append(
             (
                 str(key),
@@ -115,6 +130,7 @@ def format_ranks(mirror: Mirror) -> str:
                 view.condition,
                 f"{registration.id.generation:016x}",
                 mirror.index.num_blocks(key),
+                mirror.index.resume_points.num_blocks(key) if tells else _WHEREVER_IT_HOLDS,
                 progress.epoch,
                 progress.next_seq,
                 _age(progress.age_s, progress.current),
@@ -124,7 +140,7 @@ def format_ranks(mirror: Mirror) -> str:
             )
         )
     headings = (*_BASE, "pages", "endpoint", "model")
-    return format_table(headings, rows) if rows else "no rank is registered"
+    return _table(headings, rows, resuming) if rows else "no rank is registered"
 
 
 def _age(age_s: float, current: bool) -> str:

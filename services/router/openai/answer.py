@@ -172,6 +172,7 @@ def _where(placement: generation_pb2.Placement) -> Json:
         "prefill_rank": _rank_name(placement.prefill) if placement.HasField("prefill") else None,
         "reason": placement.reason,
         "predicted_prefix_len": placement.predicted_prefix_len,
+        "predicted_reused_tokens": placement.predicted_reused_tokens,
     }
 
 

@@ -48,6 +48,7 @@ def _placement(placed: Placed) -> generation_pb2.Placement:
         prefill=None if chosen.prefill is None else convert.rank_id_to_proto(chosen.prefill.id),
         plan=convert.plan_to_proto(placed.plan),
         predicted_prefix_len=chosen.decode.hit_tokens,
+        predicted_reused_tokens=(chosen.prefill or chosen.decode).reused_tokens,
         reason=placed.decision.reason,
     )
 

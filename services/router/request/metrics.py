@@ -28,6 +28,10 @@ _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 
 # Of clients: which requests they ask wrongly.
 MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning))
 _RANK = ("role", "worker", "rank")
+# Held: what need not cross, of a decode rank under plan remote. Resumable: what need not be computed, of the
+# rank that computes. They differ where tails or states are carried.
+_HELD, _RESUMABLE = "held", "resumable"
+_RANK_AND_KIND = (*_RANK, "kind")
 
 
 class RouterMetrics:
@@ -193,40 +197,54 @@ class RouterMetrics:
 
 
 class _HitMetrics:
-    """Of the ranks that requests were sent to, in prompt tokens."""
+    """Of the ranks that requests were sent to, in prompt tokens, by what they were to be cached for."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
-        self._prompt = counter("isthmus_placed_prompt_tokens", "Prompt tokens sent to the rank.", _RANK)
+        self._prompt = counter(
+            "isthmus_placed_prompt_tokens",
+            "Prompt tokens sent to the rank, by what may be cached there: held need not move, resumable need "
+            "not be computed.",
+            _RANK_AND_KIND,
+        )
         self._predicted = counter(
             "isthmus_predicted_hit_tokens",
             "Of the prompt tokens sent to the rank, those that the router believed to be cached there.",
-            _RANK,
+            _RANK_AND_KIND,
         )
         self._delivered = counter(
             "isthmus_delivered_hit_tokens",
             "Of the prompt tokens sent to the rank, those that were cached there.",
-            _RANK,
+            _RANK_AND_KIND,
         )
         self._available = counter(
             "isthmus_available_hit_tokens",
             "Of the prompt tokens sent to the rank, those that its role's best rank was believed to hold.",
-            _RANK,
+            _RANK_AND_KIND,
         )
 
     def admitted(self, placed: Placed, admitted: Admitted) -> None:
         chosen = placed.decision.chosen
-        decode, prefill = chosen.decode, chosen.prefill
-        self._count(Role.DECODE, decode.id, decode.hit_tokens, admitted.decode_prefix_len, placed, admitted)
-        if prefill is not None:
-            delivered = admitted.prefill_prefix_len
-            self._count(Role.PREFILL, prefill.id, prefill.hit_tokens, delivered, placed, admitted)
+        decode, prefill, delivered = chosen.decode, chosen.prefill, admitted.decode_prefix_len
+        if prefill is None:
+            self._count(Role.DECODE, decode.id, _RESUMABLE, decode.reused_tokens, delivered, placed, admitted)
+            return
+        self._count(Role.DECODE, decode.id, _HELD, decode.hit_tokens, delivered, placed, admitted)
+        delivered = admitted.prefill_prefix_len
+        self._count(Role.PREFILL, prefill.id, _RESUMABLE, prefill.reused_tokens, delivered, placed, admitted)
 
     def _count(
-        self, role: Role, rank: RankId, predicted: int, delivered: int, placed: Placed, admitted: Admitted
+        self,
+        role: Role,
+        rank: RankId,
+        kind: str,
+        predicted: int,
+        delivered: int,
+        placed: Placed,
+        admitted: Admitted,
     ) -> None:
         # Workers keep their names over all their lives, so the series are bounded by the ranks.
-        labels = (role.value, rank.worker, str(rank.rank))
+        labels = (role.value, rank.worker, str(rank.rank), kind)
         self._prompt.labels(*labels).inc(admitted.prompt_tokens)
         self._predicted.labels(*labels).inc(predicted)
         self._delivered.labels(*labels).inc(delivered)
@@ -250,6 +268,11 @@ class RankCollector(Collector):
         blocks = GaugeMetricFamily(
             "isthmus_index_rank_blocks", "Index blocks that the rank is known to hold.", labels=_RANK
         )
+        resumable = GaugeMetricFamily(
+            "isthmus_index_rank_resumable_blocks",
+            "Index blocks at whose end the rank can go on computing, of ranks that tell them.",
+            labels=_RANK,
+        )
         staleness = GaugeMetricFamily(
             "isthmus_index_rank_staleness_seconds",
             "How far what the router knows of the rank's cache is behind it.",
@@ -258,7 +281,7 @@ class RankCollector(Collector):
         trust = GaugeMetricFamily(
             "isthmus_rank_trust",
             "Of the tokens of late that the index said the rank had cached, the share that it had.",
-            labels=_RANK,
+            labels=_RANK_AND_KIND,
         )
         for role in Role:
             for view in self._cluster.ranks(role):
@@ -267,10 +290,14 @@ class RankCollector(Collector):
                 up.add_metric(labels, self._cluster.is_up(view))
                 blocks.add_metric(labels, self._mirror.index.num_blocks(rank))
                 staleness.add_metric(labels, self._mirror.rank_staleness_s(rank))
-                trust.add_metric(labels, self._cluster.trust(rank))
+                trust.add_metric((*labels, _HELD), self._cluster.trust(rank))
+                if (num_resumable := self._cluster.num_resumable(view.registration)) is not None:
+                    resumable.add_metric(labels, num_resumable)
+                    trust.add_metric((*labels, _RESUMABLE), self._cluster.resume_trust(rank))
         for role, rank in self._cluster.missed():
             up.add_metric((role.value, rank.worker, str(rank.rank)), 0)
         yield up
         yield blocks
+        yield resumable
         yield staleness
         yield trust

@@ -38,6 +38,7 @@ def _placed(placed: Placed) -> Attributes:
         "reason": placed.decision.reason,
         "predicted_decode_prefix_len": chosen.decode.hit_tokens,
         "indexed_decode_prefix_len": chosen.decode.matched_tokens,
+        "predicted_reused_tokens": (chosen.prefill or chosen.decode).reused_tokens,
         "route.total_s": chosen.total_s,
     }
     if placed.pinned is not None:

@@ -56,6 +56,40 @@ def test_an_explanation_names_the_choice_the_reason_and_every_term():
     assert lines[-1] == "nothing anywhere: itl"
 
 
+def test_where_a_model_carries_a_state_both_kinds_are_shown():
+    told = {"decode_resume_tokens": 128, "decode_indexed_resume_tokens": 192}
+    candidates = [
+        generation_pb2.Candidate(decode=HOME, decode_hit_tokens=640, decode_indexed_tokens=704, **told),
+        generation_pb2.Candidate(decode=OTHER, decode_hit_tokens=320, decode_indexed_tokens=320),
+    ]
+    answer = generation_pb2.ExplainResponse(prompt_tokens=900, candidates=candidates, carried_bytes=62 << 20)
+    lines = format_explanation(answer).splitlines()
+    assert lines[0] == "900 prompt tokens; tails and states are 62.0 MiB"
+    headings = next(line for line in lines if line.startswith("rank"))
+    assert headings.split("  in the index  ")[1].split("  ") == ["counted as", "resumable", "resumed at"]
+    rows = [line.split() for line in lines]
+    assert ["d0/1", "decode", "704", "640", "192", "128"] in rows
+    assert ["d0/0", "decode", "320", "320", "all", "all"] in rows
+
+
+def test_the_index_shows_where_ranks_can_go_on():
+    tells = generation_pb2.RankStatus(
+        rank=HOME,
+        role=common_pb2.ROLE_DECODE,
+        index_blocks=12,
+        resumable_blocks=3,
+        trust=1.0,
+        resume_trust=0.5,
+    )
+    plain = generation_pb2.RankStatus(rank=OTHER, role=common_pb2.ROLE_DECODE, index_blocks=7, trust=1.0)
+    _, headings, _, *rows = format_answer(generation_pb2.ListRanksResponse(ranks=[tells, plain])).splitlines()
+    assert headings.split()[4:6] == ["blocks", "resumable"] and "trust  resume trust  running" in headings
+    assert rows[0].split()[3:5] == ["12", "3"] and "1.00   0.50" in rows[0]
+    assert rows[1].split()[3:5] == ["7", "all"]
+    alone = format_answer(generation_pb2.ListRanksResponse(ranks=[plain]))
+    assert "resum" not in alone
+
+
 def test_pools_are_shown_where_they_differ():
     def of(decode_tokens, prefill_tokens):
         other = {"decode": OTHER, "decode_context_tokens": 64, "excluded": "too small"}

@@ -67,14 +67,15 @@ async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_di
     assert value(router, "isthmus_kv_moved_bytes_total") == total("kv_bytes_moved")
     assert value(router, "isthmus_kv_saved_bytes_total") == total("kv_bytes_saved")
     assert value(router, "isthmus_placements_total", plan="remote") == 2
-    for role, worker, held in (
-        ("decode", "decode-0", total("decode_prefix_len")),
-        ("prefill", "prefill-0", total("prefill_prefix_len")),
+    for role, worker, kind, held in (
+        ("decode", "decode-0", "held", total("decode_prefix_len")),
+        ("prefill", "prefill-0", "resumable", total("prefill_prefix_len")),
     ):
         rank = {"role": role, "worker": worker, "rank": "0"}
-        assert value(router, "isthmus_placed_prompt_tokens_total", **rank) == total("prompt_tokens")
-        assert value(router, "isthmus_delivered_hit_tokens_total", **rank) == held
-        assert value(router, "isthmus_available_hit_tokens_total", **rank) >= held
+        of_kind = {**rank, "kind": kind}
+        assert value(router, "isthmus_placed_prompt_tokens_total", **of_kind) == total("prompt_tokens")
+        assert value(router, "isthmus_delivered_hit_tokens_total", **of_kind) == held
+        assert value(router, "isthmus_available_hit_tokens_total", **of_kind) >= held
         assert value(router, "isthmus_rank_up", **rank) == 1
         assert 0 < value(router, "isthmus_index_rank_staleness_seconds", **rank) < 60
     assert value(decode, "isthmus_decode_prefix_tokens_total", rank="0") == total("decode_prefix_len")

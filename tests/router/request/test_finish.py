@@ -90,11 +90,14 @@ class Travelled:
 
     def place(self, prompt, conversation_id, excluded, max_wait_s):
         number, self._placed = self._placed, self._placed + 1
-        prefill = SimpleNamespace(id=RankId("p", number, Generation(1)), hit_tokens=0)
+        prefill = SimpleNamespace(id=RankId("p", number, Generation(1)), hit_tokens=0, reused_tokens=0)
         remote = self.stays[number].plan is Plan.REMOTE
         chosen = MagicMock(
             decode=SimpleNamespace(
-                id=RankId("d", number, Generation(1)), hit_tokens=number, matched_tokens=0
+                id=RankId("d", number, Generation(1)),
+                hit_tokens=number,
+                matched_tokens=0,
+                reused_tokens=number,
             ),
             prefill=prefill if remote else None,
         )

@@ -89,7 +89,7 @@ class LosingCluster:
             raise InvalidRequest("enough")
         placed = MagicMock(prefill=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
         placed.decision.reason, placed.decision.chosen.prefill = "cheapest", None
-        placed.decision.chosen.decode.hit_tokens = 0
+        placed.decision.chosen.decode.hit_tokens = placed.decision.chosen.decode.reused_tokens = 0
         placed.decision.chosen.decode.id = RankId(f"d{len(self.excluded)}", 0, Generation(1))
         placed.client.start = self._start
         return placed

@@ -115,20 +115,22 @@ class StageTimes(_message.Message):
     def __init__(self, tokenize_s: _Optional[float] = ..., route_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., router_queue_s: _Optional[float] = ..., first_decode_step_s: _Optional[float] = ..., relay_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decode", "prefill", "plan", "predicted_prefix_len", "reason", "usage")
+    __slots__ = ("decode", "prefill", "plan", "predicted_prefix_len", "reason", "usage", "predicted_reused_tokens")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     plan: _common_pb2.Plan
     predicted_prefix_len: int
     reason: str
     usage: Usage
-    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., predicted_prefix_len: _Optional[int] = ..., reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    predicted_reused_tokens: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., predicted_prefix_len: _Optional[int] = ..., reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., predicted_reused_tokens: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "delta_tokens", "kv_bytes_moved", "kv_bytes_saved")
@@ -209,7 +211,7 @@ class CostTerm(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens", "decode_context_tokens", "prefill_context_tokens")
+    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens", "decode_context_tokens", "prefill_context_tokens", "decode_resume_tokens", "prefill_resume_tokens", "decode_indexed_resume_tokens", "prefill_indexed_resume_tokens")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +226,10 @@ class Candidate(_message.Message):
     PREFILL_INDEXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RESUME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_RESUME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INDEXED_RESUME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INDEXED_RESUME_TOKENS_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     plan: _common_pb2.Plan
@@ -238,28 +244,34 @@ class Candidate(_message.Message):
     prefill_indexed_tokens: int
     decode_context_tokens: int
     prefill_context_tokens: int
-    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., prefill_context_tokens: _Optional[int] = ...) -> None: ...
+    decode_resume_tokens: int
+    prefill_resume_tokens: int
+    decode_indexed_resume_tokens: int
+    prefill_indexed_resume_tokens: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., prefill_context_tokens: _Optional[int] = ..., decode_resume_tokens: _Optional[int] = ..., prefill_resume_tokens: _Optional[int] = ..., decode_indexed_resume_tokens: _Optional[int] = ..., prefill_indexed_resume_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("prompt_tokens", "candidates", "reason", "degraded", "pinned")
+    __slots__ = ("prompt_tokens", "candidates", "reason", "degraded", "pinned", "carried_bytes")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     reason: str
     degraded: str
     pinned: _common_pb2.RankId
-    def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ..., pinned: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ...) -> None: ...
+    carried_bytes: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ..., pinned: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., carried_bytes: _Optional[int] = ...) -> None: ...
 
 class ListRanksRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded", "unregistered_s", "staleness_s")
+    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded", "unregistered_s", "staleness_s", "resumable_blocks", "resume_trust")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +289,8 @@ class RankStatus(_message.Message):
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     UNREGISTERED_S_FIELD_NUMBER: _ClassVar[int]
     STALENESS_S_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TRUST_FIELD_NUMBER: _ClassVar[int]
     rank: _common_pb2.RankId
     role: _common_pb2.Role
     state: str
@@ -294,7 +308,9 @@ class RankStatus(_message.Message):
     excluded: str
     unregistered_s: float
     staleness_s: float
-    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ..., unregistered_s: _Optional[float] = ..., staleness_s: _Optional[float] = ...) -> None: ...
+    resumable_blocks: int
+    resume_trust: float
+    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ..., unregistered_s: _Optional[float] = ..., staleness_s: _Optional[float] = ..., resumable_blocks: _Optional[int] = ..., resume_trust: _Optional[float] = ...) -> None: ...
 
 class ListRanksResponse(_message.Message):
     __slots__ = ("ranks", "staleness_s", "degraded")
