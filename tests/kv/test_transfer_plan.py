@@ -4,9 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv.transfer_plan import PageMove, delta_bytes, merge_moves, pages_covering, pages_of, runs_of
+from services.kv.transfer_plan import (
+    PageMove,
+    carried_by_kind,
+    delta_bytes,
+    merge_moves,
+    moved_bytes,
+    pages_covering,
+    pages_of,
+    runs_of,
+)
 from services.values.errors import ProtocolError
-from services.values.kv import KvLayout, PageRun
+from services.values.kv import GroupKind, KvGroup, KvLayout, PageRun
 
 # Few pages, so that neighbours are common on one side, on both and on none.
 PAGES = st.lists(st.integers(0, 6), max_size=12)
@@ -31,6 +40,10 @@ def test_merged_moves_are_the_same_pages_in_as_few_pieces_as_can_be(pairs):
 
 def test_merging_needs_neighbours_on_both_sides():
     assert merge_moves([4, 5, 6, 7], [0, 1, 8, 9]) == [PageMove(4, 0, 2), PageMove(6, 8, 2)]
+
+
+def test_merged_moves_stay_in_their_group():
+    assert merge_moves([4, 5, 7], [0, 1, 9], group=2) == [PageMove(4, 0, 2, 2), PageMove(7, 9, 1, 2)]
 
 
 def test_moves_need_as_many_targets_as_sources():
@@ -66,3 +79,44 @@ def test_pages_covering_refuses(start, end):
 def test_delta_bytes_counts_whole_pages(prefix, prompt, pages):
     layout = KvLayout(page_size=4, page_bytes=100, model_fingerprint=1)
     assert delta_bytes(prefix, prompt, layout) == pages * 100
+
+
+def group(kind, window=0, unit_bytes=0):
+    return KvGroup(kind, (0,), 1, 8, "float32", window=window, unit_bytes=unit_bytes)
+
+
+HYBRID = KvLayout(
+    page_size=4,
+    page_bytes=100,
+    model_fingerprint=1,
+    groups=(
+        group(GroupKind.FULL_ATTENTION),
+        group(GroupKind.SLIDING_WINDOW, 6, 10),
+        group(GroupKind.CHUNKED_WINDOW, 8, 7),
+        group(GroupKind.RECURRENT, 0, 5000),
+        group(GroupKind.SLIDING_WINDOW, 2, 1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "prompt", "moved"),
+    [
+        # The next token sees, of the windows of 6 and 2, tokens [p - 5, p) and [p - 1, p).
+        (0, 14, (400, 20, 14, 5000, 1)),  # pages 2-3, 2-3 of the chunk from 8 on, page 3
+        (12, 14, (100, 20, 14, 5000, 1)),
+        (16, 16, (0, 20, 0, 5000, 1)),  # a full hit; the next token begins a chunk
+        (0, 1, (100, 10, 7, 5000, 1)),
+        (0, 17, (500, 20, 7, 5000, 1)),
+    ],
+)
+def test_what_is_carried_does_not_depend_on_what_decode_has(prefix, prompt, moved):
+    assert moved_bytes(prefix, prompt, HYBRID) == moved
+
+
+def test_what_is_carried_is_told_by_kind():
+    assert carried_by_kind(HYBRID, (400, 20, 0, 5000, 1)) == {"sliding_window": 21, "recurrent": 5000}
+    assert carried_by_kind(HYBRID, (0,) * 5) == {}
+    plain = KvLayout(page_size=4, page_bytes=100, model_fingerprint=1)
+    assert moved_bytes(4, 14, plain) == (300,)
+    assert carried_by_kind(plain, (300,)) == {}
