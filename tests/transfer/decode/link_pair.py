@@ -4,20 +4,31 @@ import asyncio
 import itertools
 import threading
 import time
+from dataclasses import replace
 
+from services.kv.ticket import targets_of
 from services.kv.transfer_plan import runs_of
 from services.net import servers
 from services.transfer.base import Unsettled
+from services.transfer.choose import open_transport
 from services.transfer.decode.links import PrefillLinks
 from services.transfer.local import LocalTransport
 from services.transfer.prefill.handshake_server import HandshakeService
 from services.transfer.prefill.sender import KvSender
-from services.values.kv import KvLayout, KvTicket, PageId
+from services.values.kv import GroupKind, KvGroup, KvLayout, KvTicket, PageId
 from services.values.rank import Generation, RankAddress, RankId, Room
 from services.wire.isthmus.v1 import handshake_pb2_grpc
 
 PAGE, PAGE_BYTES, NUM_PAGES = 4, 256, 32
 LAYOUT = KvLayout(PAGE, PAGE_BYTES, model_fingerprint=1)
+HYBRID = replace(
+    LAYOUT,
+    groups=(
+        KvGroup(GroupKind.FULL_ATTENTION, (3,), 1, 8, "float32"),
+        KvGroup(GroupKind.SLIDING_WINDOW, (1,), 1, 8, "float32", window=6, unit_bytes=96),
+        KvGroup(GroupKind.RECURRENT, (0, 2), 0, 0, "float32", unit_bytes=5000),
+    ),
+)
 DECODE = RankId("decode", 0, Generation(8))
 
 
@@ -67,22 +78,26 @@ class FakeLink:
 
 
 class Prefill:
-    """A prefill rank's sender, and the server that may come and go before it."""
+    """A prefill rank's sender with a pool for each group, and the server that may come and go before it."""
 
-    def __init__(self, pool, generation=7, layout=LAYOUT):
-        self.pool, self.transport = pool, GatedTransport()
+    def __init__(self, pools, transport, layout, generation=7):
+        self.pools, self.transport = pools, transport
         self.id = RankId("prefill", 0, Generation(generation))
         self.skipped_s = 0.0  # of time, on its clock
         self.sender = KvSender(
             lambda: self.transport,
-            (pool.memory,),
+            tuple(pool.memory for pool in pools),
             layout,
             self.id,
-            read_pages=lambda pages, group=0: (memoryview(pool.pages[page]) for page in pages),
+            read_pages=lambda pages, group: (memoryview(pools[group].pages[page]) for page in pages),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.sender.start()
         self.server = None
+
+    @property
+    def pool(self):
+        return self.pools[0]
 
     async def listen(self, port=0):
         service = HandshakeService(self.sender)
@@ -93,7 +108,7 @@ class Prefill:
         )
         return RankAddress(self.id, f"127.0.0.1:{self.server.port}")
 
-    def request(self, room, prompt_len, sources, **fields):
+    def request(self, room, prompt_len, sources, carried=None, **fields):
         """The Prefill call, with everything computed; returns a future of its end."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
@@ -101,6 +116,8 @@ class Prefill:
             room, prompt_len, DECODE, lambda end: loop.call_soon_threadsafe(ended.set_result, end), **fields
         )
         self.sender.pages_ready(room, 0, prompt_len, [PageId(page) for page in sources])
+        if carried is not None:
+            self.sender.carried_ready(room, carried)
         return ended
 
     async def stop_listening(self):
@@ -110,49 +127,67 @@ class Prefill:
 
     async def close(self):
         await self.stop_listening()
-        self.transport.gate.set()
+        if isinstance(self.transport, GatedTransport):
+            self.transport.gate.set()
         await asyncio.to_thread(self.sender.stop)
 
 
 class Pair:
     """One decode rank and the prefill ranks that it talks to."""
 
-    def __init__(self, make_pool):
-        self.make_pool = make_pool
-        self.pool = make_pool(NUM_PAGES, PAGE_BYTES, seed=1)
-        self.transport = LocalTransport()
-        self.transport.register([self.pool.memory], [PAGE_BYTES])
+    def __init__(self, make_pool, layout=LAYOUT, transport="local"):
+        self.make_pool, self.layout = make_pool, layout
+        self.pools = self.make_pools(seed=1)
+        self.transport = open_transport(transport)
+        self.transport.register([pool.memory for pool in self.pools], layout.unit_bytes)
         self.skipped_s = 0.0  # of time, on decode's clock
         self.links = self.make_links()
         self.prefills = []
         self.rooms = map(Room, itertools.count(1))
 
+    def make_pools(self, seed):
+        sizes = self.layout.unit_bytes
+        return [self.make_pool(NUM_PAGES, size, seed=seed + 10 * i) for i, size in enumerate(sizes)]
+
+    @property
+    def pool(self):
+        return self.pools[0]
+
     def clock(self):
         return time.monotonic() + self.skipped_s
 
     def make_links(self, **changes):
-        facts = {"layout": LAYOUT, "transport": "local"} | changes
+        facts = {"layout": self.layout, "transport": self.transport.name, "pools": self.pools} | changes
         return PrefillLinks(
             DECODE,
             facts["layout"],
-            (self.pool.memory,),
+            tuple(pool.memory for pool in facts["pools"]),
             facts["transport"],
             self.transport.metadata(),
             clock=self.clock,
         )
 
     def prefill(self, **fields):
-        self.prefills.append(Prefill(self.make_pool(NUM_PAGES, PAGE_BYTES, seed=2), **fields))
+        """`fields`: see Prefill."""
+        name = self.transport.name
+        facts = {"layout": self.layout} | fields
+        facts.setdefault("transport", GatedTransport() if name == "local" else open_transport(name))
+        self.prefills.append(Prefill(self.make_pools(seed=2), **facts))
         return self.prefills[-1]
 
-    def send_ticket(self, link, targets, prompt_len=10, prefix_len=0, lease_s=10.0, room=None, **fields):
+    def send_ticket(
+        self, link, pages, prompt_len=10, prefix_len=0, lease_s=10.0, room=None, carried=(), **fields
+    ):
+        """`pages` and the units `carried` by group are what is written into."""
+        targets = targets_of(self.layout, prompt_len, carried) if carried else ()
         ticket = KvTicket(
             room if room is not None else next(self.rooms),
             link.address.id.generation,
             prompt_len,
             prefix_len,
-            runs_of([PageId(page) for page in targets]),
+            runs_of([PageId(page) for page in pages]),
             link.write_until_s(lease_s),
+            targets,
             **fields,
         )
         return link.send_ticket(ticket)
@@ -161,3 +196,4 @@ class Pair:
         await self.links.close()
         for prefill in self.prefills:
             await prefill.close()
+        self.transport.close()
