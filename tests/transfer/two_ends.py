@@ -10,7 +10,8 @@ lease is for 10 s, and the fence's margin is 5 s.
     next-life                          another life answers at prefill's endpoint
     wait SECONDS                       who awaits a writer's end looks at the clock
 
-and those of the prefill rank: request, computed, cancel, land, cut (transfer/prefill/room_story.py).
+and those of the prefill rank: request, computed, carried, cancel, land, cut, hybrid
+(transfer/prefill/room_story.py).
 """
 
 import asyncio
@@ -100,7 +101,8 @@ class TwoEnds(Rooms):
         if (watch := self.watches.pop(word.room, None)) is None:
             self.told.append(f"decode: has heard the last word on {word.room:X} before")
         elif kind == "status" and word.state == pb.Status.STATE_LANDED:
-            watch.on_landed(Landed((word.bytes_moved,), word.descriptors))
+            group_bytes = tuple(word.group_bytes) or (word.bytes_moved,)
+            watch.on_landed(Landed(group_bytes, word.descriptors))
         elif kind == "status" and word.state == pb.Status.STATE_RENEGOTIATE:
             watch.on_renegotiated(Renegotiated(word.start))
         elif word.unsettled:

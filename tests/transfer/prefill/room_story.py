@@ -6,21 +6,28 @@ The transport lands when told to, and the clock stands still but for `wait`.
     garbled ROOM                                       a ticket that cannot be read
     request ROOM [prompt=]                             the Prefill call came
     computed ROOM UPTO                                 the engine offers the pages of the next tokens
+    carried ROOM [prompt=]                             and the tail and the state at the prompt's end
     abort ROOM [link=], link NUMBER, lose NUMBER       decode's stream
     cancel ROOM                                        the Prefill call was cancelled
     land, cut [unsettled]                              all that is posted; the oldest write
     wait SECONDS
+    hybrid                                             what follows is of a model that has, beside full
+                                                       attention, a window of 6 tokens (group 1) and a
+                                                       state (group 2)
 """
 
 from services.values.rank import Room
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.prefill.room_rank import Rank
+from transfer.prefill.room_rank import HYBRID, LAYOUT, Rank
 
 
 class Rooms(Rank):
     def __init__(self):
+        self.begin(LAYOUT)
+
+    def begin(self, layout):
         self.told = []
-        super().__init__(max_post_bytes=200)  # two pages a post
+        super().__init__(max_post_bytes=200, layout=layout)  # two pages a post
         self.seen_writes = 0
         self.computed = {}
 
@@ -37,8 +44,7 @@ class Rooms(Rank):
         told, self.told = self.told, []
         yield from told
         for write in self.transport.writes[self.seen_writes :]:
-            moves = ", ".join(f"{span(m.source_page, m)} to {span(m.target_page, m)}" for m in write.moves)
-            yield f"writes pages {moves}"
+            yield f"writes pages {', '.join(map(words_of_move, write.moves))}"
         self.seen_writes = len(self.transport.writes)
         yield from self.ended("fails the Prefill call of", self.failed)
         yield from self.ended("lets go of the pages of", self.ends)
@@ -69,6 +75,12 @@ class Rooms(Rank):
         self.pages(self.computed.get(room, 0), end, room)
         self.computed[room] = end
 
+    def do_carried(self, command, room):
+        self.carried(int(command.options.get("prompt", 10)), room)
+
+    def do_hybrid(self, command, room):
+        self.begin(HYBRID)
+
     def do_abort(self, command, room):
         self.rooms.abort(int(command.options.get("link", 1)), room)
 
@@ -92,7 +104,18 @@ class Rooms(Rank):
         self.now_s += float(command.words[0])
 
 
-_OF_A_ROOM = ("ticket", "garbled", "request", "computed", "abort", "cancel", "ask", "give-up", "renew")
+_OF_A_ROOM = (
+    "ticket",
+    "garbled",
+    "request",
+    "computed",
+    "carried",
+    "abort",
+    "cancel",
+    "ask",
+    "give-up",
+    "renew",
+)
 
 
 def words_of(message):
@@ -103,9 +126,15 @@ def words_of(message):
     words = f"{status.room:X} {pb.Status.State.Name(status.state).removeprefix('STATE_').lower()}"
     if status.state == pb.Status.STATE_LANDED:
         words += f", {status.bytes_moved} bytes"
+        words += f" ({' + '.join(map(str, status.group_bytes))})" if status.group_bytes else ""
     if status.state == pb.Status.STATE_RENEGOTIATE:
         words += f", start at token {status.start}"
     return words + ", unsettled" * status.unsettled + (f": {status.reason}" if status.reason else "")
+
+
+def words_of_move(move):
+    units = f"{span(move.source_page, move)} to {span(move.target_page, move)}"
+    return f"group {move.group}: {units}" if move.group else units
 
 
 def span(first, move):
