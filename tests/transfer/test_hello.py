@@ -24,12 +24,22 @@ GOLDEN = Path(__file__).parent / "golden"
 LAYOUT = KvLayout(
     64, 1 << 20, 0x1122334455667788, 2, (KvGroup(GroupKind.FULL_ATTENTION, (0, 1), 8, 128, "bfloat16"),)
 )
+GROUPS = (
+    *LAYOUT.groups,
+    KvGroup(GroupKind.SLIDING_WINDOW, (2, 3), 4, 128, "bfloat16", window=1024, unit_bytes=1 << 19),
+    KvGroup(GroupKind.RECURRENT, (4, 5), 0, 0, "bfloat16", unit_bytes=65_011_712),
+)
 HELLO = Hello(
     RankId("decode-a", 3, Generation(0xFFEEDDCCBBAA9988)),
     LAYOUT,
     PoolMemory(0x7F0000001000, 4096, "VRAM", 1),
     "nixl",
     b"\x00agent\xff",
+)
+HYBRID_HELLO = replace(
+    HELLO,
+    layout=replace(LAYOUT, groups=GROUPS),
+    carried_memory=(PoolMemory(0x7F1000000000, 512, "VRAM", 1), PoolMemory(0x7F2000000000, 40, "VRAM", 1)),
 )
 TICKET = KvTicket(
     room=Room(0x0123456789ABCDEF),
@@ -42,6 +52,7 @@ TICKET = KvTicket(
 )
 MESSAGES = {
     "hello": HELLO.message(1000.25),
+    "hello_of_a_hybrid": HYBRID_HELLO.message(1000.25),
     "ticket_of_a_hybrid": pb.HandshakeMessage(
         ticket=convert.ticket_to_proto(
             replace(
@@ -74,6 +85,16 @@ MESSAGES = {
             page_digests=[0x1122334455667788, 0xFFEEDDCCBBAA9988],
         )
     ),
+    "status_of_a_hybrid": pb.HandshakeMessage(
+        status=pb.Status(
+            room=TICKET.room,
+            state=pb.Status.STATE_LANDED,
+            bytes_moved=(3 << 20) + (2 << 19) + 65_011_712,
+            hit=pb.HIT_KIND_PARTIAL,
+            descriptors=4,
+            group_bytes=[3 << 20, 2 << 19, 65_011_712],
+        )
+    ),
     "status_unsettled": pb.HandshakeMessage(
         status=pb.Status(room=TICKET.room, state=pb.Status.STATE_FAILED, reason="cut", unsettled=True)
     ),
@@ -94,6 +115,7 @@ def test_the_bytes_of_a_message_are_as_pinned(name):
 def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
     pinned = {name: pb.HandshakeMessage.FromString(m.SerializeToString()) for name, m in MESSAGES.items()}
     assert read_hello(pinned["hello"]) == (HELLO, 1000.25)
+    assert read_hello(pinned["hello_of_a_hybrid"]) == (HYBRID_HELLO, 1000.25)
     assert convert.ticket_from_proto(pinned["ticket"].ticket) == TICKET
 
 
@@ -112,6 +134,27 @@ def test_a_hello_that_can_never_be_right_is_refused(change, reason):
     message = HELLO.message(0.0)
     change(message)
     with pytest.raises(ProtocolError, match=reason):
+        read_hello(message)
+
+
+@pytest.mark.parametrize("pools", [0, 1, 3])
+def test_a_hello_with_another_number_of_pools_than_groups_is_refused(pools):
+    memory = (HYBRID_HELLO.carried_memory * 2)[:pools]
+    message = replace(HYBRID_HELLO, carried_memory=memory).message(0.0)
+    with pytest.raises(ProtocolError, match=f"carried_memory has {pools} pools, its layout 2"):
+        read_hello(message)
+
+
+def test_pools_that_no_group_has_are_refused():
+    message = replace(HELLO, carried_memory=(PoolMemory(0, 1),)).message(0.0)
+    with pytest.raises(ProtocolError, match="carried_memory has 1 pools, its layout 0"):
+        read_hello(message)
+
+
+def test_a_pool_in_memory_of_no_kind_is_refused():
+    message = HYBRID_HELLO.message(0.0)
+    message.hello.carried_memory[1].kind = "TAPE"
+    with pytest.raises(ProtocolError, match="TAPE"):
         read_hello(message)
 
 

@@ -1,8 +1,9 @@
-"""Bytes that land late land on pages that are still kept for them, whatever happens before.
+"""Bytes that land late land on units that are still kept for them, whatever happens before.
 
-A prefill rank's rooms and the watches of a decode rank that lends few pages again and again, over a network
-that lands, loses and delays pages as it likes. What it promises: what lands does so within LONGEST_S of its
-post, and within MARGIN_S once its write is seen to have failed.
+A prefill rank's rooms and the watches of a decode rank that lends few units again and again, over a network
+that lands, loses and delays them as it likes: pages of full attention alone, or of a window too, and states.
+What it promises: what lands does so within LONGEST_S of its post, and within MARGIN_S once its write is seen
+to have failed.
 """
 
 from collections import deque
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.kv.tails import units_at
+from services.kv.ticket import targets_of
 from services.transfer.base import Unsettled
 from services.transfer.decode.room_watch import Landed, RoomWatch
 from services.transfer.prefill.peers import TransportBroken
@@ -20,20 +23,23 @@ from services.values.errors import PeerFailed
 from services.values.kv import PageId
 from services.values.rank import RankAddress, Room
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.prefill.room_rank import OWN, PAGE, FakeTransport, FakeWrite, Rank
+from transfer.prefill.room_rank import HYBRID, LAYOUT, OWN, PAGE, FakeTransport, FakeWrite, Rank
 
-NUM_PAGES = 5
+POOL_UNITS = (5, 4, 2)  # by group
 LEASE_S = 10.0
 MARGIN_S = 5.0
 LONGEST_S = 330.0
 
 
+Unit = tuple[int, PageId]  # with its group
+
+
 @dataclass(eq=False)
 class NetworkWrite(FakeWrite):
-    """Its pages land one by one."""
+    """Its units land one by one."""
 
     room: Room | None = None
-    to_land: list[PageId] = field(default_factory=list)
+    to_land: list[Unit] = field(default_factory=list)
     clock: object = None
     posted_s: float = 0.0
     over_s: float | None = None  # when its failure was seen
@@ -56,12 +62,12 @@ class Network(FakeTransport):
 
     clock: object = None
     on_the_way: list[NetworkWrite] = field(default_factory=list)
-    room_of: dict[PageId, Room] = field(default_factory=dict)
+    room_of: dict[Unit, Room] = field(default_factory=dict)
 
     def write(self, peer, moves):
-        pages = [PageId(m.target_page + i) for m in moves for i in range(m.num_pages)]
-        room = self.room_of[pages[0]]
-        write = NetworkWrite(list(moves), peer, self.unit_bytes, room=room, to_land=pages, clock=self.clock)
+        units = [(m.group, PageId(m.target_page + i)) for m in moves for i in range(m.num_pages)]
+        room = self.room_of[units[0]]
+        write = NetworkWrite(list(moves), peer, self.unit_bytes, room=room, to_land=units, clock=self.clock)
         write.posted_s = self.clock()
         self.on_the_way.append(write)
         if self.fails_posts is not None:
@@ -77,7 +83,7 @@ class Transfer:
     """As a decode rank sees it."""
 
     room: Room
-    pages: list[PageId]
+    units: list[Unit]
     watch: RoomWatch
     quarantined: bool = False
 
@@ -99,16 +105,20 @@ class DecodeEnd:
 
 
 class TwoRanks(RuleBasedStateMachine):
+    layout = LAYOUT
+
     def __init__(self):
         super().__init__()
         self.words = deque()
-        self.network = Network(clock=self.clock)
-        self.rank = Rank(max_post_bytes=100, network=self.network)  # one page a post
+        self.network = Network(unit_bytes=self.layout.unit_bytes, clock=self.clock)
+        # One page a post, or three of the window's, or a state.
+        self.rank = Rank(max_post_bytes=100, network=self.network, layout=self.layout)
         self.rank.hear = lambda link_id: self.words.append
         self.rank.link_up(1)
-        self.free = [PageId(page) for page in range(NUM_PAGES)]
+        counts = POOL_UNITS[: len(self.layout.unit_bytes)]
+        self.free = [[PageId(unit) for unit in range(count)] for count in counts]
         self.transfers, self.linked = {}, {}  # linked: those that have not heard their last word
-        self.holds = {}  # page -> what landed there last
+        self.holds = {}  # unit -> what landed there last
         self.last_room = 0
 
     def clock(self):
@@ -119,21 +129,31 @@ class TwoRanks(RuleBasedStateMachine):
 
     # -- what the decode rank does ------------------------------------------------------------------------
 
-    @precondition(lambda self: self.free)
+    @precondition(lambda self: all(self.free))
     @rule(num_pages=st.integers(1, 3))
     def ask(self, num_pages):
-        pages, self.free = self.free[:num_pages], self.free[num_pages:]
+        num_pages = min(num_pages, len(self.free[0]))
+        tokens = PAGE * num_pages
+        counts = [num_pages, *(units_at(group, tokens, PAGE) for group in self.layout.carried)]
+        if any(count > len(free) for count, free in zip(counts, self.free, strict=True)):
+            return
+        pages, *carried = by_group = [
+            [free.pop(0) for _ in range(count)] for count, free in zip(counts, self.free, strict=True)
+        ]
+        units = [(group, unit) for group, lent in enumerate(by_group) for unit in lent]
         self.last_room += 1
         room, until_s = Room(self.last_room), self.clock() + LEASE_S
-        for page in pages:
-            self.network.room_of[page] = room
+        for unit in units:
+            self.network.room_of[unit] = room
         end = DecodeEnd(self.rank)
         watch = RoomWatch(room, RankAddress(OWN, ""), end, until_s, self.clock, lambda watch: None)
-        self.transfers[room] = self.linked[room] = Transfer(room, pages, watch)
-        tokens = PAGE * len(pages)
-        self.rank.ticket(room, tokens, until_s=until_s, pages=pages)
+        self.transfers[room] = self.linked[room] = Transfer(room, units, watch)
+        targets = targets_of(self.layout, tokens, carried)
+        self.rank.ticket(room, tokens, until_s=until_s, pages=pages, targets=targets)
         self.rank.request(room, tokens)
         self.rank.pages(0, tokens, room)
+        if carried:
+            self.rank.carried(tokens, room)
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data())
@@ -157,12 +177,13 @@ class TwoRanks(RuleBasedStateMachine):
         if transfer is None:
             return
         if kind == "status" and word.state == pb.Status.STATE_LANDED:
-            transfer.watch.on_landed(Landed((word.bytes_moved,), word.descriptors))
-            assert all(self.holds[page] == transfer.room for page in transfer.pages)
+            group_bytes = tuple(word.group_bytes) or (word.bytes_moved,)
+            transfer.watch.on_landed(Landed(group_bytes, word.descriptors))
+            assert all(self.holds[unit] == transfer.room for unit in transfer.units)
         else:
             ended = transfer.watch.on_unsettled if word.unsettled else transfer.watch.on_last_word
             ended("it failed")
-        self.give_up(transfer)  # or has used it, which is the same to the pages
+        self.give_up(transfer)  # or has used it, which is the same to the units
 
     def give_up(self, transfer):
         if not transfer.quarantined:
@@ -185,14 +206,14 @@ class TwoRanks(RuleBasedStateMachine):
 
     @precondition(lambda self: self.writes(lambda write: write.may_land))
     @rule(data=st.data())
-    def land_a_page(self, data):
+    def land_a_unit(self, data):
         write = data.draw(st.sampled_from(self.writes(lambda write: write.may_land)))
-        page = write.to_land.pop(0)
-        assert write.room in self.transfers and page in self.transfers[write.room].pages, (
-            f"page {page} is not kept for room {write.room} any more"
+        unit = write.to_land.pop(0)
+        assert write.room in self.transfers and unit in self.transfers[write.room].units, (
+            f"unit {unit} is not kept for room {write.room} any more"
         )
-        assert write.room not in [room for room, _ in self.rank.ends], "the source page is used again"
-        self.holds[page] = write.room
+        assert write.room not in [room for room, _ in self.rank.ends], "the source unit is used again"
+        self.holds[unit] = write.room
         if not write.failure and not write.to_land:
             write.done = True
 
@@ -214,13 +235,19 @@ class TwoRanks(RuleBasedStateMachine):
     # ---------------------------------------------------------------------------------------------------
 
     @invariant()
-    def pages_come_back(self):
+    def units_come_back(self):
         for transfer in list(self.transfers.values()):
             if transfer.quarantined and transfer.watch.is_over(MARGIN_S):
                 del self.transfers[transfer.room]
-                self.free += transfer.pages
-        kept = [page for transfer in self.transfers.values() for page in transfer.pages]
-        assert sorted(kept + self.free) == list(range(NUM_PAGES))
+                for group, unit in transfer.units:
+                    self.free[group].append(unit)
+        kept = [unit for transfer in self.transfers.values() for unit in transfer.units]
+        free = [(group, unit) for group, units in enumerate(self.free) for unit in units]
+        assert sorted(kept + free) == self.every_unit()
+
+    def every_unit(self):
+        groups = range(len(self.free))
+        return [(group, unit) for group in groups for unit in range(POOL_UNITS[group])]
 
     def teardown(self):
         """In the end everything is back on both sides."""
@@ -235,8 +262,8 @@ class TwoRanks(RuleBasedStateMachine):
             while self.words:
                 self.hear()
             self.rank.now_s += LEASE_S + MARGIN_S
-            self.pages_come_back()
-        assert len(self.free) == NUM_PAGES
+            self.units_come_back()
+        assert sum(map(len, self.free)) == len(self.every_unit())
         assert sorted(room for room, _ in self.rank.ends) == list(range(1, self.last_room + 1))
         assert self.rank.rooms.open_rooms == 0
 
@@ -245,3 +272,11 @@ TwoRanks.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLateBytes = TwoRanks.TestCase
+
+
+class TwoHybrids(TwoRanks):
+    layout = HYBRID
+
+
+TwoHybrids.TestCase.settings = TwoRanks.TestCase.settings
+TestLateBytesOfHybrids = TwoHybrids.TestCase
