@@ -73,6 +73,30 @@ def _kv_paths(paths: Sequence[KvPath]) -> Metric:
     return metric
 
 
+def _carried(load: RankLoad) -> Iterator[Metric]:
+    """Without a sample where the model's layers are all full attention."""
+    units = GaugeMetricFamily(
+        "isthmus_carried_units",
+        "Pages of windows, or states of sequences, in the pools beside full attention's, by state: free or "
+        "used (by sequences and resume points). group is the pool's place in the layout.",
+        labels=["group", "kind", "state"],
+    )
+    for pool in load.carried:
+        for state, count in (("free", pool.free), ("used", pool.total - pool.free)):
+            units.add_metric([str(pool.group), pool.kind, state], count)
+    yield units
+    yield GaugeMetricFamily(
+        "isthmus_resume_points",
+        "Places in cached prefixes with tails of windows and a state to go on computing from.",
+        load.resume_points,
+    )
+    yield CounterMetricFamily(
+        "isthmus_evicted_resume_points",
+        "Resume points given up for others that save more, or for sequences.",
+        load.evicted_points,
+    )
+
+
 class PoolCollector(Collector):
     def __init__(self, load: Callable[[], RankLoad]) -> None:
         self._load = load
@@ -83,6 +107,7 @@ class PoolCollector(Collector):
         for state in ("free", "cached", "locked", "private", "quarantined"):
             pages.add_metric([state], getattr(load.books, state))
         yield pages
+        yield from _carried(load)
         yield _kv_paths(load.kv_paths)
         yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)

@@ -8,6 +8,16 @@ from services.values.step_histogram import NO_STEPS, StepHistogram
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedPool:
+    """Of a group beside full attention: a pool of windows' pages, or of states."""
+
+    group: int  # its place in the layout
+    kind: str  # a GroupKind's value
+    total: int  # units
+    free: int  # held by no sequence and no resume point
+
+
+@dataclass(frozen=True, slots=True)
 class RankLoad:
     """What a rank is doing now; see common.proto for each field."""
 
@@ -29,6 +39,9 @@ class RankLoad:
     free_runs: int = 0  # of neighbouring free pages
     lent_pages: int = 0  # since the start, several at a time, and
     lent_runs: int = 0  # in how many runs of neighbours they were lent
+    carried: tuple[CarriedPool, ...] = ()
+    resume_points: int = 0  # kept now
+    evicted_points: int = 0  # since the start, for others or for sequences
     open_rooms: int = 0  # transfers of a prefill rank that are not over
     unreadable_events: int = 0  # since the start, of what another's engine told of its cache
     decode_steps: StepHistogram = NO_STEPS  # since the start, of single tokens only

@@ -11,7 +11,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.rank.metrics import PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import RankLoad
+from services.values.load import CarriedPool, RankLoad
 from services.values.rank import Plan
 from services.values.request import Admitted
 
@@ -87,3 +87,15 @@ def test_what_is_expected_of_it_is_a_series_from_the_start(expected):
     registry = CollectorRegistry()
     PrefillMetrics(registry, SimpleNamespace(load=RankLoad), expects_rdma=expected)
     assert registry.get_sample_value("isthmus_kv_rdma_expected") == expected
+
+
+def test_pools_beside_full_attention_and_resume_points_are_shown():
+    registry = CollectorRegistry()
+    carried = (CarriedPool(1, "sliding_window", 10, 4), CarriedPool(2, "recurrent", 3, 3))
+    registry.register(PoolCollector(lambda: RankLoad(carried=carried, resume_points=2, evicted_points=5)))
+    labels = {"group": "1", "kind": "sliding_window", "state": "used"}
+    assert registry.get_sample_value("isthmus_carried_units", labels) == 6
+    labels = {"group": "2", "kind": "recurrent", "state": "free"}
+    assert registry.get_sample_value("isthmus_carried_units", labels) == 3
+    assert registry.get_sample_value("isthmus_resume_points") == 2
+    assert registry.get_sample_value("isthmus_evicted_resume_points_total") == 5

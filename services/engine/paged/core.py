@@ -224,6 +224,9 @@ class EngineCore:
             lent_pages=self.cache.lent_pages,
             lent_runs=self.cache.lent_runs,
             reserved_pages=self._gate.reserved_pages,
+            carried=self.carried.pools(),
+            resume_points=len(self.carried.points),
+            evicted_points=self.carried.points.evictions,
             decode_steps=self._decode_steps,
             prompt_steps=self._prompt_steps,
         )

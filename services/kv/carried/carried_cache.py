@@ -23,6 +23,7 @@ from services.kv.radix_tree import Node
 from services.kv.tails import tail_pages
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageBooks, PageId
+from services.values.load import CarriedPool
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +218,13 @@ class CarriedCache:
     def end_quarantine(self, seq: SequenceCarried) -> None:
         self._require(seq, quarantined=True)
         self._end(seq)
+
+    def pools(self) -> tuple[CarriedPool, ...]:
+        """How full each is; O(1)."""
+        return tuple(
+            CarriedPool(1 + pool.index, pool.group.kind.value, pool.units.num_units, pool.units.free_units)
+            for pool in self._pools
+        )
 
     def clear(self) -> None:
         """Evict every resume point."""

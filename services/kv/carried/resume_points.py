@@ -46,6 +46,7 @@ class ResumePoints:
     drop: Callable[[SavedPoint], None]
     events: BlockLedger = field(default_factory=BlockLedger)
     _kept: dict[Node, _Kept] = field(default_factory=dict)
+    evictions: int = 0
     _age: float = 0.0  # the worth of what was evicted last
 
     def __len__(self) -> int:
@@ -90,6 +91,7 @@ class ResumePoints:
             return False
         least = min(self._kept.values(), key=lambda kept: kept.worth)
         self._age = max(self._age, least.worth)
+        self.evictions += 1
         self.forget(least.node)
         return True
 
