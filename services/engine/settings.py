@@ -104,10 +104,6 @@ class EngineSettings(ClusterConfig):
 
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
-        if self.index_block % self.page_size != 0:
-            raise ConfigError(
-                f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
-            )
         parameters_of(self.nixl_parameter)
 
     @property
@@ -142,7 +138,16 @@ class EngineSettings(ClusterConfig):
     def has_cache(self, role: Role) -> bool:
         return (self.decode_cache if role is Role.DECODE else self.prefill_cache) == "on"
 
+    def check_blocks(self) -> None:
+        """Raises ConfigError: blocks of the index are whole pages."""
+        if self.index_block % self.page_size != 0:
+            raise ConfigError(
+                f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
+            )
+
     def cache(self, role: Role) -> CacheSettings:
+        """Raises ConfigError as check_blocks."""
+        self.check_blocks()
         enabled = self.has_cache(role)
         return CacheSettings(self.served_name, self.index_block, enabled, self.protected_cache_share)
 

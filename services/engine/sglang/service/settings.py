@@ -134,6 +134,7 @@ class SglangSettings:
     worker: str
 
     def __post_init__(self) -> None:
+        self.engine.check_blocks()
         for text in self.engine.engine_arg:
             _check_argument(text)
         _check_values(_values(self.engine.engine_arg))
