@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.kv.ticket import make_ticket
+from services.kv.ticket import make_ticket, targets_of
 from services.kv.transfer_plan import merge_moves
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceList, PriceWeights
-from services.values.kv import PageId
+from services.values.kv import GroupKind, KvGroup, KvLayout, PageId
 from services.values.rank import Generation, RankId, Room
 
 DESIGN = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
@@ -33,11 +33,27 @@ def hashes():
 
 def ticket():
     made = make_ticket(Room(0x5CA1AB1E), Generation(0x77E1), 100, 48, DELTA_PAGES, 512.5)
-    runs = ", ".join(f"{run.first_page} x{run.num_pages}" for run in made.runs)
+    runs = runs_line(made.runs)
     return (
         f"room={made.room:08x} prefill_generation={made.prefill_generation:04x} prompt_len={made.prompt_len} "
         f"decode_prefix_len={made.decode_prefix_len}\nruns=[{runs}] write_until_s={made.write_until_s}"
     )
+
+
+def carried():
+    full = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 8, "float32")
+    window = KvGroup(GroupKind.SLIDING_WINDOW, (1,), 1, 8, "float32", window=32, unit_bytes=1)
+    state = KvGroup(GroupKind.RECURRENT, (2,), 0, 0, "float32", unit_bytes=1)
+    layout = KvLayout(16, 1 << 10, 1, groups=(full, window, state))
+    targets = targets_of(layout, 100, ((5, 6, 7), (3,)))
+    made = make_ticket(Room(1), Generation(1), 100, 48, DELTA_PAGES, 1.0, targets=targets)
+    lines = [f"runs=[{runs_line(made.runs)}]"]
+    lines += [f"group {t.group}: from token {t.start_token}, [{runs_line(t.runs)}]" for t in made.targets]
+    return "\n".join(lines)
+
+
+def runs_line(runs):
+    return ", ".join(f"{run.first_page} x{run.num_pages}" for run in runs)
 
 
 def prices():
@@ -71,7 +87,7 @@ def bandwidth(_prefill, _decode):
     return BYTES_PER_S
 
 
-@pytest.mark.parametrize("example", [hashes, ticket, prices])
+@pytest.mark.parametrize("example", [hashes, ticket, carried, prices])
 def test_an_example_says_what_the_code_says(example):
     text = example()
     assert f"```\n{text}\n```" in DESIGN, f"in docs/design.md:\n{text}"
