@@ -54,17 +54,16 @@ class Outcomes:
         self._block = index_block
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
 
-    def sent(
-        self, request_id: str, hashes: Sequence[BlockHash], uncached_tokens: int, chosen: Priced
-    ) -> None:
-        """The request went out; `uncached_tokens` are to be computed."""
+    def sent(self, request_id: str, hashes: Sequence[BlockHash], prompt_tokens: int, chosen: Priced) -> None:
+        """The request went out."""
         decode, prefill = chosen.decode, chosen.prefill
         prefill_key = prefill.id.key if prefill is not None else None
+        uncached_tokens = max(1, prompt_tokens - (prefill or decode).reused_tokens)
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
         computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
         self._predict(computing, hashes, ttl_s)
-        self._predict_resuming(computing, hashes, ttl_s)
+        self._predict_resuming(computing, hashes, prompt_tokens, ttl_s)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
         self._believed[request_id] = tuple(self._believe(rank, computing) for rank in ranks)
 
@@ -83,7 +82,7 @@ class Outcomes:
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
             self._predict(rank, hashes, _PREDICTION_S)
-        self._predict_resuming(prefill or decode, hashes, _PREDICTION_S)
+        self._predict_resuming(prefill or decode, hashes, admitted.prompt_tokens, _PREDICTION_S)
 
     def finished(
         self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
@@ -98,7 +97,7 @@ class Outcomes:
         decode = chosen.decode.id.key
         self._predict(decode, longer, _PREDICTION_S)
         if len(longer) > len(hashes) or chosen.plan is Plan.LOCAL:  # else it passed no block's end
-            self._predict_resuming(decode, longer, _PREDICTION_S)
+            self._predict_resuming(decode, longer, len(all_ids), _PREDICTION_S)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""
@@ -109,10 +108,13 @@ class Outcomes:
         if rank not in self.cacheless:
             self._balance.predict(rank, hashes, ttl_s)
 
-    def _predict_resuming(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
-        """After the last block."""
-        if rank in self.telling and rank not in self.cacheless and hashes:
-            self._balance.resume_guesses.add(rank, hashes[-1], self._balance.clock(), ttl_s)
+    def _predict_resuming(
+        self, rank: RankKey, hashes: Sequence[BlockHash], num_tokens: int, ttl_s: float
+    ) -> None:
+        """At the last border before the last token, where ranks keep what is needed to go on."""
+        depth = min(len(hashes), (num_tokens - 1) // self._block)
+        if depth and rank in self.telling and rank not in self.cacheless:
+            self._balance.resume_guesses.add(rank, hashes[depth - 1], self._balance.clock(), ttl_s)
 
     def _believe(self, rank: Candidate, computing: RankKey) -> _Believed:
         key, tokens = rank.id.key, rank.matched_tokens

@@ -344,10 +344,7 @@ class Placer:
         self, request_id: str, hashes: Sequence[BlockHash], prompt_tokens: int, decision: Decision
     ) -> None:
         """The request went out. What becomes of it is for `outcomes`."""
-        chosen = decision.chosen
-        computing = chosen.prefill or chosen.decode
-        uncached_tokens = max(1, prompt_tokens - computing.reused_tokens)
-        self.outcomes.sent(request_id, hashes, uncached_tokens, chosen)
+        self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
         """Tails and states at a prompt's end."""

@@ -31,6 +31,7 @@ class FakeMirror:
     subscribers: list = field(default_factory=list)
     dead: list = field(default_factory=list)
     degraded = None
+    staleness_s = 0.0
 
     def subscribe(self, subscriber):
         self.subscribers.append(subscriber)

@@ -138,6 +138,15 @@ def test_the_index_is_corrected_in_the_kind_that_was_wrong():
     assert points.deepest(HASHES, {decode.id.key: 40}) == {decode.id.key: 20}
 
 
+def test_a_prompt_that_ends_with_a_block_can_soon_be_gone_on_from_at_the_block_before():
+    router = hybrid(1, 0)
+    decision = router.place(plans=LOCAL, prompt_tokens=40 * BLOCK)
+    router.placer.sent("a", HASHES, 40 * BLOCK, decision)
+    for prompt_tokens in (40 * BLOCK, PROMPT):
+        soon = router.place(plans=LOCAL, prompt_tokens=prompt_tokens).chosen.decode
+        assert (soon.hit_tokens, soon.resume_tokens) == (40 * BLOCK, 39 * BLOCK)
+
+
 def test_what_is_computed_somewhere_can_soon_be_gone_on_from_there():
     router = hybrid(1, 1)
     first = send(router, "a", plans=REMOTE)
@@ -160,7 +169,8 @@ def test_decode_can_soon_go_on_at_the_last_block_that_the_answer_passed(plan, nu
     decode = router.decodes[0].id.key
     chosen = send(router, "a", 38, plans=frozenset({plan}))
     prompt = HASHES[:38]
-    router.placer.outcomes.admitted("a", prompt, chosen, admitted(0, 0, plan))
+    found = replace(admitted(0, 0, plan), prompt_tokens=38 * BLOCK + 7)
+    router.placer.outcomes.admitted("a", prompt, chosen, found)
     router.placer.outcomes.finished(prompt, chosen, range(38 * BLOCK + 7 + num_tokens), 0)
     guesses = router.balance.resume_guesses
     found = [depth for depth, ranks in guesses.along(prompt, router.now) if decode in ranks]
