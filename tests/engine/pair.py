@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
 from services.engine.paged.core import EngineCore
+from services.engine.paged.engine import PagedEngine
 from services.engine.settings import EngineSettings
 from services.net import servers
 from services.net.tls import TlsConfig
@@ -151,8 +152,11 @@ class Pair:
     async def assert_nothing_held(self) -> None:
         """Wait until all ranks hold nothing for anyone, then walk their books."""
         for engine in (*self.decodes, *self.prefills):
-            books = await settled(engine)
-            assert books.locked == books.private == books.quarantined == 0, books
+            books = [await settled(engine)]
+            if isinstance(engine, PagedEngine):
+                books += core_of(engine).carried.books()  # where only resume points are left
+            for of_pool in books:
+                assert of_pool.locked == of_pool.private == of_pool.quarantined == 0, books
 
 
 def core_of(engine) -> EngineCore:

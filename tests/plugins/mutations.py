@@ -23,8 +23,10 @@ def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
 
     merge_moves = delta_write.merge_moves
 
-    def mutated(sources, targets):
-        return merge_moves([sources[0] ^ 1, *sources[1:]], targets)
+    def mutated(sources, targets, group):
+        if group == 0 and sources:
+            sources = [sources[0] ^ 1, *sources[1:]]
+        return merge_moves(sources, targets, group)
 
     patch.setattr(delta_write, "merge_moves", mutated)
 

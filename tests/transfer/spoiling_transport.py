@@ -7,13 +7,16 @@ from services.transfer.local import LocalTransport
 
 
 class SpoilingTransport(LocalTransport):
-    """Between ranks of this process. The first `spoils` writes of all its instances are spoilt."""
+    """Between ranks of this process. Of the writes of all its instances the first `spoils` that move units of
+    `group` are spoilt, in the first of those."""
 
     spoils = 0
+    group = 0
 
     def write(self, peer, moves):
         write = super().write(peer, moves)
-        if SpoilingTransport.spoils > 0:
+        moves = [move for move in moves if move.group == SpoilingTransport.group]
+        if SpoilingTransport.spoils > 0 and moves:
             SpoilingTransport.spoils -= 1
             pieces = pieces_of(moves, self._pools, self._peers[peer][1])
             ctypes.c_uint8.from_address(int(pieces.target[0, 0])).value ^= 4

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.pair import FAKE, Pair, eager
-from services.engine.fake import continuation
+from services.engine.fake import continuation, parse_carried
 from services.engine.paged.decode import WriteLease
 from services.engine.paged.sequence import Phase
 from services.transfer.local import _LandedWrite
@@ -104,8 +104,9 @@ async def retracted(pair):
     [waiting, before_the_ticket, receiving, prefill_half_done, computing, decoding, retracted],
     ids=lambda phase: phase.__name__,
 )
-async def test_an_abort_frees_everything_on_both_ranks(phase):
-    async with Watched(SLOW) as pair:
+@pytest.mark.parametrize("carried", ["", "window:6,state"])
+async def test_an_abort_frees_everything_on_both_ranks(phase, carried):
+    async with Watched(eager(replace(SLOW, fake_carried=carried))) as pair:
         task, others = await phase(pair)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -115,7 +116,8 @@ async def test_an_abort_frees_everything_on_both_ranks(phase):
         async with asyncio.timeout(20):
             while pair.prefill.load().open_rooms:
                 await asyncio.sleep(0.001)
-        assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)
+        right = continuation(PROMPT, 5, parse_carried(carried))
+        assert (await pair.generate(PROMPT, 5)).tokens == right
 
 
 async def test_quarantine_ends_with_the_writers_word_not_with_the_fence():

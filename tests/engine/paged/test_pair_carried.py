@@ -22,13 +22,6 @@ def expected(carried, prompt, count):
     return continuation(prompt, count, parse_carried(carried))
 
 
-async def assert_only_points_are_held(pair):
-    await pair.assert_nothing_held()
-    for engine in (pair.decode, pair.prefill):
-        for books in core_of(engine).carried.check():
-            assert books.locked == books.private == books.quarantined == 0
-
-
 @pytest.mark.parametrize("carried", CARRIED)
 async def test_a_conversation_moves_its_delta_and_what_is_carried(carried):
     async with Pair(hybrid(carried)) as pair:
@@ -48,7 +41,7 @@ async def test_a_conversation_moves_its_delta_and_what_is_carried(carried):
             history += answer.tokens
             previous_len = len(history)  # noqa: F841
             history += [400 + turn, 3, 5]
-        await assert_only_points_are_held(pair)
+        await pair.assert_nothing_held()
 
 
 @pytest.mark.parametrize("carried", CARRIED)
@@ -72,7 +65,7 @@ async def test_every_shape_is_exact(carried, plan, cache, shape):
             assert answer.tokens == expected(carried, prompt, 9)
         if cache == "on" and plan is Plan.REMOTE:
             assert answer.admitted.decode_prefix_len == prompt_len // page_size * page_size
-        await assert_only_points_are_held(pair)
+        await pair.assert_nothing_held()
 
 
 async def test_a_full_hit_still_moves_what_is_carried():
@@ -98,7 +91,7 @@ async def test_turns_under_either_plan_go_on_from_each_other(carried):
             history += answer.tokens
             previous_len = len(history)  # noqa: F841
             history += [400 + turn, 3, 5]
-        await assert_only_points_are_held(pair)
+        await pair.assert_nothing_held()
 
 
 @pytest.mark.parametrize("carried", CARRIED)
@@ -112,7 +105,7 @@ async def test_resume_points_that_were_evicted_cost_time_and_no_token(carried):
         for plan in (Plan.REMOTE, Plan.LOCAL):
             answer = await pair.generate([*prompt, 77], 4, plan)
             assert answer.tokens == expected(carried, [*prompt, 77], 4)
-        await assert_only_points_are_held(pair)
+        await pair.assert_nothing_held()
 
 
 @pytest.mark.parametrize("carried", CARRIED)
@@ -125,7 +118,7 @@ async def test_a_batch_on_a_small_pool_is_exact(carried):
             *(pair.generate(p, 24, list(Plan)[i % 2]) for i, p in enumerate(prompts))
         )
         assert [a.tokens for a in answers] == [expected(carried, p, 24) for p in prompts]
-        await assert_only_points_are_held(pair)
+        await pair.assert_nothing_held()
 
 
 async def test_an_aborted_transfer_leaks_no_state():
@@ -138,7 +131,7 @@ async def test_an_aborted_transfer_leaks_no_state():
                         await anext(outputs)
         answer = await pair.generate(range(60), 8)
         assert answer.tokens == expected("window:6,state", list(range(60)), 8)
-        await assert_only_points_are_held(pair)
+        await pair.assert_nothing_held()
 
 
 async def test_ranks_of_other_groups_do_not_pair():
