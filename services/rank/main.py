@@ -38,6 +38,7 @@ from services.net import servers
 from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
 from services.process import signals, supervisor
+from services.process.events import pass_on
 from services.process.notify import Notifier
 from services.rank import operations
 from services.rank.config import RankConfig
@@ -186,7 +187,7 @@ async def run_ranks(
             except StoppedEarly:
                 break
             ranks.append(rank)
-            watchdog = asyncio.create_task(_forward(rank.failed, stopping))
+            watchdog = asyncio.create_task(pass_on(rank.failed, stopping))
             stack.callback(watchdog.cancel)
             if not (stopping.is_set() or rank.failed.is_set()):
                 _tell_ready(rank, role)
@@ -329,11 +330,6 @@ async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[
 def _end_soon() -> None:
     """The process ends, or is ended: no thread of it may write when others think that it is gone."""
     faulthandler.dump_traceback_later(_HUNG_END_S, exit=True)
-
-
-async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:
-    await source.wait()
-    target.set()
 
 
 async def _join(

@@ -11,6 +11,7 @@ from services.host.ports import host_port
 from services.net import servers
 from services.observe import log_lines
 from services.process import health, signals
+from services.process.events import pass_on
 from services.process.health import Health, Lifecycle, ProcessPhase, joint_health
 from services.process.notify import Notifier
 from services.router.app import OpenRouter, open_router
@@ -75,7 +76,7 @@ async def _serve_until_stopped(
     router: OpenRouter, stopping: asyncio.Event, lifecycle: Lifecycle, grace_s: float
 ) -> None:
     """Both fronts get the same grace."""
-    watchdog = asyncio.create_task(_forward(router.failed, stopping))
+    watchdog = asyncio.create_task(pass_on(router.failed, stopping))
 
     async def stop_http() -> None:
         await stopping.wait()
@@ -84,11 +85,6 @@ async def _serve_until_stopped(
 
     await asyncio.gather(servers.serve_until_stopped(router.server, stopping, grace_s), stop_http())
     watchdog.cancel()
-
-
-async def _forward(source: asyncio.Event, target: asyncio.Event) -> None:
-    await source.wait()
-    target.set()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from services.kv.block_hash import SCHEME
 from services.net import servers
 from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
+from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
@@ -194,23 +195,15 @@ def _cluster_settings(config: RouterConfig) -> ClusterSettings:
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
     """Until etcd has named the ranks, however long that takes: a router that knows none must not take the
     place of one that does. Then a moment for the index; until it is read, load alone decides."""
-    await _wait_for(mirror.ranks_known, *ends, timeout_s=_RANKS_LATE_S)
+    await first_of(mirror.ranks_known, *ends, timeout_s=_RANKS_LATE_S)
     if not mirror.ranks_known.is_set():
         log_lines.event(log, "router_waits_for_etcd", level=logging.WARNING, reason=mirror.degraded)
-        await _wait_for(mirror.ranks_known, *ends, timeout_s=None)
+        await first_of(mirror.ranks_known, *ends)
         if not mirror.ranks_known.is_set():
             return
-    await _wait_for(mirror.ready, *ends, timeout_s=_INDEX_TIMEOUT_S)
+    await first_of(mirror.ready, *ends, timeout_s=_INDEX_TIMEOUT_S)
     if not mirror.ready.is_set():
         log_lines.event(log, "router_degraded", level=logging.WARNING, reason=mirror.degraded)
-
-
-async def _wait_for(*wanted: asyncio.Event, timeout_s: float | None) -> None:
-    """Until one of them is set."""
-    waits = {asyncio.create_task(event.wait()) for event in wanted}
-    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,7 @@ from services.index.registrations import register
 from services.index.schema import Schema, check_schema
 from services.index.write.hash_ledger import HashLedger
 from services.index.write.publisher import Publisher, PublisherSettings
+from services.process.events import first_of
 from services.values.errors import ConfigError, IsthmusError, StaleGeneration
 from services.values.kv import CacheEvents
 from services.values.registration import Registration
@@ -140,7 +141,7 @@ class Membership:
     async def _lost_or_disputed(self, lease: EtcdLease) -> None:
         ends = (lease.lost, self.publisher.disputed)
         while not any(event.is_set() for event in ends):
-            await _first_of(*ends, lease.reopened)
+            await first_of(*ends, lease.reopened)
             if lease.reopened.is_set():
                 lease.reopened.clear()
                 self.publisher.doubt()  # whoever answers now may have been restored from a backup
@@ -184,13 +185,3 @@ class Membership:
                 await self._lease.revoke()
         except (IsthmusError, TimeoutError) as error:
             logger.warning("lease_revoke_failed rank=%s error=%r", self._registration.id, error)
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    """Returns when one is set."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

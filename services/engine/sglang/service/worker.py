@@ -42,6 +42,7 @@ from services.engine.sglang.service.step_times import MeanStepTimes
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import free_ports
+from services.process.events import first_of
 from services.values.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
 from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.kv_path import KvPath, KvPathKind
@@ -133,12 +134,7 @@ class SglangWorker:
 
     async def crashed(self) -> None:
         assert self._process is not None
-        ends = [asyncio.ensure_future(event.wait()) for event in (self._process.ended, self._broken)]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
+        await first_of(self._process.ended, self._broken)
 
     async def _start(self) -> None:
         settings = self.settings
