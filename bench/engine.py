@@ -189,7 +189,7 @@ def _decode_row(runner: TorchRunner, model: PreTrainedModel, plan: Plan, batch: 
     private = [pages.take(grown) for _ in range(batch)]
     prefix = pages.take(context // plan.page_size * plan.page_size)
     tails = [pages.take(grown - len(prefix) * plan.page_size) for _ in range(batch)]
-    kv = runner._pool.kv  # to fill it: an engine's comes from prefill
+    kv = runner._pools.layers.pools[0]  # to fill it: an engine's comes from prefill
     plain = Ours(runner, private, context)
     shared = Ours(runner, [prefix + tail for tail in tails], context)
     theirs = Transformers(model, kv, private, context)
@@ -302,7 +302,7 @@ def run(
         dtype = getattr(torch, where.dtype or "float32")
         model = AutoModelForCausalLM.from_pretrained(chosen, attn_implementation="sdpa", dtype=dtype)
         model = model.to(where.device).eval()
-    runner._pool.kv.numbers.normal_(generator=torch.Generator(where.device).manual_seed(seed))
+    runner._pools.layers.pools[0].numbers.normal_(generator=torch.Generator(where.device).manual_seed(seed))
     rows = decode_rows(runner, model, plan)
     return rows, prefill_rows(runner, model, plan, random.Random(seed))
 

@@ -101,6 +101,7 @@ def _units_of(settings: EngineSettings, carried: Sequence[KvGroup]) -> list[int]
 
 def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
+        from services.engine.torch.pool_sizes import PoolSizes
         from services.engine.torch.runner import TorchRunner
 
         return lambda: TorchRunner(
@@ -110,6 +111,12 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
             page_size=settings.page_size,
             dtype=settings.dtype,
             num_threads=settings.threads,
+            sizes=PoolSizes(
+                num_window_pages=settings.window_pages,
+                num_slots=settings.state_slots,
+                max_running_requests=settings.max_running_requests,
+                chunk_size=settings.chunk_size,
+            ),
         )
     if settings.engine == "fake":
         from services.engine.fake import FakeRunner, FakeSpeed, parse_carried

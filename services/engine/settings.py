@@ -47,6 +47,16 @@ class EngineSettings(ClusterConfig):
     )
     kv_pages: int = setting(2048, "pages in a rank's KV pool", bounds=Bounds(at_least=1))
     page_size: int = setting(64, "tokens per page", bounds=Bounds(at_least=1))
+    window_pages: int | None = setting(
+        None,
+        "pages for each window of a model that has some (torch); default: twice what running sequences take",
+        bounds=Bounds(at_least=1),
+    )
+    state_slots: int | None = setting(
+        None,
+        "recurrent states that a rank keeps, of a model that has some (torch); default: 4 a running one",
+        bounds=Bounds(at_least=1),
+    )
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
     prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
     protected_cache_share: float = setting(

@@ -1,25 +1,43 @@
-"""Whether the architecture that a config.json names, and its model_type, are of one model. Pure."""
+"""Which model a config.json says it is of, and whether it agrees with itself. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # transformers and SGLang read a config by its model_type; transformers makes the model by that too, SGLang
-# by its architectures.
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MistralForCausalLM": "mistral",
+# by its architectures. These are told apart without either; transformers' own table is longer.
+MODEL_TYPES: Mapping[str, Collection[str]] = {
+    "LlamaForCausalLM": ("llama",),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen3ForCausalLM": ("qwen3",),
+    "MistralForCausalLM": ("mistral",),
+    "Qwen3MoeForCausalLM": ("qwen3_moe",),
+    "Qwen3NextForCausalLM": ("qwen3_next",),
+    "Qwen3_5ForCausalLM": ("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", "qwen3_5_moe_text"),
+    "GptOssForCausalLM": ("gpt_oss",),
+    "Gemma3ForCausalLM": ("gemma3_text",),
+    "NemotronHForCausalLM": ("nemotron_h",),
+    "FalconH1ForCausalLM": ("falcon_h1",),
+    "MiniMaxM2ForCausalLM": ("minimax_m2",),
+    "DeepseekV3ForCausalLM": ("deepseek_v3",),
 }
 
 
-def disagreement(config: Mapping[str, Any]) -> str | None:
+def disagreement(
+    config: Mapping[str, Any], model_types: Mapping[str, Collection[str]] = MODEL_TYPES
+) -> str | None:
     """What of config.json contradicts itself, for a sentence; None: nothing that we know of.
 
-    Of several architectures one that agrees is enough.
+    `model_types` are those of each architecture. Of several architectures one that agrees is enough.
     """
-    known = [name for name in config.get("architectures") or () if name in MODEL_TYPES]
+    known = [name for name in config.get("architectures") or () if name in model_types]
     model_type = config.get("model_type")
-    if not known or model_type in {MODEL_TYPES[name] for name in known}:
+    if not known or any(model_type in model_types[name] for name in known):
         return None
-    return f"architecture {known[0]} is of model_type {MODEL_TYPES[known[0]]!r}, not {model_type!r}"
+    expected = " or ".join(map(repr, model_types[known[0]]))
+    return f"architecture {known[0]} is of model_type {expected}, not {model_type!r}"
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    return any(isinstance(part, Mapping) and bool(part.get("quantization_config")) for part in (config, text))

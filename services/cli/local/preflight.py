@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.host.ports import listen
-from services.model.architectures import MODEL_TYPES, disagreement
+from services.model.architectures import disagreement, is_quantized
 from services.rank.config import RankConfig
 from services.router.config import RouterConfig
 from services.settings.flags import load
@@ -65,13 +65,10 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def _check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    named = config.get("architectures") or []
-    if not set(named) & set(MODEL_TYPES):
-        raise ConfigError(
-            f"--model: {directory} is of architecture {named}; engine torch runs {', '.join(MODEL_TYPES)}"
-        )
     if said := disagreement(config):
         raise ConfigError(f"--model: {directory}/config.json contradicts itself: {said}")
+    if is_quantized(config):
+        raise ConfigError(f"--model: {directory} is quantized; engine torch takes float weights alone")
 
 
 def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:

@@ -9,12 +9,19 @@ from typing import Any, BinaryIO
 
 import torch
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
-from services.model.architectures import MODEL_TYPES, disagreement
+from services.model.architectures import disagreement, is_quantized
 from services.model.context_length import context_tokens
 from services.values.errors import ConfigError
 
@@ -39,12 +46,17 @@ class Checkpoint:
 
     @property
     def max_context_tokens(self) -> int:
-        return context_tokens(self.config.to_dict())
+        """Raises ConfigError where it is not stated."""
+        try:
+            return context_tokens(self.config.get_text_config().to_dict())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.directory}/config.json tells no length of context: {error!r}"
+            ) from error
 
     @property
-    def head_dim(self) -> int:
-        own: int | None = getattr(self.config, "head_dim", None)
-        return own or self.config.hidden_size // self.config.num_attention_heads
+    def vocab_size(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
 
 
 def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
@@ -67,7 +79,7 @@ def _open(directory: Path, dtype: str | None) -> Checkpoint:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers' checks of a config share no class but this
         raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
-    _require_full_attention(directory, config)
+    _require_causal(directory, config)
     name = dtype or _own_dtype(directory, raw)
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} of {directory} is not supported; use one of {', '.join(DTYPES)}")
@@ -148,30 +160,32 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
-    architectures = raw.get("architectures") or []
-    if not set(architectures) & set(MODEL_TYPES):
-        raise ConfigError(
-            f"{directory} is of architecture {architectures}; supported are {', '.join(MODEL_TYPES)}"
-        )
-    if said := disagreement(raw):
+    if said := disagreement(raw, _model_types()):
         raise ConfigError(f"{directory}/config.json contradicts itself: {said}")
-    if raw.get("quantization_config"):
+    if is_quantized(raw):
         raise ConfigError(
             f"{directory} is quantized; only float32, bfloat16 and float16 weights are supported"
         )
 
 
-def _require_full_attention(directory: Path, config: PreTrainedConfig) -> None:
-    # Qwen names a window that use_sliding_window turns off; its layer_types tell. Mistral has no such switch.
-    layer_types = getattr(config, "layer_types", None)
-    windowed = "sliding_attention" in layer_types if layer_types else getattr(config, "sliding_window", None)
-    if windowed:
-        raise ConfigError(f"{directory} uses a sliding window, which is not supported")
-    if others := set(layer_types or ()) - {"full_attention"}:
-        raise ConfigError(f"{directory} has layers of {', '.join(sorted(others))}, which are not supported")
-    if getattr(config, "is_causal", True) is False:
+def _model_types() -> dict[str, list[str]]:
+    """Of each architecture of transformers' that generates text."""
+    of_architecture: dict[str, list[str]] = {}
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in (names,) if isinstance(names, str) else names:
+            of_architecture.setdefault(name, []).append(model_type)
+    return of_architecture
+
+
+def _require_causal(directory: Path, config: PreTrainedConfig) -> None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"{config.architectures or config.model_type}"
+        raise ConfigError(f"{directory} is of {kind}, of which transformers has no model that generates text")
+    text = config.get_text_config()
+    looks_ahead = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    if getattr(text, "is_causal", True) is False or looks_ahead:
         raise ConfigError(f"{directory} attends in both directions: its KV depends on what comes later")
-    for kind in _rope_types(config):
+    for kind in _rope_types(text):
         if kind in _UNSUPPORTED_ROPE:
             raise ConfigError(f"{directory} uses rotary embedding {kind!r}, which is not supported")
 
@@ -183,7 +197,8 @@ def _rope_types(config: PreTrainedConfig) -> list[Any]:
 
 
 def _own_dtype(directory: Path, raw: dict[str, Any]) -> str:
-    named = raw.get("dtype") or raw.get("torch_dtype")
+    parts = [raw, raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw]
+    named = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     if named:
         return str(named)
     with _weight_files(directory)[0].open("rb") as file:

@@ -1,5 +1,7 @@
 """The device that a runner computes on: how it is opened, and waited for."""
 
+import os
+
 import torch
 
 from services.values.errors import ConfigError
@@ -24,6 +26,13 @@ def open_device(name: str) -> torch.device:
     # takes some 25 ms, and keeps all of them: with us nearly every prompt chunk has lengths of its own.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", index)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of memory that nobody holds now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def finish_step(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.page_reader import PageReader, page_reader
 from services.transfer.host_memory import map_memory
 from services.values.errors import ConfigError, ProtocolError
-from services.values.kv import GroupKind, KvGroup, PageId, PoolMemory
+from services.values.kv import KvGroup, PageId, PoolMemory
 
 
 class KvPool:
@@ -34,16 +34,13 @@ class KvPool:
         shape = page_shape(group, page_size)
         self.group = group
         self.unit_bytes = shape.page_numbers * dtype.itemsize
-        memory = _allocate(num_pages * self.unit_bytes, device)
+        memory = allocate(num_pages * self.unit_bytes, device)
         self.kv = PagedKv(memory.view(dtype), shape)
         self.read_pages: PageReader = page_reader(memory.view(num_pages, self.unit_bytes))
 
     @property
     def memory(self) -> PoolMemory:
-        numbers = self.kv.numbers
-        on_cuda = numbers.device.type == "cuda"
-        kind, device_id = ("VRAM", numbers.device.index or 0) if on_cuda else ("DRAM", 0)
-        return PoolMemory(numbers.data_ptr(), self.kv.num_pages, kind, device_id)
+        return pool_memory(self.kv.numbers, self.kv.num_pages)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """See PagedKv.layer; `index` counts the group's layers."""
@@ -52,7 +49,13 @@ class KvPool:
     def close(self) -> None:
         """Free the memory; there are no pages afterwards."""
         self.kv = PagedKv(self.kv.numbers.new_empty(0), self.kv.shape)
-        self.read_pages = _closed
+        self.read_pages = closed_pool
+
+
+def pool_memory(units: Tensor, num_units: int) -> PoolMemory:
+    on_cuda = units.device.type == "cuda"
+    kind, device_id = ("VRAM", units.device.index or 0) if on_cuda else ("DRAM", 0)
+    return PoolMemory(units.data_ptr(), num_units, kind, device_id)
 
 
 def page_shape(group: KvGroup, page_size: int) -> PageShape:
@@ -60,23 +63,19 @@ def page_shape(group: KvGroup, page_size: int) -> PageShape:
     return PageShape(len(group.layer_ids), group.num_kv_heads, page_size, group.head_dim, v_head_dim)
 
 
-def _closed(pages: Sequence[PageId]) -> Iterator[memoryview]:
+def closed_pool(pages: Sequence[PageId]) -> Iterator[memoryview]:
     raise ProtocolError(f"{len(pages)} pages are to be read of a pool that is closed")
 
 
-def full_attention_group(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KvGroup:
-    name = str(dtype).removeprefix("torch.")
-    return KvGroup(GroupKind.FULL_ATTENTION, tuple(range(num_layers)), num_kv_heads, head_dim, name)
-
-
-def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+def allocate(size_bytes: int, device: torch.device, what: str = "a KV pool") -> torch.Tensor:
+    """Zeroed bytes on the device. Raises ConfigError and Unavailable as KvPool."""
     # No slot is read before it is written; zeroed so that page faults come now and not in a step.
     try:
         if device.type == "cpu":
             return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8).zero_()
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        message = f"a KV pool of {size_bytes} bytes does not fit on {device}: {error}"
+        message = f"{what} of {size_bytes} bytes does not fit on {device}: {error}"
         if size_bytes > _total_bytes(device):
             raise ConfigError(message) from error
         raise start_fault(message, error) from error

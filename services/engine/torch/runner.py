@@ -7,15 +7,12 @@ from pathlib import Path
 import torch
 
 from services.engine.paged.runner import Chunk, Sampled
-from services.engine.torch.attention.in_place import choose_in_place, end_threads
-from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
-from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
-from services.engine.torch.linear.packed_linear import pack_linears
-from services.engine.torch.pool import KvPool, full_attention_group
+from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.pool_sizes import PoolSizes
+from services.engine.torch.pools import Pools
 from services.engine.torch.sampling import sample
-from services.engine.torch.step_cache import StepCache
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 
@@ -36,46 +33,47 @@ class TorchRunner:
         page_size: int,
         dtype: str | None = None,
         num_threads: int | None = None,
+        sizes: PoolSizes | None = None,
     ) -> None:
-        """Load the checkpoint and allocate the pool.
+        """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
         `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
         threads for the whole process.
 
         Raises:
-            ConfigError: the device, the checkpoint or the pool cannot work; the message says why.
+            ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
             Unavailable: memory, the device or a file is not to be had now; another start may do.
         """
         self._device = open_device(device)
         if num_threads is not None:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
-        config = checkpoint.config
         with LOADING:
-            self._model = load_model(checkpoint, self._device)
-        pack_linears(self._model, torch.get_num_threads())
-        group = full_attention_group(
-            config.num_hidden_layers, config.num_key_value_heads, checkpoint.head_dim, checkpoint.dtype
+            model = load_model(checkpoint, self._device)
+        self._model = PackedModel(model)
+        self._model.pack(torch.get_num_threads())
+        self._pools = Pools(
+            self._model.remembered,
+            num_pages=num_pages,
+            page_size=page_size,
+            sizes=sizes or PoolSizes(),
+            model_fingerprint=checkpoint.fingerprint,
+            device=self._device,
         )
-        self._pool = KvPool(group, num_pages=num_pages, page_size=page_size, device=self._device)
-        self._layout = KvLayout(page_size, self._pool.unit_bytes, checkpoint.fingerprint, groups=(group,))
-        self._in_place = choose_in_place([self._pool.kv], config.num_attention_heads)
-        places = {layer: LayerPlace(Reach(0), layer) for layer in group.layer_ids}
-        self._layers = PagedLayers([self._pool.kv], self._in_place, places)
-        self._vocab_size: int = config.vocab_size
+        self._vocab_size = checkpoint.vocab_size
         self._max_context_tokens = checkpoint.max_context_tokens
 
     @property
     def layout(self) -> KvLayout:
-        return self._layout
+        return self._pools.layout
 
     @property
     def memory(self) -> PoolMemory:
-        return self._pool.memory
+        return self._pools.memory[0]
 
     @property
     def carried_memory(self) -> tuple[PoolMemory, ...]:
-        return ()
+        return self._pools.memory[1:]
 
     @property
     def vocab_size(self) -> int:
@@ -100,12 +98,12 @@ class TorchRunner:
         return results
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
-        raise ProtocolError(f"{self.layout} has no recurrent state")
+        if self._pools.slots is None:
+            raise ProtocolError(f"{self.layout} has no recurrent state")
+        self._pools.slots.copy(moves)
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
-        if group:
-            raise ProtocolError(f"{self.layout} has no group {group}")
-        return self._pool.read_pages(pages)
+        return self._pools.read(pages, group)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         with torch.inference_mode():
@@ -114,27 +112,11 @@ class TorchRunner:
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""
-        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
-        cache = StepCache()
-        outputs = self._model(
-            input_ids=self._tensor(token_ids)[None],
-            position_ids=self._tensor(positions)[None],
-            use_cache=False,
-            logits_to_keep=self._tensor(_sampled_offsets(chunks)),
-            past_key_values=cache,
-            paged=view_step(self._layers, chunks, cache),
-        )
-        logits: torch.Tensor = outputs.logits[0]
-        return logits
-
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return self._model.logits(self._pools, chunks, _sampled_offsets(chunks))
 
     def close(self) -> None:
-        """Free the pool and end the threads; the runner cannot run any more."""
-        end_threads(self._in_place)
-        self._pool.close()
+        """Free the pools and end the threads; the runner cannot run any more."""
+        self._pools.close()
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -6,13 +6,13 @@ import torch
 
 from engine.torch.attention.paging import alike
 from services.engine.torch import pool as pool_module
-from services.engine.torch.pool import KvPool, full_attention_group
+from services.engine.torch.pool import KvPool
 from services.values.errors import ConfigError, ProtocolError, Unavailable
 from services.values.kv import GroupKind, KvGroup
 
 
 def make_pool(num_pages=5, page_size=8, dtype=torch.bfloat16):
-    group = full_attention_group(num_layers=3, num_kv_heads=2, head_dim=4, dtype=dtype)
+    group = KvGroup(GroupKind.FULL_ATTENTION, (0, 1, 2), 2, 4, str(dtype).removeprefix("torch."))
     return KvPool(group, num_pages=num_pages, page_size=page_size, device=torch.device("cpu"))
 
 

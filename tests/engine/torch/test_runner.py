@@ -13,6 +13,7 @@ from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import runner as torch_runner
 from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.model import packed_model
 from services.engine.torch.runner import TorchRunner
 from services.values.errors import ConfigError, ProtocolError
 from services.values.request import SamplingParams
@@ -54,7 +55,7 @@ def views(monkeypatch):
         recorded.extend(view.by_reach.values())
         return view
 
-    monkeypatch.setattr(torch_runner, "view_step", recording)
+    monkeypatch.setattr(packed_model, "view_step", recording)
     return recorded
 
 
@@ -322,4 +323,4 @@ def test_what_a_failed_step_may_still_write_is_waited_for(stage, told, monkeypat
 def test_close_frees_the_pool():
     runner = make_runner()
     runner.close()
-    assert kv_of(runner).untyped_storage().nbytes() == 0
+    assert runner._pools.layers.pools[0].numbers.untyped_storage().nbytes() == 0

@@ -5,6 +5,8 @@ threads and knows what the processor can do with bfloat16. A plain weight goes t
 every call: for the few rows of a decode step that takes twice as long as reading the weight once.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -56,18 +58,23 @@ class PackedLinear(nn.Module):
         return product[..., :num_rows, :] if extra else product
 
 
-def pack_linears(module: nn.Module, num_threads: int) -> None:
-    """Replace every linear layer below `module`; nothing happens where this torch or processor cannot.
+def pack_linears(module: nn.Module, num_threads: int, keep: Collection[nn.Module] = ()) -> None:
+    """Replace every linear layer below `module` but those to `keep`, whose weights somebody reads.
 
-    `num_threads` is how many torch has.
+    Nothing happens where this torch or processor cannot. `num_threads` is how many torch has.
     """
     for name, child in module.named_children():
-        if not isinstance(child, nn.Linear):
-            pack_linears(child, num_threads)
-        elif num_threads == 1 and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
-            setattr(module, name, PanelLinear(child))
-        elif _can_pack(child.weight):
-            setattr(module, name, PackedLinear(child))
+        if type(child) is not nn.Linear:  # a subclass computes something else (Llama 4's router)
+            pack_linears(child, num_threads, keep)
+        elif child not in keep:
+            setattr(module, name, _packed(child, num_threads))
+
+
+def _packed(linear: nn.Linear, num_threads: int) -> nn.Module:
+    weight = linear.weight
+    if num_threads == 1 and weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return PanelLinear(linear)
+    return PackedLinear(linear) if _can_pack(weight) else linear
 
 
 def _can_pack(weight: Tensor) -> bool:

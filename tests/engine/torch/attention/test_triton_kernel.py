@@ -16,12 +16,13 @@ from engine.torch.attention.paging import empty, paged, reach_view_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.runner import Chunk
-from services.engine.torch import runner as torch_runner
+from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention.agreement import require_agreement
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.parts import OnDevice, PartsView
 from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.model import packed_model
 from services.engine.torch.runner import TorchRunner
 from services.values.request import SamplingParams
 
@@ -88,9 +89,9 @@ def views(attend_parts, monkeypatch):
         recorded.extend(view.by_reach.values())
         return view
 
-    monkeypatch.setattr(torch_runner, "view_step", recording)
+    monkeypatch.setattr(packed_model, "view_step", recording)
     monkeypatch.setattr(
-        torch_runner,
+        runner_pools,
         "choose_in_place",
         lambda pools, num_heads: [OnDevice(attend_parts, num_heads, num_programs=16)],
     )

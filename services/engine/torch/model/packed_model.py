@@ -1,0 +1,71 @@
+"""A model definition over a packed step: what the runner computes with, and checks at start."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.engine.paged.runner import Chunk
+from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.linear.packed_linear import pack_linears
+from services.engine.torch.model.mixers import sequence_rows, wrap
+from services.engine.torch.model.probe import probe
+from services.engine.torch.model.step_cache import SequenceRows, StepCache
+from services.engine.torch.pools import Pools
+
+
+class PackedModel:
+    """`remembered` says what pools it needs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Probe it, and wrap its recurrent layers. Raises ConfigError and Unavailable as probe."""
+        self.model = model
+        self.remembered = probe(model)
+        for mixer in self.remembered.mixers:
+            wrap(mixer)
+
+    def pack(self, num_threads: int) -> None:
+        """Put the weights in the order in which they are read; `num_threads` is how many torch has.
+
+        Raises ConfigError where the model cannot compute so.
+        """
+        pack_linears(self.model, num_threads, self.remembered.read_linears)
+        probe(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def logits(self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int]) -> Tensor:
+        """Compute a step, store what it keeps, and give the logits after some rows: [len(rows), vocab_size].
+
+        Raises ProtocolError where a chunk lacks pages or a slot.
+        """
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        positions = self._tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)])
+        cache = StepCache(pools.calls, positions, pools.slots, self._mixer_rows(pools, chunks))
+        cache.view = view_step(pools.layers, chunks, cache)
+        kept = self._tensor(rows)
+        outputs = self.model(
+            input_ids=self._tensor(token_ids)[None],
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=False,
+            logits_to_keep=kept,
+            paged=cache.view,
+        )
+        logits: Tensor = outputs.logits[0]
+        return logits if len(logits) == len(rows) else logits[kept]  # some definitions give all of them
+
+    def _mixer_rows(self, pools: Pools, chunks: Sequence[Chunk]) -> Sequence[SequenceRows]:
+        """Where there are recurrent layers; the slots of sequences that begin are zeroed."""
+        if pools.slots is None:
+            return ()
+        rows = sequence_rows(chunks, pools.slots.num_slots, self.device)
+        pools.slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
+        return rows
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,0 +1,253 @@
+"""What a model keeps of a sequence, told by one tiny forward pass and not by names.
+
+    cache.update(key, value, layer)      a layer keeps K and V
+    _attention_to_probe(query, key, ..)  ... and attends: to those; to what it has made of them (they are a
+                                         latent); or, where none were kept, to those of another layer
+    cache.update_conv_state(..)          the innermost module that runs is a mixer
+    cache.update_recurrent_state(..)
+
+Whatever raises is the reason to refuse the model: its definition asks for what we do not have.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from services.engine.start_fault import start_fault
+from services.engine.torch.model.remembered import (
+    AttentionCall,
+    AttentionShape,
+    Mixer,
+    Remembered,
+    State,
+    StateKind,
+    StateName,
+)
+from services.values.errors import ConfigError
+from services.values.kv import GroupKind
+
+_IMPLEMENTATION = "isthmus_probe"
+_TOKENS = (1, 2, 3)
+
+
+def probe(model: PreTrainedModel) -> Remembered:
+    """Run `model` once, and leave it as it was.
+
+    Raises:
+        ConfigError: it asks for what we do not have.
+        Unavailable: memory is short, or the device is lost.
+    """
+    seen = _Probe(model.config.get_text_config())
+    try:
+        with attending_by(model, _IMPLEMENTATION):
+            seen.run(model)
+        return seen.remembered()
+    except ConfigError:
+        raise
+    except Exception as error:  # of its definition: any
+        raise start_fault(f"{type(model).__name__} does not run here: {error!r}", error) from error
+
+
+@contextmanager
+def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """While it lasts, the model's attention is another of transformers' AttentionInterface."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@dataclass
+class _Kept:
+    """K and V as a layer gave them to the cache."""
+
+    layer_idx: int
+    key: Tensor
+    value: Tensor
+    shape: AttentionShape | None = None  # once it has attended
+
+
+@dataclass
+class _Probe:
+    """What the model takes for its cache, and what its attention tells."""
+
+    config: PreTrainedConfig
+    is_compileable = False
+    _running: list[nn.Module] = field(default_factory=list)
+    _states: dict[StateName, tuple[State, nn.Module]] = field(default_factory=dict)
+    _kept: dict[int, _Kept] = field(default_factory=dict)
+    _pending: _Kept | None = None
+    _calls: list[AttentionCall] = field(default_factory=list)
+    _ran: set[nn.Module] = field(default_factory=set)
+
+    def run(self, model: PreTrainedModel) -> None:
+        ids = torch.tensor([_TOKENS], device=model.device)
+        with ExitStack() as hooks, torch.inference_mode():
+            for module in model.modules():
+                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
+                hooks.callback(module.register_forward_hook(self._leave).remove)
+            model(
+                input_ids=ids,
+                position_ids=torch.arange(len(_TOKENS), device=model.device)[None],
+                past_key_values=self,
+                use_cache=False,
+                probe=self,
+            )
+
+    def remembered(self) -> Remembered:
+        if self._pending is not None:
+            raise ConfigError(f"layer {self._pending.layer_idx} keeps K and V, and attends by itself")
+        states = tuple(state for _, (state, _) in sorted(self._states.items()))
+        return Remembered(tuple(self._calls), self._mixers(), states, self._read_linears())
+
+    def _read_linears(self) -> frozenset[nn.Module]:
+        linears = {
+            child for module in self._ran for child in module.children() if isinstance(child, nn.Linear)
+        }
+        return frozenset(linears - self._ran)
+
+    def _mixers(self) -> tuple[Mixer, ...]:
+        """A module that runs within another mixer is a part of it."""
+        modules = {module for _, module in self._states.values()}
+        inner = {part for module in modules for part in module.modules() if part is not module}
+        states_of: dict[nn.Module, list[StateName]] = {module: [] for module in modules - inner}
+        for name, (_, module) in sorted(self._states.items()):
+            owner = next(outer for outer in states_of if any(part is module for part in outer.modules()))
+            states_of[owner].append(name)
+        return tuple(Mixer(module, tuple(names)) for module, names in states_of.items())
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self._running.append(module)
+        self._ran.add(module)
+
+    def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._running.pop()
+
+    # As attention asks its cache
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self._pending is not None:
+            raise ConfigError(f"layer {self._pending.layer_idx} keeps K and V, and attends by itself")
+        if layer_idx in self._kept:
+            raise ConfigError(f"layer {layer_idx} keeps K and V twice")
+        self._pending = self._kept[layer_idx] = _Kept(layer_idx, key, value)
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """As StepCache's: of the first tokens of a sequence."""
+        return torch.zeros(len(_TOKENS), dtype=torch.int64)
+
+    get_query_offset = get_seq_length
+
+    def attends(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
+    ) -> None:
+        is_stored = self._pending is not None
+        kept, self._pending = self._pending or self._kept_by_another(key), None
+        kind, width = self._reach(getattr(module, "layer_idx", kept.layer_idx), window)
+        if not is_stored:
+            self._require_alike(kept, kind, width)
+        else:
+            kept.shape = AttentionShape(kind, width, *_kept_dims(kept, key, value), kept.key.dtype)
+        assert kept.shape is not None
+        self._calls.append(AttentionCall(kept.layer_idx, is_stored, kept.shape, query.shape[1]))
+
+    def _kept_by_another(self, key: Tensor) -> _Kept:
+        for kept in self._kept.values():
+            if kept.key is key:
+                return kept
+        raise ConfigError("a layer attends to keys that no cache has seen")
+
+    def _require_alike(self, kept: _Kept, kind: GroupKind, window: int) -> None:
+        if kept.shape is None or (kept.shape.kind, kept.shape.window) != (kind, window):
+            raise ConfigError(f"a layer reads K and V of layer {kept.layer_idx}, and not as that does")
+
+    def _reach(self, layer_idx: int, sliding_window: int | None) -> tuple[GroupKind, int]:
+        """How far back a layer sees. Chunks are told to no attention function, they are in the mask."""
+        layer_types = getattr(self.config, "layer_types", None) or ()
+        named = layer_types[layer_idx] if 0 <= layer_idx < len(layer_types) else None
+        if named == "chunked_attention":
+            return GroupKind.CHUNKED_WINDOW, int(self.config.attention_chunk_size)
+        if sliding_window is None and named == "sliding_attention":
+            sliding_window = self.config.sliding_window
+        return (GroupKind.SLIDING_WINDOW, sliding_window) if sliding_window else (GroupKind.FULL_ATTENTION, 0)
+
+    # As mixers ask their cache
+
+    @property
+    def layers(self) -> "_NoStates":
+        return _NoStates()
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        inputs: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """`inputs` are [1, channels, tokens]."""
+        size = conv_kernel_size or inputs.shape[-1]
+        self._found("conv", layer_idx, state_idx, (*inputs.shape[1:-1], size), inputs.dtype)
+        return pad(inputs, (max(0, size - inputs.shape[-1]), 0))
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """`state` is [1, ...]."""
+        self._found("recurrent", layer_idx, state_idx, tuple(state.shape[1:]), state.dtype)
+        return state
+
+    def _found(
+        self, kind: StateKind, layer_idx: int, index: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        name = (layer_idx, kind, index)
+        self._states[name] = State(name, shape, dtype), self._running[-1]
+
+
+class _NoStates:
+    """`cache.layers` of a cache without previous states: mixers ask if it records, and nothing else."""
+
+    record_past = False
+
+    def __getitem__(self, layer_idx: int) -> "_NoStates":
+        return self
+
+
+def _kept_dims(kept: _Kept, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+    """KV heads, head_dim, v_head_dim of what is kept; `key` and `value` are what is attended to."""
+    heads, head_dim, v_head_dim = kept.key.shape[1], kept.key.shape[3], kept.value.shape[3]
+    if key is kept.key and value is kept.value:
+        if kept.value.shape[1] != heads:
+            raise ConfigError(f"layer {kept.layer_idx} has {heads} heads of K and others of V")
+        return heads, head_dim, v_head_dim
+    if heads != 1 or kept.value.shape[1] != 1:
+        raise ConfigError(f"layer {kept.layer_idx} attends to something else than the K and V that it keeps")
+    return 1, head_dim + v_head_dim, 0
+
+
+def _attention_to_probe(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    probe: _Probe,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    probe.attends(module, query, key, value, sliding_window)
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attention_to_probe)

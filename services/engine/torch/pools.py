@@ -1,0 +1,96 @@
+"""All pools of a runner: one for each group of its layout."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from services.engine.torch.attention.in_place import choose_in_place, end_threads
+from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
+from services.engine.torch.model.remembered import Remembered, attention_groups, recurrent_group
+from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.page_reader import PageReader
+from services.engine.torch.pool import KvPool
+from services.engine.torch.pool_sizes import PoolSizes
+from services.values.errors import ProtocolError
+from services.values.kv import KvGroup, KvLayout, PageId, PoolMemory
+
+
+class Pools:
+    """Owns the memory of what a model remembers. `layers` is how its attention finds it, `slots` are for its
+    recurrent layers; None where it has none."""
+
+    def __init__(
+        self,
+        remembered: Remembered,
+        *,
+        num_pages: int,
+        page_size: int,
+        sizes: PoolSizes,
+        model_fingerprint: int,
+        device: torch.device,
+        by_kernels: bool = True,
+    ) -> None:
+        """Allocate and zero them. `num_pages`: of full attention. Without `by_kernels` single tokens gather.
+
+        Raises:
+            ConfigError: one is empty, or larger than all the memory that the device has.
+            Unavailable: there is not so much memory now.
+        """
+        self.calls = remembered.calls
+        full, *windowed = attention_groups(remembered.calls)
+        self._paged = [KvPool(full, num_pages=num_pages, page_size=page_size, device=device)]
+        for group in windowed:
+            num_units = sizes.num_units(group, page_size, num_pages)
+            self._paged.append(KvPool(group, num_pages=num_units, page_size=page_size, device=device))
+        self.slots: SlotPool | None = None
+        groups = [full, *(replace(pool.group, unit_bytes=pool.unit_bytes) for pool in self._paged[1:])]
+        if remembered.states:
+            states = recurrent_group(remembered.states, full.dtype)
+            num_slots = sizes.num_units(states, page_size, num_pages)
+            self.slots = SlotPool(remembered.states, num_slots=num_slots, device=device)
+            groups.append(replace(states, unit_bytes=self.slots.slot_bytes))
+        page_bytes = self._paged[0].unit_bytes
+        self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=tuple(groups))
+        kv = [pool.kv for pool in self._paged]
+        num_heads = remembered.calls[0].num_heads
+        self._in_place = choose_in_place(kv, num_heads) if by_kernels else (None,) * len(kv)
+        self.layers = PagedLayers(kv, self._in_place, _places(remembered, self.layout.groups))
+
+    @property
+    def memory(self) -> tuple[PoolMemory, ...]:
+        """In the layout's order."""
+        states = () if self.slots is None else (self.slots.memory,)
+        return (*(pool.memory for pool in self._paged), *states)
+
+    def read(self, units: Sequence[PageId], group: int) -> Iterator[memoryview]:
+        """See ModelRunner.read_pages."""
+        if not 0 <= group < len(self.layout.groups):
+            raise ProtocolError(f"{self.layout} has no group {group}")
+        return self._reader(group)(units)
+
+    def _reader(self, group: int) -> PageReader:
+        if group < len(self._paged):
+            return self._paged[group].read_pages
+        assert self.slots is not None
+        return self.slots.read_slots
+
+    def close(self) -> None:
+        """Free the memory and end the threads that attend."""
+        end_threads(self._in_place)
+        for pool in self._paged:
+            pool.close()
+        if self.slots is not None:
+            self.slots.close()
+        self.layers = replace(self.layers, pools=[pool.kv for pool in self._paged])
+
+
+def _places(remembered: Remembered, groups: Sequence[KvGroup]) -> dict[int, LayerPlace]:
+    places = {}
+    for call in remembered.calls:
+        pool = next(
+            i for i, group in enumerate(groups) if call.layer_idx in group.layer_ids and group.num_kv_heads
+        )
+        reach = Reach(pool, call.shape.kind, call.shape.window)
+        places[call.layer_idx] = LayerPlace(reach, groups[pool].layer_ids.index(call.layer_idx))
+    return places

@@ -1,0 +1,25 @@
+import pytest
+
+from services.engine.torch.pool_sizes import PoolSizes
+from services.values.kv import GroupKind, KvGroup
+
+WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=128)
+STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32")
+
+
+def test_by_default_the_running_sequences_fit_twice():
+    sizes = PoolSizes(max_running_requests=8, chunk_size=64)
+    # A window of 128 and a chunk of 64 lie in 13 pages of 16 at most.
+    assert sizes.num_units(WINDOW, 16, 10_000) == 2 * 8 * 13
+    assert sizes.num_units(STATE, 16, 10_000) == 2 * 8 * 2
+
+
+@pytest.mark.parametrize(("num_pages", "expected"), [(100, 100), (4, 13)])
+def test_a_window_has_no_more_pages_than_full_attention_but_for_one_sequence(num_pages, expected):
+    sizes = PoolSizes(max_running_requests=8, chunk_size=64)
+    assert sizes.num_units(WINDOW, 16, num_pages) == expected
+
+
+def test_what_is_set_holds():
+    sizes = PoolSizes(num_window_pages=7, num_slots=9)
+    assert (sizes.num_units(WINDOW, 16, 100), sizes.num_units(STATE, 16, 100)) == (7, 9)
