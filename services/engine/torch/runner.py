@@ -10,6 +10,7 @@ from services.engine.paged.runner import Chunk, Sampled
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.self_check import check
 from services.engine.torch.pool_sizes import PoolSizes
 from services.engine.torch.pools import Pools
 from services.engine.torch.sampling import sample
@@ -34,11 +35,12 @@ class TorchRunner:
         dtype: str | None = None,
         num_threads: int | None = None,
         sizes: PoolSizes | None = None,
+        self_check: bool = True,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
         `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
-        threads for the whole process.
+        threads for the whole process. Without `self_check` a model is served that may be another in pieces.
 
         Raises:
             ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
@@ -51,6 +53,8 @@ class TorchRunner:
         with LOADING:
             model = load_model(checkpoint, self._device)
         self._model = PackedModel(model)
+        if self_check:
+            check(self._model, page_size, str(checkpoint.directory))
         self._model.pack(torch.get_num_threads())
         self._pools = Pools(
             self._model.remembered,

@@ -1,0 +1,348 @@
+"""Whether packed steps compute what a model's own definition does in one plain pass; tried before it serves.
+
+    plain     each sequence in one pass, with transformers' own attention and no cache
+    packed    the same in chunks and single tokens, several sequences a step (trial.py); one is resumed from a
+              copied state
+    control   as that one, but the state is lost, or the first page of what its attention sees: how much that
+              changes tells whether the check would have seen it
+
+In float32 where memory allows, for there rounding is small: 1e-5 of the logits at most. Half precision shows
+coarse faults alone. Two right computations may choose another expert at a tie, so medians are compared, and
+other tokens are tried before a model is refused.
+"""
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.engine.paged.runner import Chunk, TailPages
+from services.engine.start_fault import start_fault
+from services.engine.torch.device import free_bytes
+from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.probe import attending_by, probe
+from services.engine.torch.model.trial import Cut, plan_trial
+from services.engine.torch.pool_sizes import PoolSizes
+from services.engine.torch.pools import Pools
+from services.values.errors import ConfigError, Unavailable
+from services.values.kv import GroupKind, KvGroup, PageId
+from services.values.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# How far the logits after a token may be off: root mean square, as a share of theirs. A definition's formulas
+# for chunks and for single tokens may differ by more than rounding (Nemotron-H and Zamba2 clamp dt in one).
+_TOLERANCE, _TOLERANCE_AFTER_SINGLES = 1e-4, 5e-3
+# In half precision: where nothing else is tried, and where float32 has passed.
+_TOLERANCE_OF_HALF, _TOLERANCE_OF_ALSO_HALF = 0.12, 0.4
+# A control is off by that many times what the right run is, or the check is blind.
+_SEEN_BY, _SEEN_BY_HALF = 100, 2
+_DRAWS = 3
+_ROWS, _FEWEST_ROWS = 8, 3  # that are compared after a border
+# Tokens of a sequence: what takes a second or two. On a CPU, models of so many parameters have fewer.
+_MOST_TOKENS, _MOST_TOKENS_OF_LARGE, _LARGE = 1400, 320, 500_000_000
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    position: int
+    error: float
+    begins: bool  # it is a chunk's first one
+    after_singles: bool
+
+
+@dataclass
+class Findings:
+    """How far packed steps are off: the largest median of the rows that follow a border of chunks."""
+
+    half_tolerance: float | None  # None: in float32
+    error: float = 0.0
+    error_after_singles: float = 0.0
+    controls: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
+
+    def add(self, what: str, rows: Sequence[_Row]) -> None:
+        for row, error in _medians(rows):
+            self._add(f"{what} from token {row.position} on", error, row.after_singles)
+
+    def _add(self, where: str, error: float, after_singles: bool) -> None:
+        tolerance = _TOLERANCE_AFTER_SINGLES if after_singles else _TOLERANCE
+        tolerance = self.half_tolerance or tolerance
+        if after_singles:
+            self.error_after_singles = max(self.error_after_singles, error)
+        else:
+            self.error = max(self.error, error)
+        if not error <= tolerance and not self.fault:  # nor for NaN
+            self.fault = (
+                f"computed in pieces it is another model: its logits are off by {error:.1e} of their size "
+                f"({where}), where rounding explains {tolerance:.0e}"
+            )
+
+    @property
+    def blind_to(self) -> list[str]:
+        right = max(self.error, self.error_after_singles)
+        seen_by = _SEEN_BY_HALF if self.half_tolerance else _SEEN_BY
+        return [lost for lost, error in self.controls.items() if not error >= seen_by * right]
+
+
+def _medians(rows: Sequence[_Row]) -> Iterator[tuple[_Row, float]]:
+    """Of the rows from each border on; too few tell nothing: one of them may have met a tie."""
+    for i, row in enumerate(rows):
+        following = [other.error for other in rows[i : i + _ROWS]]
+        if row.begins and len(following) >= _FEWEST_ROWS:
+            yield row, median(following)
+
+
+def check(model: PackedModel, page_size: int, name: str) -> None:
+    """Log what is found, and leave the model as it was.
+
+    Raises:
+        ConfigError: it differs, or cannot compute; the message says by how much, or why.
+        Unavailable: memory is short, or the device is lost.
+    """
+    half = [tensor for tensor in (*model.model.parameters(), *model.model.buffers()) if tensor.dtype in _HALF]
+    widens = bool(half) and _fit_in_float32(half, model.device)
+    try:
+        with torch.inference_mode():
+            if widens:
+                with _widened(half):
+                    _check(_Settings(model, page_size, by_kernels=False), name)
+            tolerance = None if not half else _TOLERANCE_OF_ALSO_HALF if widens else _TOLERANCE_OF_HALF
+            _check(_Settings(model, page_size, tolerance, by_kernels=not half), name)
+    except (ConfigError, Unavailable):
+        raise
+    except Exception as error:  # of its definition: any
+        raise start_fault(f"{name} fails its check at start: {error!r}", error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    model: PackedModel
+    page_size: int
+    half_tolerance: float | None = None
+    by_kernels: bool = True  # to compile them takes seconds for each type of numbers
+
+
+def _check(settings: _Settings, name: str) -> None:
+    for seed in range(_DRAWS):
+        findings = _Check(settings, seed).run()
+        if not findings.fault:
+            break
+    if findings.fault:
+        raise ConfigError(f"{name} cannot be served: {findings.fault}")
+    dtype = "half" if settings.half_tolerance else "float32"
+    controls = {lost: f"{error:.1e}" for lost, error in findings.controls.items()}
+    logger.info(
+        "self_check_passed model=%s dtype=%s error=%.1e after_singles=%.1e lost=%s",
+        *(name, dtype, findings.error, findings.error_after_singles, controls),
+    )
+    if findings.blind_to:
+        logger.warning("self_check_blind model=%s dtype=%s lost=%s", name, dtype, findings.blind_to)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    cut: Cut
+    ids: list[int]
+    pages: list[PageId]  # in full attention's pool, and in each windowed one
+    slot: int
+    plain: dict[int, Tensor]  # logits after a position, of those that are compared
+
+
+class _Check:
+    """One draw of tokens."""
+
+    def __init__(self, settings: _Settings, seed: int) -> None:
+        self._model, self._page_size = settings.model, settings.page_size
+        self._remembered = probe(self._model.model)
+        self._chance = random.Random(seed)
+        self._findings = Findings(settings.half_tolerance)
+        window, most_tokens = self._remembered.longest_window, _most_tokens(self._model.model)
+        self._trial = trial = plan_trial(self._page_size, window, most_tokens)
+        num_pages = sum(-(-cut.end // self._page_size) for cut in (*trial.together.values(), trial.again))
+        self._pools = Pools(
+            self._remembered,
+            num_pages=num_pages,
+            page_size=self._page_size,
+            sizes=PoolSizes(num_window_pages=num_pages, num_slots=len(trial.together) + 2),
+            model_fingerprint=0,
+            device=self._model.device,
+            by_kernels=settings.by_kernels,
+        )
+        # Shuffled: neighbours in a sequence are none in the pool.
+        self._free_pages = self._chance.sample(range(num_pages), num_pages)
+        self._free_slots = list(range(len(trial.together) + 2))
+
+    def run(self) -> Findings:
+        try:
+            self._warn_of_long_windows()
+            sequences = {what: self._sequence(cut) for what, cut in self._trial.together.items()}
+            sequences["second"].slot = sequences["first"].slot
+            self._compute_together(sequences)
+            self._resume(sequences["a"])
+        finally:
+            self._pools.close()
+        return self._findings
+
+    def _warn_of_long_windows(self) -> None:
+        window, tokens = self._remembered.longest_window, self._trial.together["a"].end
+        if tokens <= window:
+            logger.warning("self_check_short window=%d tokens=%d", window, tokens)
+
+    def _sequence(self, cut: Cut) -> _Sequence:
+        vocab_size = self._model.model.config.get_text_config().vocab_size
+        ids = [self._chance.randrange(vocab_size) for _ in range(cut.end)]
+        also = self._trial.again if cut is self._trial.together["a"] else cut
+        compared = sorted({row for each in (cut, also) for chunk in each.chunks() for row in chunk[:_ROWS]})
+        return _Sequence(cut, ids, self._take(cut.end), self._free_slots.pop(), self._plain(ids, compared))
+
+    def _take(self, num_tokens: int) -> list[PageId]:
+        return [PageId(self._free_pages.pop()) for _ in range(-(-num_tokens // self._page_size))]
+
+    def _plain(self, ids: Sequence[int], rows: Sequence[int]) -> dict[int, Tensor]:
+        model, device = self._model.model, self._model.device
+        with attending_by(model, "eager"):
+            logits = model(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=torch.arange(len(ids), device=device)[None],  # Bamba makes wrong ones itself
+                use_cache=False,
+                logits_to_keep=torch.tensor(rows, device=device),
+            ).logits[0]
+        if len(logits) != len(rows):
+            logits = logits[list(rows)]
+        return dict(zip(rows, logits.float(), strict=True))
+
+    def _compute_together(self, sequences: Mapping[str, _Sequence]) -> None:
+        """Keeps a copy of a's state at the border in the last free slot."""
+        rows: dict[str, list[_Row]] = {what: [] for what in sequences}
+        for step in range(max(sequence.cut.last_step for sequence in sequences.values()) + 1):
+            if step == self._trial.step_after_border and self._pools.slots is not None:
+                self._pools.slots.copy([(sequences["a"].slot, self._free_slots[0])])
+            chunks = {what: chunk for what, each in sequences.items() if (chunk := each.cut.at(step))}
+            shuffled = self._chance.sample(list(chunks), len(chunks))
+            errors = self._step([(sequences[what], chunks[what]) for what in shuffled])
+            for what, of_chunk in zip(shuffled, errors, strict=True):
+                rows[what] += _rows(chunks[what], of_chunk, rows[what])
+        for what, of_sequence in rows.items():
+            self._findings.add(f"sequence {what!r}", of_sequence)
+
+    def _resume(self, a: _Sequence) -> None:
+        """At a's border, once as it should be, then with something lost of what is needed there."""
+        border, cut = self._trial.border, self._trial.again
+        kept = self._free_slots.pop(0)
+        own = self._take(cut.end - border)
+        again = replace(
+            a, cut=cut, pages=[*a.pages[: border // self._page_size], *own], slot=self._free_slots.pop()
+        )
+        for lost in (None, *self._losses()):
+            if self._pools.slots is not None:
+                self._pools.slots.copy([(kept, again.slot)])
+            rows: list[_Row] = []
+            with self._lose(lost, again):
+                for chunk in cut.chunks():
+                    rows += _rows(chunk, self._step([(again, chunk)])[0], rows)
+            if lost is None:
+                self._findings.add("one that is resumed", rows)
+            else:
+                self._findings.controls[lost] = max(error for _, error in _medians(rows))
+
+    def _losses(self) -> list[str]:
+        return [_STATE if group.kind is GroupKind.RECURRENT else _page_of(i) for i, group in self._groups]
+
+    @property
+    def _groups(self) -> list[tuple[int, KvGroup]]:
+        return list(enumerate(self._pools.layout.groups))
+
+    @contextmanager
+    def _lose(self, lost: str | None, sequence: _Sequence) -> Iterator[None]:
+        """While it lasts, the pages are not what they were."""
+        slots, border = self._pools.slots, sequence.cut.start
+        if lost == _STATE and slots is not None:
+            slots.zero([sequence.slot])
+        pool = next((i for i, _ in self._groups if lost == _page_of(i)), None)
+        if pool is None:
+            yield
+            return
+        reaches = [reach for reach in self._pools.layers.reaches if reach.pool == pool]
+        first = max(0, min(reach.first_seen(border) for reach in reaches))
+        kv = self._pools.layers.pools[pool]
+        page = kv.numbers.view(kv.num_pages, -1)[sequence.pages[first // self._page_size]]
+        before = page.clone()
+        page.zero_()
+        yield
+        page.copy_(before)
+
+    def _step(self, parts: Sequence[tuple[_Sequence, range]]) -> list[list[float]]:
+        """Compute the parts' positions; how far the logits after the first ones of each are off."""
+        chunks = [self._chunk(sequence, positions) for sequence, positions in parts]
+        rows: list[int] = []
+        end = 0
+        for _, positions in parts:
+            rows += range(end, end + len(positions[:_ROWS]))
+            end += len(positions)
+        logits = iter(self._model.logits(self._pools, chunks, rows).float())
+        return [
+            [_error(next(logits), sequence.plain[position]) for position in positions[:_ROWS]]
+            for sequence, positions in parts
+        ]
+
+    def _chunk(self, sequence: _Sequence, positions: range) -> Chunk:
+        return Chunk(
+            sequence.ids[positions.start : positions.stop],
+            positions.start,
+            sequence.pages,
+            sample=False,
+            sampling=SamplingParams(),
+            tails=(TailPages(0, sequence.pages),) * sum(group.kind.is_windowed for _, group in self._groups),
+            slot=None if self._pools.slots is None else sequence.slot,
+        )
+
+
+_STATE = "state"
+
+
+def _page_of(group: int) -> str:
+    return f"first page of group {group}"
+
+
+def _rows(chunk: range, errors: Sequence[float], before: Sequence[_Row]) -> list[_Row]:
+    after_singles = len(chunk) == 1 or any(row.after_singles for row in before)
+    return [
+        _Row(position, error, position == chunk.start, after_singles)
+        for position, error in zip(chunk, errors, strict=False)
+    ]
+
+
+def _error(got: Tensor, plain: Tensor) -> float:
+    error: float = ((got - plain).square().mean() / plain.square().mean()).sqrt().item()
+    return error
+
+
+def _most_tokens(model: PreTrainedModel) -> int:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    is_large = num_parameters > _LARGE and model.device.type == "cpu"
+    return _MOST_TOKENS_OF_LARGE if is_large else _MOST_TOKENS
+
+
+def _fit_in_float32(half: Sequence[Tensor], device: torch.device) -> bool:
+    return 2 * sum(int(tensor.numel()) for tensor in half) < 0.9 * free_bytes(device)
+
+
+@contextmanager
+def _widened(half: Sequence[Tensor]) -> Iterator[None]:
+    """While it lasts, they are in float32; it loses nothing."""
+    dtypes = [tensor.dtype for tensor in half]
+    try:
+        for tensor in half:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in zip(half, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)

@@ -1,0 +1,175 @@
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MiniMaxConfig
+
+from exactness.checkpoints import tiny_checkpoint
+from services.cli.model_families import FAMILIES
+from services.engine.torch.attention import step_view
+from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.model import mixers, self_check
+from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.self_check import check
+from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.runner import TorchRunner
+from services.values.errors import ConfigError, Unavailable
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def logged(caplog):
+    caplog.set_level(logging.INFO, logger=self_check.__name__)
+    return caplog
+
+
+def packed(architecture, dtype=None):
+    return PackedModel(load_model(open_checkpoint(tiny_checkpoint(architecture), dtype), CPU))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "jamba"])
+def test_what_is_right_passes_and_would_have_been_seen(family, logged):
+    check(packed(family), 16, family)
+    assert "self_check_passed" in logged.text
+    assert "self_check_blind" not in logged.text
+
+
+@pytest.mark.parametrize("page_size", [1, 256])
+def test_pages_of_any_size_do(page_size, logged):
+    check(packed("qwen3_5"), page_size, "model")
+    assert "self_check_blind" not in logged.text
+
+
+def test_a_tie_that_one_draw_meets_refuses_nothing(monkeypatch, logged):
+    draw = self_check._Check.run
+    faults = iter(["a tie", ""])
+
+    def run(drawn):
+        findings = draw(drawn)
+        findings.fault = next(faults)
+        return findings
+
+    monkeypatch.setattr(self_check._Check, "run", run)
+    check(packed("qwen3_moe"), 16, "model")
+    assert next(faults, None) is None
+
+
+def test_jambas_scan_which_forgets_its_state_is_refused_by_how_much():
+    with pytest.raises(ConfigError, match=r"cannot be served: .* another model: .* off by \d\.\de.* 1e-04"):
+        TorchRunner(tiny_checkpoint("jamba"), num_pages=8, page_size=16)
+
+
+def test_a_definition_with_a_cache_of_its_own_is_refused_with_what_it_lacks():
+    layers = ["linear_attention", "full_attention"]
+    config = MiniMaxConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    config.update({"num_hidden_layers": 2, "layer_types": layers, "vocab_size": 64, "head_dim": 16})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match=r"MiniMaxForCausalLM does not run here: .*get_linear_cache"):
+        PackedModel(model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_checked_in_float32_too_and_left_as_it_was(dtype, logged):
+    model = packed("qwen3_5", dtype)
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    check(model, 16, "model")
+    assert "dtype=float32" in logged.text
+    assert "dtype=half" in logged.text
+    after = model.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert {tensor.dtype for tensor in after.values()} == {getattr(torch, dtype)}
+
+
+def test_without_the_memory_half_precision_alone_is_checked(logged, monkeypatch):
+    monkeypatch.setattr(self_check, "free_bytes", lambda device: 0)
+    check(packed("qwen3_5", "bfloat16"), 16, "model")
+    assert "dtype=float32" not in logged.text
+    assert "dtype=half" in logged.text
+    with pytest.raises(ConfigError, match="another model"):
+        check(packed("jamba", "bfloat16"), 16, "model")
+
+
+def lose_states(monkeypatch):
+    monkeypatch.setattr(mixers, "_scatter", lambda *_: None)
+
+
+def never_zero(monkeypatch):
+    monkeypatch.setattr(SlotPool, "zero", lambda *_: None)
+
+
+def never_copy(monkeypatch):
+    monkeypatch.setattr(SlotPool, "copy", lambda *_: None)
+
+
+def mix_up_the_singles(monkeypatch):
+    scatter = mixers._scatter
+
+    def reversed_scatter(mixer, part, cache):
+        scatter(mixer, mixers.SequenceRows(part.rows, part.slots.flip(0)), cache)
+
+    monkeypatch.setattr(mixers, "_scatter", reversed_scatter)
+
+
+@pytest.mark.parametrize("fault", [lose_states, never_zero, never_copy, mix_up_the_singles])
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_states_that_go_astray_are_found(family, fault, monkeypatch):
+    fault(monkeypatch)
+    monkeypatch.setattr(self_check, "_DRAWS", 1)
+    with pytest.raises(ConfigError, match="another model"):
+        check(packed(family), 16, family)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", "gemma4", "llama4"])
+@pytest.mark.parametrize("off_by", [-1, 1])
+def test_a_window_that_is_off_by_a_token_is_found(family, off_by, monkeypatch):
+    first_seen = step_view.Reach.first_seen
+
+    def shifted(reach, position):
+        seen = first_seen(reach, position)
+        return seen + off_by if reach.window else seen
+
+    monkeypatch.setattr(step_view.Reach, "first_seen", shifted)
+    monkeypatch.setattr(self_check, "_DRAWS", 1)
+    with pytest.raises(ConfigError, match="another model"):
+        check(packed(family), 16, family)
+
+
+def test_a_check_that_would_see_nothing_says_so(logged):
+    model = packed("falcon_h1")
+    with torch.no_grad():
+        for layer in model.model.model.layers:
+            layer.mamba.out_proj.weight.zero_()
+    check(model, 16, "numb")
+    assert "self_check_blind model=numb dtype=float32 lost=['state']" in logged.text
+
+
+def test_a_window_that_the_check_does_not_reach_is_told(logged, monkeypatch):
+    directory = tiny_checkpoint("gemma3", window=250)
+    model = PackedModel(load_model(open_checkpoint(directory), CPU))
+    check(model, 16, "model")
+    assert "self_check_short" not in logged.text
+    monkeypatch.setattr(self_check, "_MOST_TOKENS", 20)
+    check(model, 16, "model")
+    assert "self_check_short window=250 tokens=182" in logged.text
+
+
+def test_a_clamp_that_chunks_have_alone_passes(logged):
+    """Nemotron-H's dt: its definition has two formulas."""
+    model = packed("nemotron_h")
+    with torch.no_grad():
+        for name, parameter in model.model.named_parameters():
+            if "dt_bias" in name:
+                parameter.sub_(2.5)
+    check(model, 16, "model")
+    assert "self_check_passed" in logged.text
+
+
+def test_memory_that_is_short_may_be_there_another_time(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = packed("llama")
+    monkeypatch.setattr(PackedModel, "logits", fail)
+    with pytest.raises(Unavailable, match="fails its check at start"):
+        check(model, 16, "model")
