@@ -6,6 +6,13 @@
 A point saves what would be computed to come to it from the next one above. It is evicted by what it saves,
 how often, for the bytes it holds, and how long ago it was of use: GreedyDual-Size-Frequency (Cherkasova
 1998); Marconi (arXiv 2411.19379) weighs much the same way. It dies with its node.
+
+    a conversation   * ------ * ------ *             who went on to the next point does not come back
+    a branch         * --+--- *                      the next prompt that begins so goes on from the first
+                         +--- *
+
+So a point that has been passed is worth what others make of it, and one below which two have gone their ways
+is kept for a third.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +39,13 @@ class _Kept:
     size_bytes: int
     above: int  # tokens at the next point above
     age: float  # of the store when it was last of use
-    uses: int = 1
+    uses: int = 1  # that it is expected to be of, as far as what is past tells
+    passed: bool = False  # there has been a point below it
+
+    def pass_by(self) -> None:
+        """Whom it was kept for has a point below: neither that use nor the way there will be again."""
+        if not self.passed:
+            self.passed, self.uses = True, max(0, self.uses - 2)
 
     @property
     def worth(self) -> float:
@@ -61,29 +74,30 @@ class ResumePoints:
             self._touch(kept)
             self.drop(point)
             return
-        above = self._position_above(node)
-        self._kept[node] = _Kept(node, point, size_bytes, above, self._age)
+        kept_above = self._kept_above(node)
+        above = kept_above.point.position if kept_above is not None else 0
+        kept = self._kept[node] = _Kept(node, point, size_bytes, above, self._age)
         node.resumable = True
         for other in self._below(point.position, above):
             if other.node is not node and _is_above(node, other.node):
-                other.above = point.position
+                other.above, kept.passed = point.position, True
+        if kept_above is not None:
+            kept_above.pass_by()
         if node.block_hash is not None:
             self.events.note(node.block_hash, stored=True)
 
     def deepest(self, node: Node | None) -> SavedPoint | None:
         """The deepest point on the path down to `node`; not a use."""
-        while node is not None and not node.resumable:
-            node = node.parent
-        return self._kept[node].point if node is not None else None
+        kept = self._deepest(node)
+        return kept.point if kept is not None else None
 
     def use(self, node: Node | None) -> SavedPoint | None:
         """As `deepest`, and it counts as a use."""
-        while node is not None and not node.resumable:
-            node = node.parent
-        if node is None:
+        kept = self._deepest(node)
+        if kept is None:
             return None
-        self._touch(self._kept[node])
-        return self._kept[node].point
+        self._touch(kept)
+        return kept.point
 
     def evict(self) -> bool:
         """Let go of the one that is worth least; False: there is none."""
@@ -110,16 +124,21 @@ class ResumePoints:
         """Raises AssertionError: a point is at a node that does not know of it, or its worth is wrong."""
         for node, kept in self._kept.items():
             assert node.resumable, f"{node} has a resume point and does not know"
-            above = self._position_above(node)
+            kept_above = self._kept_above(node)
+            above = kept_above.point.position if kept_above is not None else 0
             assert kept.above == above, f"{node}: the next point above is at {above}, not {kept.above}"
 
     def _touch(self, kept: _Kept) -> None:
         kept.uses += 1
         kept.age = self._age
 
-    def _position_above(self, node: Node) -> int:
-        above = self.deepest(node.parent)
-        return above.position if above is not None else 0
+    def _kept_above(self, node: Node) -> _Kept | None:
+        return self._deepest(node.parent)
+
+    def _deepest(self, node: Node | None) -> _Kept | None:
+        while node is not None and not node.resumable:
+            node = node.parent
+        return self._kept[node] if node is not None else None
 
     def _below(self, position: int, above: int) -> list[_Kept]:
         """Those that may have a point at `position` above them now, where they had one at `above`."""

@@ -26,6 +26,13 @@ class Store:
         self.points.check()
         return node
 
+    def all_evicted(self):
+        """Their positions, in order."""
+        before = len(self.dropped)
+        while self.points.evict():
+            self.points.check()
+        return self.dropped[before:]
+
     def positions(self):
         return sorted(point.position for point in self.points)
 
@@ -53,13 +60,34 @@ def test_of_two_at_one_node_the_first_stays(store):
 def test_what_saves_least_for_its_bytes_goes_first(store):
     store.keep([1] * 4)
     store.keep([2] * 8)
-    store.keep([2] * 10)  # saves two tokens: the point at 8 is above it
     store.keep([3] * 12, size_bytes=10)
-    order = []
-    while store.points.evict():
-        order.append(store.dropped[-1])
-        store.points.check()
-    assert order == [12, 10, 4, 8]
+    assert store.all_evicted() == [12, 4, 8]
+
+
+def test_what_a_conversation_has_passed_goes_before_where_it_is(store):
+    """However much it saved."""
+    store.keep([2] * 4)
+    passed = store.keep([1] * 100)
+    store.points.use(passed)
+    store.keep([1] * 102)
+    assert store.all_evicted() == [100, 4, 102]
+
+
+def test_a_point_that_others_go_on_from_stays_though_it_was_passed(store):
+    store.keep([2] * 4)
+    passed = store.keep([1] * 8)
+    for answer in (3, 4, 5):
+        store.points.use(passed)
+        store.keep([1] * 8 + [answer] * 2)
+    assert store.all_evicted()[-1] == 8
+
+
+def test_where_two_have_parted_a_third_is_expected(store):
+    """The point between comes last, and was not passed by those that are below."""
+    store.keep([1] * 8 + [3] * 2)
+    store.keep([1] * 8)
+    store.keep([1] * 8 + [4] * 2)
+    assert store.all_evicted() == [10, 10, 8]
 
 
 def test_a_point_saves_more_once_the_one_above_is_gone(store):
