@@ -48,10 +48,17 @@ class TimedIndex(PrefixIndex):
             self._num_new += len(added)
         return applied
 
-    def take_snapshot(self, rank: RankId, hashes: set[int], resumable: Iterable[int] = ()) -> None:
-        super().take_snapshot(rank, hashes, resumable)
+    def take_snapshot(
+        self,
+        rank: RankId,
+        hashes: set[int],
+        resumable: Iterable[int] = (),
+        packed: Collection[int] | None = None,
+    ) -> None:
+        super().take_snapshot(rank, hashes, resumable, packed)
         if self._timing and hashes:
             now_s = time.monotonic()
-            stamp_s, num_new = newest_of(np.fromiter(hashes, np.uint64))
+            blocks = np.fromiter(hashes, np.uint64) if packed is None else np.asarray(packed, np.uint64)
+            stamp_s, num_new = newest_of(blocks)
             self.snapshot_ages_s.append(now_s - stamp_s)
             self._num_new += num_new

@@ -74,6 +74,9 @@ class _TimedIndex(PrefixIndex):
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
         return self._timed(lambda: super(_TimedIndex, self).match_all(hashes))
 
+    def holders(self, block: int, most: int) -> list[RankKey] | None:
+        return self._timed(lambda: super(_TimedIndex, self).holders(block, most))
+
     def _timed(self, answer: Callable[[], _T]) -> _T:
         began = time.thread_time_ns()
         found = answer()

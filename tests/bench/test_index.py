@@ -27,7 +27,7 @@ class Rank:
 
     def tell_snapshot(self):
         held = self.ledger.take_snapshot()
-        self.index.take_snapshot(RANK, set(held))
+        self.index.take_snapshot(RANK, set(held), packed=held)
         self.ledger.told()
 
     def tell_delta(self):

@@ -18,7 +18,7 @@ from services.index.codec import decode_record
 from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
 from services.index.read.prefix_index import PrefixIndex
 from services.index.read.rank_history import RankHistory, Step, Verdict
-from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot
+from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
 from services.values.errors import IsthmusError, ProtocolError
 from services.values.rank import Generation, RankId, RankKey
 
@@ -132,7 +132,7 @@ class BlockMirror:
             blocks = await self._gather([chunk.hashes for chunk in step.snapshot])
             if self._readings.get(life.key) is not reading:
                 return  # forgotten meanwhile
-            self.index.take_snapshot(life, blocks, _resumable(step.snapshot))
+            self.index.take_snapshot(life, blocks, _resumable(step.snapshot), _joined(step.snapshot))
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(
@@ -188,3 +188,10 @@ class BlockMirror:
 
 def _resumable(snapshot: Iterable[PrefixSnapshot]) -> Iterator[int]:
     return (block for chunk in snapshot for block in chunk.resumable)
+
+
+def _joined(snapshot: Iterable[PrefixSnapshot]) -> Hashes:
+    joined = hashes_of()
+    for chunk in snapshot:
+        joined += chunk.hashes
+    return joined

@@ -4,12 +4,13 @@ It has no I/O, no clock and no chance of its own (see Balance), so that bench.pl
 
 Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
 interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
-cheaper; likewise if it can go on computing further into the prompt. The first few in the order are taken in
-any case, the first few of this router's share, and the pinned one.
+cheaper; likewise if it can go on computing further into the prompt. The index says who may hold the next
+block; the first few in the order are taken in any case, the first few of this router's share, and the pinned
+one.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -36,6 +37,7 @@ _LEAST_LOADED = 6  # of many, priced in any case
 _OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
 _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
 _USUAL_TOKENS = 4_096  # for which a rank should have room
+_SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
 _EXPLAINED = 64  # a side; more are not shown
 
 
@@ -247,12 +249,19 @@ class Placer:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
         yield from self._resuming(side, order, asked)
-        longest, ranks = 0, iter(order)
+        longest, ranks, taken = 0, iter(order), set[RankKey]()
         while longest < len(hashes):
-            holders = self._index.holders_of(ranks, hashes[longest])
-            deeper = next((key for key in holders if self._may_serve(side.ranks[key], asked)), None)
+            holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
+            if holders is None:  # then one of the next will do
+                holders = self._index.holders_of(ranks, hashes[longest])
+            else:  # whoever stands before those that were taken holds less
+                holders = order.sorted(holders)
+            # Of a rank whose records are half applied a match may be too short: nobody is taken twice.
+            untaken = (key for key in holders if key not in taken)
+            deeper = next((key for key in untaken if self._may_serve(side.ranks[key], asked)), None)
             if deeper is None:
                 return
+            taken.add(deeper)
             longest = max(longest, self._index.match(deeper, hashes))
             yield deeper
 
