@@ -14,13 +14,16 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 
     So vLLM reads it (_get_and_verify_max_len), and SGLang but for yarn. Without an original length
     transformers takes max_position_embeddings for it, and without a factor what makes that of the original
-    length. A model with angles of its own for each kind of layer has the least of their lengths.
+    length. A model with angles of its own for each kind of layer has the least of their lengths. Gemma 3's
+    stated length is the stretched one.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is not stated, or no number.
     """
     config = config.get("text_config", config)
     stated = int(config["max_position_embeddings"])
+    if str(config.get("model_type")).startswith("gemma3"):
+        return stated
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     per_kind = [part for part in rope.values() if isinstance(part, Mapping)]
     return min(_stretched(stated, part) for part in (per_kind or [rope]))

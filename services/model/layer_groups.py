@@ -19,7 +19,10 @@ from services.values.kv import GroupKind, KvGroup
 
 # Left out of published checkpoints: transformers' class has them.
 _UNSAID = {
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma3_text": {
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+        **{"vocab_size": 262_208, "max_position_embeddings": 131_072},
+    },
     "gemma4_text": {"global_head_dim": 512},
 }
 

@@ -23,6 +23,7 @@ class LayerState:
 
     convolution: int
     recurrent: int
+    parameters: int = 0  # of the mixer: projections in and out, and the convolution
 
     def size_bytes(self, item_bytes: int) -> int:
         return self.convolution * item_bytes + self.recurrent * STATE_ITEM_BYTES
@@ -37,7 +38,8 @@ def layer_state(config: Mapping[str, Any]) -> LayerState:
     if heads := _first(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
         return _mamba2(config, int(heads))
     if columns := config.get("conv_L_cache"):
-        return LayerState(int(config["hidden_size"]) * int(columns), 0)
+        hidden = int(config["hidden_size"])
+        return LayerState(hidden * int(columns), 0, 4 * hidden * hidden + hidden * int(columns))
     raise ValueError("it does not tell the size of a recurrent layer's state")
 
 
@@ -47,7 +49,10 @@ def _delta_net(config: Mapping[str, Any]) -> LayerState:
     )
     channels = 2 * int(config["linear_num_key_heads"]) * key_dim + value_heads * value_dim
     columns = int(config.get("linear_conv_kernel_dim") or 4)
-    return LayerState(channels * columns, value_heads * key_dim * value_dim)
+    values = value_heads * value_dim
+    # In: queries, keys and values; a gate; two numbers a head. Out: values.
+    projections = int(config["hidden_size"]) * (channels + 2 * values + 2 * value_heads)
+    return LayerState(channels * columns, values * key_dim, projections + channels * columns)
 
 
 def _kimi(config: Mapping[str, Any]) -> LayerState:
@@ -65,7 +70,17 @@ def _mamba2(config: Mapping[str, Any], heads: int) -> LayerState:
     state = int(_required(config, "ssm_state_size", "mamba_d_state"))
     groups = int(_first(config, "n_groups", "mamba_n_groups", "mamba_ngroups") or 1)
     columns = int(_first(config, "conv_kernel", "mamba_d_conv") or 4)
-    return LayerState((width + 2 * groups * state) * columns, width * state)
+    channels = width + 2 * groups * state
+    # In: what is convolved, a gate, a step a head. Out: as wide as the gate.
+    projections = int(config["hidden_size"]) * (channels + 2 * width + heads)
+    return LayerState(channels * columns, width * state, projections + channels * columns)
+
+
+def recurrent_parameters(config: Mapping[str, Any]) -> int:
+    """Of one layer's mixer, as layer_state; raises ValueError where its projections are not known here."""
+    if not (parameters := layer_state(config).parameters):
+        raise ValueError("the projections of its recurrent layers are not known here")
+    return parameters
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:

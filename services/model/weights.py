@@ -1,14 +1,19 @@
 """How much memory a model's weights take, from its config.json alone. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.model.layer_groups import layer_groups
+from services.model.layer_groups import text_config
+from services.model.layer_kinds import LayerKinds, layer_kinds
+from services.model.recurrent_state import recurrent_parameters
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.values.errors import ConfigError
+from services.values.kv import GroupKind
 
 # What of a mixture of experts is called in Mixtral's, Qwen's and DeepSeek's config.json.
+_GATED = ("qwen3_5", "qwen3_next")  # queries bring a gate of their own along
+_LISTS = ("layers_block_type", "hybrid_override_pattern", "mlp_layer_types")  # that tell which are dense
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -28,26 +33,35 @@ class WeightsMemory:
 
 
 def weights(config: Mapping[str, Any]) -> WeightsMemory:
-    """Of a decoder of the kinds of Llama, Qwen, Mixtral and DeepSeek. Raises ConfigError.
+    """Of a decoder whose layers layer_kinds and recurrent_state know. Raises ConfigError.
 
     Layers that only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
     """
-    text = config.get("text_config", config)
+    text = text_config(config)
     item_bytes = float(ITEM_BYTES[kv_dtype(config)])
     linear_bytes = _quantized_bytes(config.get("quantization_config"), item_bytes)
     try:
-        hidden, layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
+        hidden, kinds = int(text["hidden_size"]), layer_kinds(text)
+        layers = len(kinds)
         tables = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings") else 2)
-        attention = layers * _attention(text, hidden)
-        feed_forward = sum(_feed_forward(text, hidden, layer) for layer in range(layers))
-    except (KeyError, TypeError, ValueError) as error:
+        attention = sum(_mixers(text, hidden, own) for own in kinds)
+        feed_forward = sum(_feed_forward(text, hidden, layer) for layer in _with_feed_forward(text, kinds))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"config.json does not tell the size of the weights: {error!r}") from error
-    if layer_groups(config).recurrent:
-        raise ConfigError("the weights of recurrent layers are not known here; say --weights-gib")
+    if text.get("hidden_size_per_layer_input"):
+        raise ConfigError("embeddings of each layer are not counted here; say --weights-gib")
     norms = (2 * layers + 1) * hidden
     # Tables and norms keep their type where the rest is quantized.
     mean_bytes = (attention * linear_bytes + (tables + norms) * item_bytes) / (attention + tables + norms)
     return WeightsMemory(attention + tables + norms, feed_forward, mean_bytes, linear_bytes)
+
+
+def _mixers(text: Mapping[str, Any], hidden: int, kinds: LayerKinds) -> int:
+    """Of one layer: attention, a recurrent mixer, both, or none."""
+    recurrent = GroupKind.RECURRENT in kinds
+    attends = len(kinds) > recurrent
+    own = _attention(text, hidden) if attends else 0
+    return own + (recurrent_parameters(text) if recurrent else 0)
 
 
 def _attention(text: Mapping[str, Any], hidden: int) -> int:
@@ -56,7 +70,8 @@ def _attention(text: Mapping[str, Any], hidden: int) -> int:
         return _latent_attention(text, hidden, heads)
     kv_heads = int(text.get("num_key_value_heads") or heads)
     head_dim = int(text.get("head_dim") or hidden // heads)
-    return 2 * hidden * head_dim * (heads + kv_heads)
+    gates = heads if str(text.get("model_type")).startswith(_GATED) else 0
+    return hidden * head_dim * (2 * (heads + kv_heads) + gates)
 
 
 def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> int:
@@ -69,16 +84,44 @@ def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> int:
     return queries + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
 
 
+def _with_feed_forward(text: Mapping[str, Any], kinds: Sequence[LayerKinds]) -> list[int]:
+    """Where layers are mixers or feed-forwards by turns (Nemotron-H), those that are no mixers."""
+    apart = [layer for layer, own in enumerate(kinds) if not own]
+    return apart or list(range(len(kinds)))
+
+
 def _feed_forward(text: Mapping[str, Any], hidden: int, layer: int) -> int:
-    """Gate, up and down of a layer's experts, and its router; or of the one that a dense layer has."""
-    num_experts = next((int(text[name]) for name in _NUM_EXPERTS if text.get(name)), 0)
-    if not num_experts or layer < int(text.get("first_k_dense_replace") or 0):
-        return 3 * hidden * int(text["intermediate_size"])
+    """Of a layer's experts, and its router; or of the one that a dense layer has."""
+    matrices = 2 if text.get("mlp_hidden_act") == "relu2" else 3  # up and down; and a gate
+    num_experts = _num_experts(text, layer)
+    if not num_experts:
+        return matrices * hidden * int(text.get("intermediate_size_mlp") or text["intermediate_size"])
     width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
-    shared = int(text.get("n_shared_experts") or 0) * width + int(
-        text.get("shared_expert_intermediate_size") or 0
+    shared = _shared_width(text, width)
+    return matrices * hidden * (num_experts * width + shared) + hidden * num_experts
+
+
+def _num_experts(text: Mapping[str, Any], layer: int) -> int:
+    """0: a dense layer."""
+    num_experts = next((int(text[name]) for name in _NUM_EXPERTS if text.get(name)), 0)
+    words = (
+        text.get("layers_block_type") or text.get("hybrid_override_pattern") or text.get("mlp_layer_types")
     )
-    return 3 * hidden * (num_experts * width + shared) + hidden * num_experts
+    if words:
+        return 0 if words[layer] in ("mlp", "-", "dense") else num_experts
+    if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
+        return 0
+    step = int(text.get("interleave_moe_layer_step") or text.get("decoder_sparse_step") or 1)
+    return 0 if (layer + 1) % step else num_experts
+
+
+def _shared_width(text: Mapping[str, Any], width: int) -> int:
+    """Of the experts that see every token."""
+    if own := text.get("moe_shared_expert_intermediate_size") or text.get("shared_expert_intermediate_size"):
+        return int(own) * int(text.get("n_shared_experts") or 1)
+    if str(text.get("model_type")).startswith("llama4"):
+        return width
+    return int(text.get("n_shared_experts") or 0) * width
 
 
 def _quantized_bytes(quantization: Any, item_bytes: float) -> float:

@@ -61,12 +61,17 @@ QWEN3_5_35B_A3B = {
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "vocab_size": 248320,
         "max_position_embeddings": 262144,
     },
 }
 QWEN3_5_9B = {**QWEN3_5_35B_A3B["text_config"], "hidden_size": 4096, "num_hidden_layers": 32}
 QWEN3_5_9B |= {"num_key_value_heads": 4, "model_type": "qwen3_5_text"}
 QWEN3_NEXT = {**QWEN3_5_35B_A3B["text_config"], "num_hidden_layers": 48, "model_type": "qwen3_next"}
+QWEN3_NEXT |= {"num_experts": 512, "vocab_size": 151936}
 NEMOTRON_H = {
     "model_type": "nemotron_h",
     "torch_dtype": "bfloat16",
@@ -100,6 +105,9 @@ GPT_OSS_120B = {
     "model_type": "gpt_oss",
     "torch_dtype": "bfloat16",
     "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 128,
+    "vocab_size": 201088,
     "num_hidden_layers": 36,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,

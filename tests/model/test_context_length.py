@@ -45,6 +45,13 @@ def test_the_context_is_what_the_angles_are_made_for(stated, rope, expected, key
     assert context_tokens(config) == context_tokens({"text_config": config}) == expected
 
 
+def test_gemma_3_states_the_stretched_length():
+    config = {"model_type": "gemma3_text", "max_position_embeddings": 131072}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for rope in ({"rope_scaling": linear}, {"rope_parameters": {"full_attention": linear}}):
+        assert context_tokens(config | rope) == 131072
+
+
 @pytest.mark.parametrize(
     "config", [{}, {"max_position_embeddings": None}, {"max_position_embeddings": 9, "rope_scaling": "yarn"}]
 )

@@ -6,8 +6,16 @@ import pytest
 from safetensors import safe_open
 
 from exactness.checkpoints import tiny_checkpoint
-from exactness.model_configs import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_8B
+from exactness.model_configs import (
+    DEEPSEEK_V3,
+    GPT_OSS_120B,
+    LLAMA_3_1_8B,
+    QWEN3_5_35B_A3B,
+    QWEN3_8B,
+    QWEN3_NEXT,
+)
 from services.cli.make_model import ARCHITECTURES
+from services.cli.model_families import FAMILIES
 from services.model.weights import weights
 from services.values.errors import ConfigError
 
@@ -17,7 +25,10 @@ def num_parameters(config):
     return model.attention + model.feed_forward
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+UNCOUNTED = {"jamba": "size of a recurrent layer", "gemma4": "embeddings of each layer"}
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *sorted(FAMILIES.keys() - UNCOUNTED)])
 def test_a_checkpoint_of_ours_has_about_so_many_parameters(architecture):
     """Biases and the norms of heads are not counted: next to nothing of a model of any size."""
     directory = tiny_checkpoint(architecture)
@@ -30,12 +41,27 @@ def test_a_checkpoint_of_ours_has_about_so_many_parameters(architecture):
     assert num_parameters(config) == pytest.approx(held, rel=0.03)
 
 
+@pytest.mark.parametrize(("architecture", "said"), UNCOUNTED.items())
+def test_what_is_not_counted_is_said(architecture, said):
+    config = json.loads((tiny_checkpoint(architecture) / "config.json").read_text())
+    with pytest.raises(ConfigError, match=said):
+        weights(config)
+
+
 # What their model cards say, in billions.
 @pytest.mark.parametrize(
     ("config", "billions"), [(QWEN3_8B, 8.19), (LLAMA_3_1_8B, 8.03), (DEEPSEEK_V3, 671.0)]
 )
 def test_known_models_have_what_their_cards_say(config, billions):
     assert num_parameters(config) / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"), [(QWEN3_5_35B_A3B, 35), (QWEN3_NEXT, 80), (GPT_OSS_120B, 117)]
+)
+def test_hybrids_and_experts_have_about_what_their_names_say(config, billions):
+    unquantized = {name: value for name, value in config.items() if name != "quantization_config"}
+    assert num_parameters(unquantized) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_attention_is_whole_on_every_rank_of_dp_attention():
@@ -65,7 +91,6 @@ def test_experts_of_each_kind_are_counted():
     [
         ({"vocab_size": None}, "size of the weights"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "recurrent layers"),
     ],
 )
 def test_what_cannot_be_known_is_said(changes, said):

@@ -10,7 +10,7 @@ from services.cli.look.config_json import read_config
 from services.cli.table import format_bytes, format_table
 from services.engine.choose import check_checkpoint
 from services.model.context_length import context_tokens
-from services.model.layer_groups import LayerGroups, RecurrentGroup, layer_groups
+from services.model.layer_groups import LayerGroups, RecurrentGroup, layer_groups, text_config
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.values.errors import ConfigError, Unavailable
@@ -64,7 +64,7 @@ def _title(checkpoint: Mapping[str, Any], dtype: str) -> Iterator[str]:
     yield str(next(iter(checkpoint.get("architectures") or ()), checkpoint.get("model_type")))
     yield dtype
     try:
-        yield f"{context_tokens(checkpoint)} tokens of context"
+        yield f"{context_tokens(text_config(checkpoint))} tokens of context"
     except (KeyError, TypeError, ValueError, AttributeError):
         yield "a context of unknown length"
 

@@ -9,7 +9,7 @@ from services.cli.look.carried_bytes import CarriedPools, tail_bytes
 from services.cli.look.config_json import read_config
 from services.cli.table import format_bytes
 from services.model.context_length import context_tokens
-from services.model.layer_groups import layer_groups
+from services.model.layer_groups import layer_groups, text_config
 from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting
@@ -221,7 +221,8 @@ def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
 
 
 def _remarks(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
-    stated = checkpoint.get("text_config", checkpoint).get("max_position_embeddings")
-    if stated and config.context_tokens > (longest := context_tokens(checkpoint)):
+    text = text_config(checkpoint)
+    stated = text.get("max_position_embeddings")
+    if stated and config.context_tokens > (longest := context_tokens(text)):
         return [f"the model's context ends at {longest} tokens"]
     return []

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from exactness.checkpoints import tiny_checkpoint
-from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_4_SCOUT, MISTRAL_7B, QWEN3_5_35B_A3B
+from exactness.model_configs import (
+    DEEPSEEK_V3,
+    GPT_OSS_120B,
+    LLAMA_3_1_8B,
+    LLAMA_4_SCOUT,
+    MISTRAL_7B,
+    QWEN3_5_35B_A3B,
+)
 from services.cli.look import check
 from services.cli.look.carried_bytes import most_running_pages, most_tail_pages
 from services.cli.look.checkpoint import CheckpointConfig, report
@@ -86,11 +93,14 @@ def test_who_serves_it_is_the_exit_code(capsys, tmp_path):
     *_, torch, sglang = capsys.readouterr().out.splitlines()
     assert torch.startswith("torch   serves it")
     assert sglang == "sglang  serves it"
-    quantized = {**QWEN3_5_35B_A3B, "quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    unknown = {**LLAMA_3_1_8B, "compress_ratios": [0, 4], "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(unknown))
     assert check.run([str(tmp_path)]) == 1
     *_, torch, sglang = capsys.readouterr().out.splitlines()
     assert torch.startswith("torch   refuses it: ")
+    assert sglang.startswith(
+        "sglang  refuses it: no model for --engine=sglang: its config.json says compress"
+    )
 
 
 def test_a_config_that_does_not_suffice_is_told(tmp_path):
