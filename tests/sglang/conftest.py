@@ -14,6 +14,7 @@ from services.cli.make_model import make_model
 
 # These import what is only installed with SGLang.
 _WITH_SGLANG = [
+    "test_carried.py",
     "test_process.py",
     "test_requests.py",
     "test_start.py",

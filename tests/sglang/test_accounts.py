@@ -41,7 +41,9 @@ def rank(checkpoint, monkeypatch):
     for module in (engine, worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     own = worker.SglangWorker(sglang_settings(checkpoint), {0: OWN})
-    monkeypatch.setattr(worker.SglangWorker, "layout", SimpleNamespace(page_size=16, page_bytes=0))
+    monkeypatch.setattr(
+        worker.SglangWorker, "layout", SimpleNamespace(page_size=16, page_bytes=0, carried=())
+    )
     return engine.SglangDecodeEngine(own, OWN), own, clock
 
 

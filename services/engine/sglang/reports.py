@@ -10,11 +10,12 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.values.errors import ProtocolError
+from services.values.kv import GroupKind, KvGroup
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Active:
     dtype: str
     num_layers: int
     state_kinds: list[str]  # SGLang's words for what it keeps beside the KV
+    carried: list[dict[str, Any]]  # the layout's groups beside full attention, by `group_fields`
     topology: dict[str, Any]  # SGLang's own description of a prefill rank
 
 
@@ -57,7 +59,8 @@ class Moved:
 
     room: int
     num_pages: int
-    size_bytes: int
+    size_bytes: int  # of pages
+    carried_bytes: dict[str, int]  # of tails and states, by SGLang's word for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,17 @@ def decode_report(line: bytes) -> Report:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"a report that is none: {type(error).__name__}") from error
     return report
+
+
+def group_fields(group: KvGroup) -> dict[str, Any]:
+    """As JSON has it."""
+    return {**asdict(group), "kind": group.kind.value, "layer_ids": list(group.layer_ids)}
+
+
+def group_of(fields: Mapping[str, Any]) -> KvGroup:
+    """What `group_fields` made, read from JSON."""
+    kind, layer_ids = GroupKind(fields["kind"]), tuple(fields["layer_ids"])
+    return KvGroup(**{**fields, "kind": kind, "layer_ids": layer_ids})
 
 
 class Reporter:

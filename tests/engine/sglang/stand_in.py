@@ -33,6 +33,7 @@ def active(**changes):
         dtype="float32",
         num_layers=2,
         state_kinds=[],
+        carried=[],
         topology={},
     )
     return Active(**{**fields, **changes})

@@ -14,10 +14,14 @@ from services.engine.sglang.reports import (
     TicketSent,
     TreeEvents,
     encode_report,
+    group_fields,
+    group_of,
     serve_reports,
 )
+from services.values.kv import GroupKind, KvGroup
 from services.values.rank import Generation, RankId
 
+WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0, 2), 2, 16, "bfloat16", window=32, unit_bytes=4096)
 ACTIVE = Active(
     role="prefill",
     dp_rank=1,
@@ -32,7 +36,8 @@ ACTIVE = Active(
     num_pages=513,
     dtype="bfloat16",
     num_layers=2,
-    state_kinds=[],
+    state_kinds=["swa"],
+    carried=[group_fields(WINDOW)],
     topology={"attn_tp_size": 1},
 )
 
@@ -43,10 +48,10 @@ async def test_reports_come_whole_and_in_order(tmp_path):
     said = [
         ACTIVE,
         TicketSent(2**62, 32, 3),
-        Moved(2**62, 3, 12288),
+        Moved(2**62, 3, 12288, {"swa": 4096}),
         PathFound(1, "rdma", "inter-node", "rc_mlx5/mlx5_0:1"),
         big,
-        *(Moved(n, 1, 1) for n in range(99)),
+        *(Moved(n, 1, 1, {}) for n in range(99)),
     ]
     server = await serve_reports(path, taken.append, pytest.fail, lambda: None)
     try:
@@ -59,6 +64,7 @@ async def test_reports_come_whole_and_in_order(tmp_path):
     finally:
         server.close()
     assert taken == said
+    assert group_of(taken[0].carried[0]) == WINDOW
 
 
 async def test_the_end_of_a_process_is_noticed(tmp_path):
@@ -66,12 +72,12 @@ async def test_the_end_of_a_process_is_noticed(tmp_path):
     server = await serve_reports(path, taken.append, pytest.fail, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(encode_report(Moved(1, 1, 1)))
+        writer.write(encode_report(Moved(1, 1, 1, {})))
         await writer.drain()
         writer.close()
         await ended.wait()
     server.close()
-    assert taken == [Moved(1, 1, 1)]
+    assert taken == [Moved(1, 1, 1, {})]
 
 
 @pytest.mark.parametrize(
@@ -94,12 +100,12 @@ async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(tmp_path,
     server = await serve_reports(path, taken.append, errors.append, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(line + encode_report(Moved(1, 1, 1)) + encode_report(Moved(2, 1, 1)))
+        writer.write(line + encode_report(Moved(1, 1, 1, {})) + encode_report(Moved(2, 1, 1, {})))
         await writer.drain()
         writer.close()
         await ended.wait()
     server.close()
-    assert errors and Moved(2, 1, 1) in taken  # of a line that is too long the rest may swallow the next
+    assert errors and Moved(2, 1, 1, {}) in taken  # of a line that is too long the rest may swallow the next
 
 
 async def test_half_a_line_of_a_process_that_was_killed_is_its_end(tmp_path):
@@ -107,12 +113,12 @@ async def test_half_a_line_of_a_process_that_was_killed_is_its_end(tmp_path):
     server = await serve_reports(path, taken.append, pytest.fail, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(encode_report(Moved(1, 1, 1)) + encode_report(Moved(2, 1, 1))[:20])
+        writer.write(encode_report(Moved(1, 1, 1, {})) + encode_report(Moved(2, 1, 1, {}))[:20])
         await writer.drain()
         writer.close()
         await ended.wait()
     server.close()
-    assert taken == [Moved(1, 1, 1)]
+    assert taken == [Moved(1, 1, 1, {})]
 
 
 def test_a_directory_survives():

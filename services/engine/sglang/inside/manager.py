@@ -36,13 +36,21 @@ from services.engine.sglang.directory import Directory, Lookups, look_up
 from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.decode_streams import DecodeStreams
 from services.engine.sglang.inside.frames import Frames
+from services.engine.sglang.inside.host_states import HostAgent
 from services.engine.sglang.inside.idle_waits import room_news
 from services.engine.sglang.inside.loop_thread import LoopThread
+from services.engine.sglang.inside.posted import Posted
 from services.engine.sglang.inside.prefill_streams import PrefillStreams
 from services.engine.sglang.inside.process_reporter import process_reporter
 from services.engine.sglang.inside.replicas import TpPlace, is_counted
+from services.engine.sglang.inside.state_groups import (
+    WINDOW,
+    AttentionHeads,
+    StateComponent,
+    carried_groups,
+)
 from services.engine.sglang.plugin_settings import PluginSettings
-from services.engine.sglang.reports import Active, Beat, Moved, PathFound
+from services.engine.sglang.reports import Active, Beat, PathFound, group_fields
 from services.host.ports import bindable, host_port
 from services.net import channels, servers
 from services.transfer.hello import Hello
@@ -76,6 +84,8 @@ class _Inbox:
 class IsthmusKVManager(NixlKVManager):
     """One per process of SGLang's that holds KV."""
 
+    window_size = 0  # tokens before its own that a windowed layer sees; set by the plugin's hook
+
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self._settings = PluginSettings.from_environment()
         self._loop_thread = LoopThread("isthmus-handshake")
@@ -83,6 +93,7 @@ class IsthmusKVManager(NixlKVManager):
         self._topology: dict[str, Any] = {}
         self._listening = ""
         self._sleeps = bool(server_args.sleep_on_idle)
+        self._on_cpu = server_args.device == "cpu"
         # decode
         self._directories: dict[str, Directory] = {}
         self._lookups = Lookups(self._ask)
@@ -90,13 +101,13 @@ class IsthmusKVManager(NixlKVManager):
         self._rooms_lock = threading.Lock()
         # prefill
         self._posting = threading.local()
-        self._posted: dict[int, tuple[int, int]] = {}  # room -> pages, bytes
+        self._posted: dict[int, Posted] = {}  # by room
         self._unwritten: dict[int, tuple[Any, ...]] = {}  # room -> CUDA events to wait for
         self._unusable: dict[str, str] = {}  # decode's agent -> why it cannot be written to
         self._nixl = self._settings.nixl(tells_paths=mode == DisaggregationMode.PREFILL)
         self._paths: tuple[KvPath, ...] = ()
         self._paths_lock = threading.Lock()
-        if server_args.device == "cpu":
+        if self._on_cpu:
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         with telling_paths(self._nixl):
             super().__init__(args, mode, server_args, is_mla_backend)
@@ -112,7 +123,7 @@ class IsthmusKVManager(NixlKVManager):
     def agent(self, agent: Any) -> None:
         if self._sleeps:
             let_sleep(agent, one_thread=False)
-        self._agent = agent
+        self._agent = HostAgent(agent) if self._on_cpu else agent
 
     # -- who we are ---------------------------------------------------------------------------------------
 
@@ -124,30 +135,54 @@ class IsthmusKVManager(NixlKVManager):
     def _page_bytes(self) -> int:
         """Of the whole model: attention heads are spread over the tensor-parallel ranks."""
         own = int(sum(self.kv_args.kv_item_lens))
-        if self.is_mla_backend:
+        if self._is_latent:
             return own
         total = int(self._settings.num_kv_heads)
         return int(own // max(1, total // int(self.attn_tp_size)) * total)
 
+    @property
+    def _is_latent(self) -> bool:
+        """MLA, also beside recurrent layers."""
+        return bool(self.is_mla_backend or getattr(self.kv_args, "is_hybrid_mla_backend", False))
+
     def _layout(self) -> KvLayout:
-        buffers_per_layer = 1 if self.is_mla_backend else 2  # K and V
+        buffers_per_layer = 1 if self._is_latent else 2  # K and V
         num_layers = (
             len(set(self.kv_args.kv_layer_ids)) or len(self.kv_args.kv_data_ptrs) // buffers_per_layer
         )
+        heads = self._heads()
         group = KvGroup(
             GroupKind.FULL_ATTENTION,
             tuple(range(num_layers)),
-            self._settings.num_kv_heads,
-            self._settings.head_dim,
-            str(self.kv_cache_dtype_str),
+            heads.num_kv_heads,
+            heads.head_dim,
+            heads.dtype,
         )
+        carried = carried_groups(self._components(), heads, int(self.attn_tp_size), self.window_size)
         return KvLayout(
             self.kv_args.page_size,
             self._page_bytes(),
             self._settings.model_fingerprint,
             self.attn_tp_size,
-            (group,),
+            (group, *carried),
         )
+
+    def _heads(self) -> AttentionHeads:
+        settings = self._settings
+        return AttentionHeads(settings.num_kv_heads, settings.head_dim, str(self.kv_cache_dtype_str))
+
+    def _components(self) -> list[StateComponent]:
+        """What SGLang keeps beside the KV, in its order."""
+        args = self.kv_args
+        return [
+            StateComponent(
+                str(kind.value),
+                tuple(map(int, args.state_item_lens[index])),
+                tuple(map(int, args.state_layer_ids[index])),
+                tuple(map(int, args.state_dim_per_tensor[index])),
+            )
+            for index, kind in enumerate(args.state_types)
+        ]
 
     def _num_pages(self) -> int:
         return int(num_kv_slots(self.kv_args.kv_data_lens, self.kv_args.kv_item_lens))
@@ -175,7 +210,8 @@ class IsthmusKVManager(NixlKVManager):
             num_pages=self._num_pages(),
             dtype=str(self.kv_cache_dtype_str),
             num_layers=len(self._layout().groups[0].layer_ids),
-            state_kinds=[str(kind.value) for kind in self.kv_args.state_types],
+            state_kinds=[component.kind for component in self._components()],
+            carried=[group_fields(group) for group in self._layout().carried],
             topology=self._topology,
         )
 
@@ -300,22 +336,41 @@ class IsthmusKVManager(NixlKVManager):
         A head that several processes hold counts once: what is due is the model's KV, not its copies.
         """
         peer = self.decode_kv_args_table[peer_name]
-        num_kv_heads = 1 if self.is_mla_backend else int(self._settings.num_kv_heads)
+        if not self._is_counted(peer):
+            return
+        page_bytes = min(self.kv_item_lens_sum, sum(peer.dst_kv_item_lens))
+        self._posted.setdefault(self._posting.room, Posted()).pages(num_pages, page_bytes)
+
+    def maybe_send_extra(self, peer_name: str, prefill_state_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        """A generator of SGLang's: what it yields is posted. Windows' tails and states are counted here, with
+        the room's last chunk; of unequal sides the narrower one's part is written."""
+        self._until_written()
+        peer = self.decode_kv_args_table[peer_name]
+        for index, component in enumerate(self._components()):
+            if component.is_carried and self._is_state_counted(component, peer):
+                own, its = component.own_bytes(), sum(peer.dst_state_item_lens[index])
+                units = len(prefill_state_indices[index])
+                self._posted.setdefault(self._posting.room, Posted()).carried(
+                    component.kind, units * min(own, its)
+                )
+        yield from super().maybe_send_extra(peer_name, prefill_state_indices, *args, **kwargs)
+
+    def _is_state_counted(self, component: StateComponent, peer: Any) -> bool:
+        """A window's heads are spread as full attention's; every process has a part of a state of its own."""
+        return component.kind != WINDOW or self._is_counted(peer)
+
+    def _is_counted(self, peer: Any) -> bool:
+        num_kv_heads = 1 if self._is_latent else int(self._settings.num_kv_heads)
         writer = TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size))
         reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
-        if not is_counted(num_kv_heads, writer, reader):
-            return
-        peer_bytes = sum(peer.dst_kv_item_lens)
-        pages, size = self._posted.get(self._posting.room, (0, 0))
-        size += num_pages * min(self.kv_item_lens_sum, peer_bytes)
-        self._posted[self._posting.room] = (pages + num_pages, size)
+        return is_counted(num_kv_heads, writer, reader)
 
     def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
-        pages, size = self._posted.pop(bootstrap_room, (0, 0))
+        posted = self._posted.pop(bootstrap_room, Posted())
         self._unwritten.pop(bootstrap_room, None)
         if status == KVPoll.Success:  # before anybody can see the success
-            process_reporter().report(Moved(bootstrap_room, pages, size))
-            if pages:
+            process_reporter().report(posted.report(bootstrap_room))
+            if posted.num_pages:
                 self._report_paths()
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
 

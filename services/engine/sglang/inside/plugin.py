@@ -28,6 +28,9 @@ def register() -> None:
         _note_prompt_len,
         HookType.AFTER,
     )
+    for queue in ("decode.DecodePreallocQueue", "prefill.PrefillBootstrapQueue"):
+        target = f"sglang.srt.disaggregation.{queue}._init_kv_manager"
+        HookRegistry.register(target, _note_window, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
@@ -57,3 +60,10 @@ def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> An
 def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """A ticket says how long the prompt is, which SGLang's own metadata does not."""
     decode_request.kv_receiver.prompt_len = len(request.origin_input_ids)
+
+
+def _note_window(queue: Any) -> None:
+    """The manager that the queue is about to make is not told it."""
+    from services.engine.sglang.inside.manager import IsthmusKVManager
+
+    IsthmusKVManager.window_size = int(queue.scheduler.sliding_window_size or 0)

@@ -4,7 +4,7 @@ of ranks are refused. Pure."""
 from dataclasses import dataclass
 
 from services.values.errors import ProtocolError
-from services.values.kv import KvLayout
+from services.values.kv import GroupKind, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
 def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
     """Raises ProtocolError for a pair between which SGLang 0.5.23 writes KV that is wrong, without an error:
     seen at TP 2:1 of a model with one KV head, where decode's greedy output was not the model's."""
-    heads = min((group.num_kv_heads for group in prefill.groups), default=prefill.tp_size)
+    attention = [group.num_kv_heads for group in prefill.groups if group.kind is not GroupKind.RECURRENT]
+    heads = min(attention, default=prefill.tp_size)
     if prefill.tp_size > max(heads, decode.tp_size):
         raise ProtocolError(
             f"prefill has {heads} KV heads over {prefill.tp_size} processes, decode over {decode.tp_size}: "

@@ -21,7 +21,7 @@ from services.engine.base import RemotePrefill
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
 from services.engine.sglang.service.worker import SglangWorker
-from services.kv.transfer_plan import delta_bytes
+from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.values.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
 from services.values.kv import CacheEvents, KvLayout, PageBooks
 from services.values.load import RankLoad
@@ -154,7 +154,8 @@ class SglangDecodeEngine(SglangRank):
         ticket, reserved = await self._worker.ticket_of(room)
         self._worker.note_admitted(self._own_id.rank)
         prompt_tokens = len(request.all_ids)
-        due = delta_bytes(ticket.decode_prefix_len, prompt_tokens, self.layout)
+        moved = moved_bytes(ticket.decode_prefix_len, prompt_tokens, self.layout)
+        due = sum(moved)
         if prefill.kv_bytes_moved != due:
             raise PeerFailed(
                 f"prefill says that it moved {prefill.kv_bytes_moved} bytes where {due} were due"
@@ -170,7 +171,8 @@ class SglangDecodeEngine(SglangRank):
             prefill_prefix_len=prefill.prefill_prefix_len,
             computed_tokens=prefill.computed_tokens,
             kv_bytes_moved=prefill.kv_bytes_moved,
-            kv_bytes_prompt=delta_bytes(0, prompt_tokens, self.layout),
+            kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, self.layout)),
+            carried_bytes=carried_by_kind(self.layout, moved),
             decode_queue_s=decode_queue_s,
             prefill_queue_s=prefill_queue_s,
             prefill_compute_s=prefill_compute_s,

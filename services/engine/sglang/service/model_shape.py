@@ -1,20 +1,21 @@
 """Which models SGLang can serve here, and what of them concerns us: read from a checkpoint's config.json.
 
-The index knows a prompt by its blocks from the first token on, and a KvLayout has one group of full
-attention. So every layer must keep the KV of every token, and nothing else: a window's KV goes while its
-blocks count as held, and a recurrent state is that of one length only. MLA's latent is KV of every token, and
-so are the keys of its sparse attention.
+full attention, MLA's latent, its sparse attention   every layer keeps the KV of every token: pages
+windows, alike with the rest in width                kept whole, or carried as tails (window_memory.py)
+recurrent layers                                     carried as states
+others                                               refused: what they keep is not known here
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from services.engine.start_fault import start_fault
 from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
+from services.model.layer_groups import LayerGroups, layer_groups, text_config
 from services.values.errors import ConfigError
 
 # Lists of what each layer is, and the words for full attention; 1 is MiniMax's.
@@ -41,6 +42,9 @@ _OTHER_LAYERS = (
     "conv_L_cache",
     "compress_ratios",
 )
+# Layers that keep what no group is: whatever else config.json says.
+_UNKNOWN = ("hybrid_layer_pattern", "ssm_cfg", "state_size", "compress_ratios")
+_REFUSED = "no model for --engine=sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,16 @@ class ModelShape:
     max_context_tokens: int
     vocab_size: int
     max_position_embeddings: int  # from which rotary angles may be stretched to the context
+    is_windowed: bool = False  # some layers see less than the context
+    is_recurrent: bool = False
 
     @classmethod
     def read(cls, model_path: str) -> "ModelShape":
-        """Raises ConfigError when config.json is missing, says too little, or tells of layers that keep
-        something else than the KV of every token; Unavailable when it cannot be read now."""
+        """Raises ConfigError when config.json is missing, says too little, or tells of layers of which is not
+        known what they keep; Unavailable when it cannot be read now."""
         try:
             whole = json.loads((Path(model_path) / "config.json").read_text())
-            contradiction, config = disagreement(whole), whole.get("text_config", whole)
+            contradiction, config = disagreement(whole), text_config(whole)
             heads = config["num_attention_heads"]
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
             kv_heads = config.get("num_key_value_heads") or heads
@@ -71,12 +77,32 @@ class ModelShape:
             raise start_fault(f"config.json of {model_path} cannot be used: {error!r}", error) from error
         if contradiction:
             raise ConfigError(f"{model_path}/config.json contradicts itself: {contradiction}")
-        if reasons:
-            raise ConfigError(
-                f"{model_path} is no model for --engine=sglang: the index knows only layers that keep the KV "
-                f"of every token, and its config.json says {'; '.join(reasons)}"
-            )
-        return shape
+        return replace(shape, **_beside_full_attention(whole, reasons)) if reasons else shape
+
+
+def _beside_full_attention(whole: Mapping[str, Any], reasons: list[str]) -> dict[str, bool]:
+    """`reasons`: what config.json says of other layers. Raises ConfigError where that does not suffice."""
+    said = f"its config.json says {'; '.join(reasons)}"
+    if unknown := [name for name in _UNKNOWN if text_config(whole).get(name)]:
+        raise ConfigError(f"{_REFUSED}: {said}, and what {', '.join(unknown)} comes to is not known here")
+    try:
+        groups = layer_groups(whole)
+    except ConfigError as error:
+        raise ConfigError(f"{_REFUSED}: {said}; {error}") from error
+    is_windowed = bool(groups.windows or groups.masked_window)
+    if not is_windowed and groups.recurrent is None:
+        raise ConfigError(f"{_REFUSED}: {said}, and not which layers those are")
+    _require_one_width(groups, said)
+    return {"is_windowed": is_windowed, "is_recurrent": groups.recurrent is not None}
+
+
+def _require_one_width(groups: LayerGroups, said: str) -> None:
+    """Kept whole, windows lie in one pool with the rest; in memory of their own SGLang refuses such a model
+    with the decode cache (mem_cache/kv_cache_builder.py)."""
+    full = (groups.full.num_kv_heads, groups.full.head_dim, groups.full.v_head_dim)
+    for window in groups.windows:
+        if (window.num_kv_heads, window.head_dim, window.v_head_dim) != full:
+            raise ConfigError(f"{_REFUSED}: {said}, with {window.heads} beside {groups.full.heads}")
 
 
 def not_full_attention(config: Mapping[str, Any]) -> Iterator[str]:

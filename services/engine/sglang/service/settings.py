@@ -85,6 +85,9 @@ _PROCESSES = ("--tp-size", "--tensor-parallel-size")
 _CONFIG = "--json-model-override-args"
 _PRIORITIES = "--enable-priority-scheduling"
 _DP_ATTENTION = "--enable-dp-attention"
+# Windows' KV: kept whole, as if every layer saw all; or in memory of their own, so much of it.
+KEEP_WHOLE = "--disable-hybrid-swa-memory"
+WINDOW_MEMORY_FLAG = "--swa-full-tokens-ratio"
 # All that are known here, by which an abbreviation of one is known.
 _KNOWN = (
     *_OURS,
@@ -101,6 +104,8 @@ _KNOWN = (
         _CONFIG,
         _PRIORITIES,
         _DP_ATTENTION,
+        KEEP_WHOLE,
+        WINDOW_MEMORY_FLAG,
     ),
 )
 _SET = "the service sets it itself"
@@ -171,6 +176,16 @@ class SglangSettings:
     @property
     def heeds_priority(self) -> bool:
         return _PRIORITIES in self.engine.engine_arg
+
+    @property
+    def keeps_window_memory(self) -> bool:
+        """Windows' KV in memory of its own was asked for."""
+        return WINDOW_MEMORY_FLAG in _values(self.engine.engine_arg)
+
+    @property
+    def keeps_windows_whole(self) -> bool:
+        """Asked for, as it is by default where SGLang would do otherwise."""
+        return KEEP_WHOLE in self.engine.engine_arg
 
     @property
     def _shares(self) -> int:

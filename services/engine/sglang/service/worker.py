@@ -30,6 +30,7 @@ from services.engine.sglang.reports import (
     Report,
     TicketSent,
     TreeEvents,
+    group_of,
     serve_reports,
 )
 from services.engine.sglang.service import loads, own_metrics
@@ -37,9 +38,14 @@ from services.engine.sglang.service.http_client import SglangHttp
 from services.engine.sglang.service.model_shape import ModelShape
 from services.engine.sglang.service.process import SglangProcess
 from services.engine.sglang.service.run_folder import RunFolder
-from services.engine.sglang.service.settings import SglangSettings
+from services.engine.sglang.service.settings import KEEP_WHOLE, WINDOW_MEMORY_FLAG, SglangSettings
 from services.engine.sglang.service.step_times import MeanStepTimes
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.sglang.service.window_memory import (
+    RECURRENT_SAID,
+    WINDOW_MEMORY_SAID,
+    has_window_memory,
+)
 from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import free_ports
 from services.process.events import first_of
@@ -58,8 +64,10 @@ _REFUSED = 2  # argparse's exit code
 _LOAD_POLL_S = 0.25
 _REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
 _MAX_ROOMS = 4096
-# sglang.srt.disaggregation.base.conn.StateType: what is as much a part of each page as its KV.
+# sglang.srt.disaggregation.base.conn.StateType: what is as much a part of each page as its KV, and what the
+# layout has groups for.
 _KINDS_BY_PAGE = {"dsa", "block_scale"}
+_CARRIED_KINDS = {"swa", "mamba"}
 
 
 class SglangWorker:
@@ -146,7 +154,9 @@ class SglangWorker:
         environment |= self._allows_stretched | self._plugin_settings(reports_path).to_environment()
         (port,) = free_ports("127.0.0.1", 1)
         self._http = SglangHttp(port)
-        self._process = SglangProcess([*settings.arguments(port), *self._stretched], environment)
+        arguments = [*settings.arguments(port), *self._stretched]
+        arguments += await self._window_arguments(environment)
+        self._process = SglangProcess(arguments, environment)
         await self._process.start()
         await self._until_healthy()
         await self._until_active()
@@ -154,6 +164,21 @@ class SglangWorker:
         self._check_pools()
         self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
         self._listener = asyncio.create_task(self._fail_when_silent(), name="sglang-beats")
+
+    async def _window_arguments(self, environment: Mapping[str, str]) -> list[str]:
+        """Windows' KV is kept whole where nothing else is asked for; what SGLang does else is told."""
+        settings, shape = self.settings, self.shape
+        if shape.is_recurrent:
+            log.warning("sglang_recurrent said=%r", RECURRENT_SAID)
+        if not shape.is_windowed or settings.keeps_windows_whole:
+            return []
+        if not await has_window_memory(settings.engine.model, environment):
+            return []
+        if settings.keeps_window_memory:
+            log.warning("sglang_window_memory said=%r", WINDOW_MEMORY_SAID)
+            return []
+        log.info("sglang_windows_kept_whole flag=%s", KEEP_WHOLE)
+        return [KEEP_WHOLE]
 
     async def _stop(self) -> None:
         self.stopping = True
@@ -201,10 +226,9 @@ class SglangWorker:
                 "SGLang has chosen context or pipeline parallelism for this model: not supported"
             )
         kinds = {kind for active in self._active.values() for kind in active.state_kinds}
-        if others := sorted(kinds - _KINDS_BY_PAGE):
+        if others := sorted(kinds - _KINDS_BY_PAGE - _CARRIED_KINDS):
             raise ConfigError(
-                f"SGLang keeps state beside the KV of this model that no page holds ({', '.join(others)}): "
-                "windows and recurrent layers are not supported"
+                f"SGLang keeps state beside the KV of this model that is not known here ({', '.join(others)})"
             )
 
     def _missing(self) -> list[tuple[int, int]]:
@@ -236,8 +260,14 @@ class SglangWorker:
         if smallest < self.settings.engine.kv_pages:
             raise ConfigError(
                 f"--kv-pages={self.settings.engine.kv_pages}: SGLang has memory for {smallest} pages; ask "
-                "for no more, or give it more memory (--engine-arg=--mem-fraction-static=...)"
+                "for no more, or give it more memory "
+                f"(--engine-arg=--mem-fraction-static=...){self._way_out()}"
             )
+
+    def _way_out(self) -> str:
+        if not self.shape.is_windowed or self.settings.keeps_window_memory:
+            return ""
+        return f"; windows are kept whole: {WINDOW_MEMORY_FLAG} says otherwise (docs/models.md)"
 
     async def _poll_loads(self) -> None:
         while True:
@@ -344,7 +374,8 @@ class SglangWorker:
             self.shape.head_dim,
             active.dtype,
         )
-        return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, (group,))
+        groups = (group, *map(group_of, active.carried))
+        return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, groups)
 
     def load(self, dp_rank: int) -> RankLoad:
         """From SGLang's own report, some hundred milliseconds old, and what we measured ourselves."""
@@ -409,7 +440,8 @@ class SglangWorker:
                 _bound(self._tickets)
             case Moved():
                 count, size = self._moved.get(report.room, (0, 0))
-                self._moved[report.room] = (count + 1, size + report.size_bytes)
+                size += report.size_bytes + sum(report.carried_bytes.values())
+                self._moved[report.room] = (count + 1, size)
                 _bound(self._moved)
             case PathFound():
                 path = KvPath(KvPathKind(report.path_kind), report.reach, report.lanes)
@@ -436,9 +468,16 @@ class SglangWorker:
         """What cannot be read is counted, and logged once of each kind."""
         rebuilder = self._rebuilders[dp_rank]
         known = set(rebuilder.unreadable)
-        self.events[dp_rank].put_nowait(read(rebuilder))
+        self.events[dp_rank].put_nowait(self._resumable(read(rebuilder)))
         for kind in rebuilder.unreadable.keys() - known:
             log.error("sglang_events_unreadable dp_rank=%d kind=%r", dp_rank, kind)
+
+    def _resumable(self, events: CacheEvents) -> CacheEvents:
+        """SGLang tells of full attention only. Where windows or states are carried, it can go on at no more
+        than those blocks, and at which ones its tickets say: the upper bound is told."""
+        if not any(active.carried for active in self._active.values()):
+            return events
+        return replace(events, resumable_stored=events.stored, resumable_removed=events.removed)
 
     async def _tell(self) -> None:
         async with self._told:

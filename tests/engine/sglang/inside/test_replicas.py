@@ -64,3 +64,10 @@ def test_a_wider_prefill_may_share_no_head(num_kv_heads, prefill_size, decode_si
     else:
         with pytest.raises(ProtocolError):
             check_tensor_parallel(prefill, decode)
+
+
+def test_a_state_has_no_heads_to_share():
+    attention = KvGroup(GroupKind.FULL_ATTENTION, (0,), 8, 8, "float32")
+    state = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=64)
+    prefill, decode = (KvLayout(16, 4096, 7, size, (attention, state)) for size in (4, 1))
+    check_tensor_parallel(prefill, decode)

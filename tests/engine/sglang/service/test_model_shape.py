@@ -1,9 +1,10 @@
-"""Which checkpoints are refused before SGLang loads them; the configs are cut down to what says so."""
+"""What is known of a checkpoint before SGLang loads it; the configs are cut down to what says so."""
 
 import json
 
 import pytest
 
+from exactness.model_configs import GEMMA_3_4B
 from services.engine.sglang.service.model_shape import ModelShape
 from services.values.errors import ConfigError
 
@@ -45,41 +46,75 @@ def test_layers_that_keep_the_kv_of_every_token_pass(tmp_path, changes):
     assert read(tmp_path, {**PLAIN, **changes}) == ModelShape(2, 64, 4096, 1000, 4096)
 
 
+EVERY_OTHER = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+WINDOWED = {
+    "mistral": {"sliding_window": 1024},
+    "qwen2, its window in use": {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2},
+    "gpt-oss": EVERY_OTHER,
+    "gemma 3": {"model_type": "gemma3_text", "sliding_window": 1024},
+    "llama 4": {"attention_chunk_size": 512},
+}
+RECURRENT = {
+    "qwen3-next": {**DELTA_NET, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    "qwen3-next, not listed": {**DELTA_NET, "full_attention_interval": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
+    "falcon-h1": {**MAMBA, "model_type": "falcon_h1"},
+    "nemotron-h": {
+        **{"hybrid_override_pattern": "M-M*", "ssm_state_size": 128},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16},
+    },
+}
+
+
+@pytest.mark.parametrize("changes", WINDOWED.values(), ids=WINDOWED)
+def test_windows_are_known(tmp_path, changes):
+    shape = read(tmp_path, {**PLAIN, **changes})
+    assert (shape.is_windowed, shape.is_recurrent) == (True, False)
+
+
+@pytest.mark.parametrize("changes", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_are_known(tmp_path, changes):
+    shape = read(tmp_path, {**PLAIN, **changes})
+    assert (shape.is_windowed, shape.is_recurrent) == (False, True)
+
+
 REFUSED = {
-    "mistral": ({"sliding_window": 1024}, "sliding_window=1024"),
-    "qwen2, its window in use": (
-        {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2},
-        "sliding_window=1024",
+    "jamba": ({"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16}, "mamba_d_state"),
+    "falcon-mamba": ({"state_size": 16}, "state_size, and what state_size comes to"),
+    "recurrent-gemma": (
+        {"block_types": ["recurrent", "attention"]},
+        "block_types: recurrent; .* size of a recurrent layer's state",
     ),
-    "gpt-oss": (
-        {"layer_types": ["sliding_attention", "full_attention"] * 2},
-        "layer_types: sliding_attention",
-    ),
-    "llama 4": ({"attention_chunk_size": 512}, "attention_chunk_size=512"),
-    "qwen3-next": (
+    "qwen3-next, its sizes left out": (
         {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
-        "layer_types: linear_attention",
+        "layer_types: linear_attention; .* size of a recurrent layer's state",
     ),
-    "qwen3-next, not listed": ({"full_attention_interval": 4, "linear_num_key_heads": 16}, "linear_num_key"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "layer_types: conv"),
-    "zamba2": ({"layers_block_type": ["mamba", "hybrid"] * 2}, "layers_block_type: hybrid, mamba"),
-    "nemotron-h": (
-        {"hybrid_override_pattern": "M-M*", "ssm_state_size": 128},
-        "hybrid_override_pattern; ssm",
+    "zamba2, its sizes left out": (
+        {"layers_block_type": ["mamba", "hybrid"] * 2},
+        "layers_block_type: hybrid, mamba",
     ),
-    "jamba": ({"attn_layer_period": 8, "mamba_d_state": 16}, "mamba_d_state"),
-    "falcon-mamba": ({"state_size": 16}, "state_size"),
-    "recurrent-gemma": ({"block_types": ["recurrent", "attention"]}, "block_types: recurrent"),
+    "gpt-oss, its window left out": (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        "no sliding_window",
+    ),
     "kimi-linear": ({**MLA, "linear_attn_config": {"kda_layers": [1, 2, 3]}}, "linear_attn_config"),
     "minimax-text-01": ({"attn_type_list": [0, 0, 0, 1]}, "attn_type_list: 0"),
-    "mimo-v2": ({"hybrid_layer_pattern": [1, 1, 1, 0]}, "hybrid_layer_pattern"),
-    "deepseek-v4": ({"compress_ratios": [0, 4, 128, 4]}, "compress_ratios"),
+    "mimo-v2": ({"hybrid_layer_pattern": [1, 1, 1, 0], "sliding_window": 128}, "hybrid_layer_pattern"),
+    "deepseek-v4": ({"compress_ratios": [0, 4, 128, 4], "sliding_window": 128}, "compress_ratios"),
+    "gemma 4": (
+        {**EVERY_OTHER, "global_head_dim": 128},
+        "2 KV heads of 64 beside 2 KV heads of 128",
+    ),
+    "a state of which nothing is said": ({"ssm_state_size": 4}, "not which layers"),
 }
 
 
 @pytest.mark.parametrize("changes,said", REFUSED.values(), ids=REFUSED)
-def test_windows_and_states_are_refused_with_what_says_so(tmp_path, changes, said):
-    with pytest.raises(ConfigError, match=f"KV of every token, and its config.json says {said}"):
+def test_layers_of_which_too_little_is_known_are_refused_with_what_says_so(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=f"no model for --engine=sglang: its config.json says .*{said}"):
         read(tmp_path, {**PLAIN, **changes})
 
 
@@ -99,8 +134,14 @@ def test_a_model_type_that_disagrees_with_the_architecture_is_refused(tmp_path):
 def test_of_a_multimodal_model_the_text_part_counts(tmp_path):
     vision = {"window_size": 112, "sliding_window": 112}
     assert read(tmp_path, {"text_config": PLAIN, "vision_config": vision, **vision})
-    with pytest.raises(ConfigError, match="sliding_window=1024"):
-        read(tmp_path, {"text_config": {**PLAIN, "sliding_window": 1024}})
+    assert not read(tmp_path, {"text_config": PLAIN, **vision}).is_windowed
+    assert read(tmp_path, {"text_config": {**PLAIN, "sliding_window": 1024}}).is_windowed
+
+
+def test_what_published_gemma_3_leaves_out_is_known(tmp_path):
+    shape = read(tmp_path, GEMMA_3_4B)
+    assert (shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (4, 256, 262_208)
+    assert (shape.max_context_tokens, shape.is_windowed) == (131_072, True)
 
 
 @pytest.mark.parametrize(

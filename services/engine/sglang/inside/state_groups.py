@@ -1,0 +1,77 @@
+"""What SGLang keeps beside the KV of every token, as groups of our layout. Pure.
+
+SGLang calls it state, in components: lists of buffers, one component per kind. SWA is the pages of windowed
+layers (an item is one page of one layer's K or V), MAMBA a slot per request over the convolutions and states
+of all recurrent layers. Others are as much a part of each page as its KV, and no group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.values.kv import GroupKind, KvGroup
+
+# sglang.srt.disaggregation.base.conn.StateType
+WINDOW, RECURRENT = "swa", "mamba"
+_KINDS = {WINDOW: GroupKind.SLIDING_WINDOW, RECURRENT: GroupKind.RECURRENT}
+
+
+@dataclass(frozen=True, slots=True)
+class StateComponent:
+    """One component, of one of the processes that share a rank's heads."""
+
+    kind: str  # SGLang's word
+    item_bytes: tuple[int, ...]  # of each buffer: a page, or a request's part
+    layer_ids: tuple[int, ...] = ()  # where SGLang says them
+    sliced: tuple[int, ...] = ()  # of each buffer: 0 where every process holds the whole
+
+    @property
+    def is_carried(self) -> bool:
+        return self.kind in _KINDS
+
+    def own_bytes(self) -> int:
+        """A page's, or a slot's, in this process."""
+        return sum(self.item_bytes)
+
+    def whole_bytes(self, num_kv_heads: int, tp_size: int) -> int:
+        """The same of the whole model, however its heads are spread."""
+        if self.kind == WINDOW:
+            return self.own_bytes() // max(1, num_kv_heads // tp_size) * num_kv_heads
+        sliced = self.sliced or (1,) * len(self.item_bytes)
+        pairs = zip(self.item_bytes, sliced, strict=True)
+        return sum(size * (tp_size if parts else 1) for size, parts in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """Of the whole model's attention."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+def carried_groups(
+    components: Sequence[StateComponent], heads: AttentionHeads, tp_size: int, window_size: int
+) -> tuple[KvGroup, ...]:
+    """In SGLang's order, which both sides pair by. `window_size`: tokens before its own that a layer sees,
+    as SGLang counts."""
+    return tuple(
+        _group(component, heads, tp_size, window_size) for component in components if component.is_carried
+    )
+
+
+def _group(component: StateComponent, heads: AttentionHeads, tp_size: int, window_size: int) -> KvGroup:
+    size = component.whole_bytes(heads.num_kv_heads, tp_size)
+    if component.kind == RECURRENT:
+        layers = tuple(dict.fromkeys(component.layer_ids)) or tuple(range(len(component.item_bytes)))
+        return KvGroup(GroupKind.RECURRENT, layers, 0, 0, heads.dtype, unit_bytes=size)
+    layers = tuple(range(len(component.item_bytes) // 2))  # K and V; SGLang does not say which layers
+    return KvGroup(
+        GroupKind.SLIDING_WINDOW,
+        layers,
+        heads.num_kv_heads,
+        heads.head_dim,
+        heads.dtype,
+        window=window_size + 1,
+        unit_bytes=size,
+    )

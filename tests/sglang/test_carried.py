@@ -1,0 +1,143 @@
+"""Groups beside full attention, from the plugin's reports to usage and events; SGLang is an HTTP server."""
+
+from contextlib import aclosing
+from types import SimpleNamespace
+
+import pytest
+
+from engine.sglang.settings import sglang_settings
+from engine.sglang.stand_in import OWN, PAGE, PAGE_BYTES, active, chunk, worker_on
+from services.cli.make_model import make_model
+from services.engine.sglang.reports import Moved, TreeEvents, group_fields
+from services.engine.sglang.service import worker as worker_module
+from services.engine.sglang.service.engine import SglangDecodeEngine
+from services.engine.sglang.service.settings import KEEP_WHOLE
+from services.engine.sglang.service.worker import SglangWorker
+from services.values.errors import ConfigError, PeerFailed
+from services.values.kv import GroupKind, KvGroup
+from services.values.rank import Generation, RankAddress, RankId, Room
+from services.values.request import GenerationRequest, PrefillResult, SamplingParams
+
+WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=32, unit_bytes=100)
+STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=7000)
+CARRIED = [group_fields(WINDOW), group_fields(STATE)]
+PROMPT_LEN = 3  # a page, a page of tail, a state
+DUE = PAGE_BYTES + 100 + 7000
+
+
+class Leg:
+    peer = RankAddress(RankId("p", 0, Generation(2)), "127.0.0.1:9")
+
+    def __init__(self, kv_bytes_moved):
+        self.kv_bytes_moved = kv_bytes_moved
+
+    async def __call__(self, request, rendezvous):
+        return PrefillResult(5, None, 0, PROMPT_LEN, kv_bytes_moved=self.kv_bytes_moved)
+
+
+async def answer(worker, request, response):
+    await response.write(chunk({"type": "length"}))
+
+
+async def admitted_of(worker, leg):
+    request = GenerationRequest("r", (1, 2, 3), SamplingParams(max_tokens=1, temperature=0))
+    async with aclosing(SglangDecodeEngine(worker, OWN).generate(request, leg)) as outputs:
+        return (await anext(outputs)).admitted
+
+
+async def test_tails_and_states_are_due_and_count(checkpoint):
+    async with worker_on(answer, checkpoint) as worker:
+        worker._take(active(carried=CARRIED))
+        assert worker.layout.carried == (WINDOW, STATE)
+        admitted = await admitted_of(worker, Leg(DUE))
+        assert admitted.kv_bytes_moved == admitted.kv_bytes_prompt == DUE
+        assert admitted.carried_bytes == {"sliding_window": 100, "recurrent": 7000}
+        with pytest.raises(PeerFailed, match=f"moved {PAGE_BYTES} bytes where {DUE} were due"):
+            await admitted_of(worker, Leg(PAGE_BYTES))
+
+
+async def test_what_all_processes_have_written_is_one_sum(checkpoint):
+    async with worker_on(answer, checkpoint) as worker:
+        worker._take(Moved(9, 1, PAGE_BYTES, {"swa": 100, "mamba": 7000}))
+        assert await worker.bytes_moved(Room(9)) == DUE
+
+
+@pytest.mark.parametrize("carried", [[], CARRIED], ids=["attention alone", "windows and states"])
+async def test_events_are_an_upper_bound_of_where_it_can_go_on(checkpoint, carried):
+    stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": PAGE}
+    stored |= {"token_ids": list(range(PAGE)), "medium": "GPU"}
+    async with worker_on(answer, checkpoint) as worker:
+        worker._take(active(carried=carried))
+        worker._take(TreeEvents(0, [stored]))
+        events = worker.events[0].get_nowait()
+        assert len(events.stored) == 1
+        assert events.resumable_stored == (events.stored if carried else ())
+        worker._take(TreeEvents(0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}]))
+        events = worker.events[0].get_nowait()
+        assert events.resumable_removed == (events.removed if carried else ())
+
+
+@pytest.fixture
+def windowed(tmp_path):
+    make_model(tmp_path, "gpt_oss")
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether SGLang is said to have window memory; how often it was asked."""
+    said = SimpleNamespace(has=True, times=0)
+
+    async def has_window_memory(model_path, environment):
+        said.times += 1
+        return said.has
+
+    monkeypatch.setattr(worker_module, "has_window_memory", has_window_memory)
+    return said
+
+
+RATIO = "--swa-full-tokens-ratio=0.5"
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "has", "added", "times"),
+    [
+        ((), True, [KEEP_WHOLE], 1),
+        ((), False, [], 1),
+        ((KEEP_WHOLE,), True, [], 0),
+        ((RATIO,), True, [], 1),
+    ],
+)
+async def test_windows_are_kept_whole_unless_told_otherwise(
+    windowed, asked, caplog, engine_args, has, added, times
+):
+    asked.has = has
+    worker = SglangWorker(sglang_settings(windowed, engine_arg=engine_args), {0: OWN})
+    assert await worker._window_arguments({}) == added
+    assert asked.times == times
+    assert ("find nothing on decode" in caplog.text) == (RATIO in engine_args)
+
+
+async def test_a_model_without_windows_is_not_asked_about(checkpoint, asked):
+    assert await SglangWorker(sglang_settings(checkpoint), {0: OWN})._window_arguments({}) == []
+    assert asked.times == 0
+
+
+async def test_what_recurrent_layers_cost_is_said_at_the_start(tmp_path, asked, caplog):
+    make_model(tmp_path, "qwen3_next")
+    assert await SglangWorker(sglang_settings(tmp_path), {0: OWN})._window_arguments({}) == []
+    assert "sglang_recurrent" in caplog.text and "--mamba-track-interval" in caplog.text
+
+
+async def test_where_memory_is_short_the_way_out_is_said(windowed, monkeypatch):
+    worker = SglangWorker(sglang_settings(windowed), {0: OWN})
+    monkeypatch.setattr(SglangWorker, "_num_pages", lambda self: [100])
+    with pytest.raises(ConfigError, match="windows are kept whole: --swa-full-tokens-ratio"):
+        worker._check_pools()
+
+
+async def test_states_of_other_kinds_are_refused(checkpoint):
+    async with worker_on(answer, checkpoint) as worker:
+        worker._take(active(state_kinds=["swa", "mamba", "swa_ring"]))
+        with pytest.raises(ConfigError, match=r"not known here \(swa_ring\)"):
+            await worker._until_active()
