@@ -1,9 +1,9 @@
 """One room's write: which units are final, which are posted, which have landed. lanes.py draws it.
 
-Each is posted exactly once: the delta's pages in token order as they are computed, then what is carried.
-Few posts are in flight at a time: after the last one, a write lease and the fence's margin must cover no more
-than those, however long the delta is. What is computed meanwhile goes out in one post, and what is carried
-joins the last pages as far as it fits.
+Each is posted exactly once: the delta's pages in token order as they are computed, and what is carried when
+the prompt is, with the last pages as far as it fits. Few posts are in flight at a time: after the last one, a
+write lease and the fence's margin must cover no more than those, however long the delta is. What is computed
+meanwhile goes out in one post.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,7 @@ class DeltaWrite:
     def can_post(self) -> bool:
         if self._stopped or len(self._posted) >= MAX_POSTS_IN_FLIGHT:
             return False
-        lane = next((lane for lane in self._lanes if not lane.done), None)
-        return lane is not None and lane.has_due(self._sources)
+        return any(lane.has_due(self._sources) for lane in self._lanes)
 
     @property
     def stopped(self) -> bool:
@@ -73,8 +72,6 @@ class DeltaWrite:
             taken = self._take(lane, most if moves else max(1, most))
             max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.group]
             moves += taken
-            if not lane.done:
-                break
         with self._noting_unsettled():
             self._posted.append((transport.write(peer, moves), now_s))
         self.descriptors += len(moves)

@@ -113,6 +113,7 @@ def test_a_hit_that_decode_has_of_the_window_shortens_nothing(rank):
         (809, [TAIL, STATE]),
         (359, [TAIL[:1], [TAIL[1]], STATE]),  # of the third, the state alone is larger
         (300, [[], TAIL, STATE]),
+        (140, [TAIL[:1], TAIL[1:], [], STATE]),  # beside a page each
         (100, [[], [], [], TAIL, STATE]),
         (20, [[], [], [], TAIL[:1], TAIL[1:], STATE]),  # a unit at least
     ],
