@@ -154,8 +154,10 @@ def engines() -> Dashboard:
                     graph(
                         "KV transfer throughput",
                         "Bps",
-                        "Bytes per second written into each decode rank, and sent by each prefill rank.",
+                        "Bytes per second written into each decode rank, and sent by each prefill rank. Of what "
+                        "comes in, windows' tails and states are carried, whatever decode holds of a prompt.",
                         highest(_rate("isthmus_decode_received_bytes_total"), f"into {_NAME}"),
+                        highest(_rate("isthmus_decode_carried_bytes_total"), f"carried into {_NAME}"),
                         highest(_rate("isthmus_prefill_sent_bytes_total"), f"from {_NAME}"),
                     ),
                     graph(

@@ -27,7 +27,7 @@ class DecodeMetrics(RequestMetrics):
         self._received = counter("isthmus_decode_received_bytes", "KV bytes written into this rank's pools.")
         self._carried = counter(
             "isthmus_decode_carried_bytes",
-            "Of those, the tails of windows and the recurrent states, which come with every transfer.",
+            "Of received bytes, tails of windows and recurrent states, which come with every transfer.",
             ["kind"],
         )
         self._digested = counter(

@@ -1,6 +1,6 @@
-"""A rank in a process of its own with a pool on the device; says where it is, then answers "snapshot" lines.
+"""A rank in a process of its own with pools on the device; says where, then answers "snapshot" lines.
 
-Usage: passive_rank.py DEVICE NUM_PAGES PAGE_BYTES
+Usage: passive_rank.py DEVICE UNITSxBYTES...
 """
 
 import json
@@ -18,15 +18,17 @@ def pool_memory(pages: torch.Tensor) -> PoolMemory:
 
 
 def main() -> None:
-    device, num_pages, page_bytes = sys.argv[1], *map(int, sys.argv[2:])
-    pages = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
-    memory = pool_memory(pages)
+    device, *shapes = sys.argv[1:]
+    pools = [torch.zeros(*map(int, s.split("x")), dtype=torch.uint8, device=device) for s in shapes]
+    memories = [pool_memory(pool) for pool in pools]
     transport = open_transport("nixl")
-    transport.register([memory], [page_bytes])
-    facts = {"metadata": transport.metadata().hex(), "address": memory.base_address}
+    transport.register(memories, [pool.shape[1] for pool in pools])
+    addresses = [memory.base_address for memory in memories]
+    facts = {"metadata": transport.metadata().hex(), "addresses": addresses}
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
-        sys.stdout.buffer.write(pages.cpu().numpy().tobytes())
+        for pool in pools:
+            sys.stdout.buffer.write(pool.cpu().numpy().tobytes())
         sys.stdout.buffer.flush()
     transport.close()
 
