@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.runner import Chunk, TailPages
-from services.engine.torch.attention.decode_kernel import Ids, Joins, Pieces
+from services.engine.torch.attention.decode_kernel import Joins, Pieces
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.parts import OnDevice, PartsView, view_parts
@@ -93,8 +93,7 @@ def view_step(layers: PagedLayers, chunks: Sequence[Chunk], cache: StoredLayers)
 
 def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> ReachView:
     kv, in_place = layers.pools[reach.pool], layers.in_place[reach.pool]
-    offsets = np.cumsum([0, *(len(chunk.token_ids) for chunk in chunks)])[:-1].tolist()
-    placed = list(zip(offsets, chunks, strict=True))
+    placed = list(zip(_offsets(chunks), chunks, strict=True))
     decodes = [(offset, c) for offset, c in placed if in_place is not None and len(c.token_ids) == 1]
     gathered = [(offset, c) for offset, c in placed if in_place is None or len(c.token_ids) > 1]
     stored, pages, slots = _stored(reach.pool, chunks, kv)
@@ -111,29 +110,44 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
 def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> tuple[Tensor | None, Tensor, Tensor]:
     """Which tokens of the step are stored, and in which slots of which pages."""
     page_size, device = kv.shape.page_size, kv.numbers.device
-    positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-    stored_from = [max(chunk.store_from, chunk.start) if pool == 0 else chunk.start for chunk in chunks]
-    kept = [p[first - c.start :] for p, first, c in zip(positions, stored_from, chunks, strict=True)]
-    pages = [_pages_at(_held(c, pool), p, page_size) for c, p in zip(chunks, kept, strict=True)]
-    stored = None
-    if any(len(p) < len(k) for k, p in zip(positions, kept, strict=True)):
-        is_kept = [p >= first for p, first in zip(positions, stored_from, strict=True)]
-        stored = torch.from_numpy(np.flatnonzero(np.concatenate(is_kept))).to(device)
-    slots = np.concatenate(kept) % page_size
-    return stored, torch.from_numpy(np.concatenate(pages)).to(device), torch.from_numpy(slots).to(device)
+    pages: list[int] = []
+    slots: list[int] = []
+    rows: list[int] = []
+    for chunk, offset in zip(chunks, _offsets(chunks), strict=True):
+        first = chunk.start if pool else max(chunk.start, chunk.store_from)
+        rows.extend(range(offset + first - chunk.start, offset + len(chunk.token_ids)))
+        _add_slots(pages, slots, _held(chunk, pool), range(first, chunk.end), page_size)
+    is_whole = len(rows) == sum(len(chunk.token_ids) for chunk in chunks)
+    return None if is_whole else _ids(rows, device), _ids(pages, device), _ids(slots, device)
+
+
+def _add_slots(pages: list[int], slots: list[int], held: TailPages, positions: range, page_size: int) -> None:
+    if not positions:
+        return
+    first_page, last_page = positions[0] // page_size, positions[-1] // page_size
+    _require(held, first_page, last_page)
+    if len(positions) == 1:  # one of many: every microsecond counts
+        pages.append(held.pages[first_page - held.first_page])
+        slots.append(positions[0] % page_size)
+        return
+    own = np.asarray(held.pages[first_page - held.first_page : last_page + 1 - held.first_page], np.int64)
+    where = np.arange(positions.start, positions.stop)
+    pages.extend(own[where // page_size - first_page].tolist())
+    slots.extend((where % page_size).tolist())
+
+
+def _ids(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(numbers, np.int64)).to(device)
+
+
+def _offsets(chunks: Sequence[Chunk]) -> list[int]:
+    """Where in the step each chunk begins."""
+    return [0, *accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
 
 
 def _held(chunk: Chunk, pool: int) -> TailPages:
     """The pages that a chunk has of a pool."""
     return chunk.tails[pool - 1] if pool else TailPages(0, chunk.pages)
-
-
-def _pages_at(held: TailPages, positions: Ids, page_size: int) -> Ids:
-    if not len(positions):
-        return np.empty(0, np.int64)
-    first = int(positions[0]) // page_size
-    _require(held, first, int(positions[-1]) // page_size)
-    return np.asarray(held.pages[first - held.first_page :], np.int64)[positions // page_size - first]
 
 
 def _require(held: TailPages, first_page: int, last_page: int) -> None:
