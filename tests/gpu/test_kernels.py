@@ -20,6 +20,7 @@ LAYOUTS = [
     Layout(torch.bfloat16, 256, 8),
     Layout(torch.float16, 64, 8),
     Layout(torch.float32, 128, 4),
+    Layout(torch.bfloat16, 192, 8, v_head_dim=128),
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,8 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import ChunkView, seen_by
 
-# Of scores that are held at once, float32: so many rows of a chunk are computed together.
-_SCORE_BYTES = 64 << 20
+# Of scores that are held at once, float32: so many rows of a chunk are computed together. On a CPU as many as
+# its caches hold, for they are gone over six times; on a GPU enough for all its processors.
+_SCORE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 
 
 def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
@@ -31,15 +32,16 @@ def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkVie
     # KV heads as the batch, the query heads of a group as its heads: nothing is repeated for GQA.
     grouped = query.transpose(0, 1).unflatten(0, (len(keys), -1))
     attend = _attend if scores.are_plain else _attend_by_scores
-    return attend(grouped, keys[:, None], values[:, None], chunk, scores).flatten(0, 1).transpose(0, 1)
+    return attend(grouped, keys, values, chunk, scores).flatten(0, 1).transpose(0, 1)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
+    """`query` and the result are [num_kv_heads, group, length, ..]."""
     group = query.shape[1]
     return scaled_dot_product_attention(
         query,
-        keys.expand(-1, group, -1, -1),
-        values.expand(-1, group, -1, -1),
+        keys[:, None].expand(-1, group, -1, -1),
+        values[:, None].expand(-1, group, -1, -1),
         attn_mask=chunk.mask,
         is_causal=chunk.is_causal and chunk.length > 1,
         scale=scores.scaling,
@@ -49,25 +51,33 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, score
 def _attend_by_scores(
     query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores
 ) -> Tensor:
-    """As _attend, in float32, some rows of the chunk after others."""
-    keys, values = keys.float(), values.float()
-    num_rows = max(1, _SCORE_BYTES // (4 * query.shape[0] * query.shape[1] * chunk.num_seen))
-    start = chunk.end - chunk.length
+    """As _attend, in float32, some rows of the chunk after others: each with what it sees."""
+    num_kv_heads, group = query.shape[:2]
+    keys, values = keys.float().transpose(1, 2), values.float()
+    score_bytes = 4 * num_kv_heads * group * chunk.num_seen
+    num_rows = max(1, _SCORE_BYTES[query.device.type] // score_bytes)
     outputs = []
-    for first in range(0, chunk.length, num_rows):
-        rows = query[:, :, first : first + num_rows].float()
-        positions = torch.arange(start + first, start + first + rows.shape[2], device=rows.device)
-        seen = seen_by(positions, chunk.reach, chunk.first, chunk.end)
-        outputs.append(_weights(rows @ keys.transpose(2, 3), seen, scores) @ values)
+    for offset in range(0, chunk.length, num_rows):
+        rows = query[:, :, offset : offset + num_rows].float()
+        start = chunk.end - chunk.length + offset
+        end = start + rows.shape[2]
+        first = max(chunk.first, chunk.reach.first_seen(start))
+        of_rows = slice(first - chunk.first, end - chunk.first)
+        seen = seen_by(torch.arange(start, end, device=rows.device), chunk.reach, first, end)
+        # A group's heads as more rows: K and V are not repeated for them.
+        products = (rows.flatten(1, 2) @ keys[:, :, of_rows]).unflatten(1, (group, -1))
+        weights = _weights(products, seen, scores).flatten(1, 2)
+        outputs.append((weights @ values[:, of_rows]).unflatten(1, (group, -1)))
     return torch.cat(outputs, dim=2).to(query.dtype)
 
 
 def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
     """Of each token for those it sees: the softmax of [num_kv_heads, group, length, num_seen] products."""
-    capped = products * scores.scaling
-    if scores.softcap is not None:
-        capped = torch.tanh(capped / scores.softcap) * scores.softcap
-    capped = capped.masked_fill(~seen, -torch.inf)
+    if scores.softcap is None:
+        capped = products.mul_(scores.scaling)
+    else:
+        capped = products.mul_(scores.scaling / scores.softcap).tanh_().mul_(scores.softcap)
+    capped.masked_fill_(~seen, -torch.inf)
     if scores.sinks is None:
         return capped.softmax(-1)
     # A sink is one more score, of a token without a value.

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from engine.torch.attention.paging import paged, reach_view_of
+from engine.torch.attention.paging import reach_view_of
 from services.engine.paged.runner import Chunk
+from services.engine.torch.attention.layers import Reach
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.parts import AttendParts, OnDevice
 from services.engine.torch.attention.scores import Scores
+from services.values.kv import GroupKind
 from services.values.request import SamplingParams
 
 NUM_KV_HEADS = 2
@@ -22,6 +25,17 @@ class Layout:
     dtype: torch.dtype
     head_dim: int
     group: int
+    v_head_dim: int | None = None  # as head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    page_size: int
+    num_pages: int
+    chunks: list[Chunk]
+    reach: Reach = Reach(0)  # noqa: RUF009
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 def single_token(end, pages):
@@ -30,7 +44,10 @@ def single_token(end, pages):
 
 @st.composite
 def steps(draw):
-    """Single tokens whose pages are a tree's: each reader goes down some levels, then reads alone."""
+    """Single tokens whose pages are a tree's: each reader goes down some levels, then reads alone.
+
+    Windows cut the pages of all, somewhere in one.
+    """
     page_size = draw(st.sampled_from([1, 4, 16, 48]))
     depth = draw(st.integers(0, 3))
     levels = [draw(st.integers(1, 3)) for _ in range(depth)]
@@ -48,34 +65,45 @@ def steps(draw):
         next_page = end_page
     order = draw(st.permutations(range(next_page)))
     shuffled = [single_token(c.end, [order[page] for page in c.pages]) for c in chunks]
-    return page_size, next_page, shuffled
+    kind = draw(st.sampled_from([None, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_WINDOW]))
+    reach = Reach(0) if kind is None else Reach(0, kind, draw(st.integers(1, 150)))
+    cap = draw(st.sampled_from([None, 2.0]))
+    return Step(page_size, next_page, shuffled, reach, cap, draw(st.booleans()))
 
 
-def expected_attention(kv, chunks, query, scaling):
+def seen_by(chunk, reach):
+    return range(max(0, reach.first_seen(chunk.start)), chunk.end)
+
+
+def expected_attention(kv, step, query, scores):
     """Of layer 1, sequence by sequence, in float64."""
-    page_size = kv.shape[4]
-    group = query.shape[1] // kv.shape[3]
+    group = query.shape[1] // kv.shape.num_kv_heads
     outputs = []
-    for chunk, own in zip(chunks, query.double(), strict=True):
-        slots = [(chunk.pages[p // page_size], p % page_size) for p in range(chunk.end)]
+    for chunk, own in zip(step.chunks, query.double(), strict=True):
+        slots = [(chunk.pages[p // step.page_size], p % step.page_size) for p in seen_by(chunk, step.reach)]
         k, v = (
-            torch.stack([kv[page, 1, which, :, slot] for page, slot in slots], 1)
-            .double()
-            .repeat_interleave(group, 0)
-            for which in (0, 1)
+            torch.stack([of[page, :, slot] for page, slot in slots], 1).double().repeat_interleave(group, 0)
+            for of in kv.layer(1)
         )
-        scores = torch.einsum("hd,htd->ht", own, k) * scaling
-        outputs.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
+        exponents = torch.einsum("hd,htd->ht", own, k) * scores.scaling
+        if scores.softcap is not None:
+            exponents = scores.softcap * torch.tanh(exponents / scores.softcap)
+        log_sums = exponents.logsumexp(-1)
+        if scores.sinks is not None:
+            log_sums = torch.logaddexp(log_sums, scores.sinks.double())
+        outputs.append(torch.einsum("ht,htd->hd", (exponents - log_sums[:, None]).exp(), v))
     return torch.stack(outputs)
 
 
-def forget_what_nobody_knows(kv, chunks):
-    """NaN in all slots past the ends."""
-    known = torch.zeros(kv.shape[0], kv.shape[4], dtype=torch.bool)
-    for chunk in chunks:
-        for position in range(chunk.end):
-            known[chunk.pages[position // kv.shape[4]], position % kv.shape[4]] = True
-    kv.masked_fill_(~known[:, None, None, None, :, None], torch.nan)
+def forget_what_nobody_reads(kv, step):
+    """NaN in all other slots."""
+    is_read = torch.zeros(kv.num_pages, step.page_size, dtype=torch.bool)
+    for chunk in step.chunks:
+        for position in seen_by(chunk, step.reach):
+            is_read[chunk.pages[position // step.page_size], position % step.page_size] = True
+    for layer in range(kv.shape.num_layers):
+        for numbers in kv.layer(layer):
+            numbers.masked_fill_(~is_read[:, None, :, None], torch.nan)
 
 
 def attended(attend_parts: AttendParts, step, layout: Layout, num_programs: int, seed: int, device="cpu"):
@@ -83,15 +111,20 @@ def attended(attend_parts: AttendParts, step, layout: Layout, num_programs: int,
 
     Slots that nobody reads hold NaN, and so does the output before.
     """
-    page_size, num_pages, chunks = step
     generator = torch.Generator().manual_seed(seed)
-    shape = (num_pages, 2, 2, NUM_KV_HEADS, page_size, layout.head_dim)
-    kv = torch.randn(shape, generator=generator).to(layout.dtype)
-    forget_what_nobody_knows(kv, chunks)
+    v_head_dim = layout.v_head_dim or layout.head_dim
+    shape = PageShape(2, NUM_KV_HEADS, step.page_size, layout.head_dim, v_head_dim)
+    numbers = torch.randn(step.num_pages * shape.page_numbers, generator=generator).to(layout.dtype)
+    kv = PagedKv(numbers, shape)
+    forget_what_nobody_reads(kv, step)
     num_heads = NUM_KV_HEADS * layout.group
-    query = torch.randn(len(chunks), num_heads, layout.head_dim, generator=generator).to(layout.dtype)
-    on_device, queries = paged(kv.to(device)), query.to(device)
-    view = reach_view_of(on_device, chunks, OnDevice(attend_parts, num_heads, num_programs)).decode
-    output = torch.full_like(queries, torch.nan)
-    attend_parts(view, queries, on_device, 1, Scores(SCALING), output)
-    return output.cpu().double(), expected_attention(kv, chunks, query, SCALING)
+    query = torch.randn(len(step.chunks), num_heads, layout.head_dim, generator=generator).to(layout.dtype)
+    sinks = torch.randn(num_heads, generator=generator).to(layout.dtype) if step.has_sinks else None
+    expected = expected_attention(kv, step, query, Scores(SCALING, step.softcap, sinks))
+    on_device, queries = PagedKv(numbers.to(device), shape), query.to(device)
+    in_place = OnDevice(attend_parts, num_heads, num_programs)
+    view = reach_view_of(on_device, step.chunks, in_place, step.reach).decode
+    output = torch.full((len(step.chunks), num_heads, v_head_dim), torch.nan, dtype=query.dtype).to(device)
+    scores = Scores(SCALING, step.softcap, None if sinks is None else sinks.to(device))
+    attend_parts(view, queries, on_device, 1, scores, output)
+    return output.cpu().double(), expected

@@ -52,7 +52,7 @@ def test_each_token_attends_to_what_it_sees(dtype, in_place):
 def test_however_many_threads_and_rows_at_once(case):
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(2) as executor:
         patched.setattr(step_view, "_SHARE_BYTES", 1)
-        patched.setattr(gathered, "_SCORE_BYTES", 700)
+        patched.setitem(gathered._SCORE_BYTES, "cpu", 700)
         check(case, InPlace(3, executor))
 
 

@@ -11,7 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.torch.attention.kernel_cases import Layout, attended, expected_attention, single_token, steps
+from engine.torch.attention.kernel_cases import (
+    Layout,
+    Step,
+    attended,
+    expected_attention,
+    single_token,
+    steps,
+)
 from engine.torch.attention.paging import empty, paged, reach_view_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
@@ -46,13 +53,13 @@ def attend_parts():
 @given(
     step=steps(),
     group=st.sampled_from([1, 2, 4, 8]),
-    head_dim=st.sampled_from([64, 80, 128]),
+    head_dims=st.sampled_from([(64, 64), (80, 80), (128, 128), (24, 16), (64, 96)]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     num_programs=st.sampled_from([1, 16, 264]),
     seed=st.integers(0, 99),
 )
-def test_it_computes_what_float64_does(attend_parts, step, group, head_dim, dtype, num_programs, seed):
-    layout = Layout(dtype, head_dim, group)
+def test_it_computes_what_float64_does(attend_parts, step, group, head_dims, dtype, num_programs, seed):
+    layout = Layout(dtype, head_dims[0], group, head_dims[1])
     output, expected = attended(attend_parts, step, layout, num_programs, seed)
     torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -75,7 +82,7 @@ def test_scores_far_apart_join_without_overflow(attend_parts):
     assert len(view.parts) > 1
     output = torch.empty_like(query)
     attend_parts(view, query, paged(kv), 1, Scores(1.0), output)
-    expected = expected_attention(kv, chunks, query, 1.0)
+    expected = expected_attention(paged(kv), Step(16, 40, chunks), query, Scores(1.0))
     torch.testing.assert_close(output.double(), expected, atol=0.05, rtol=1e-3)
 
 
