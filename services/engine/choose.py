@@ -12,11 +12,10 @@ from services.engine.paged.decode import PagedDecodeEngine
 from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
 from services.engine.settings import EngineSettings
-from services.kv.carried.pool_sizes import default_units
+from services.kv.carried.pool_sizes import PoolSizes
 from services.net.channels import open_channel
 from services.transfer.choose import open_transport
 from services.values.errors import ConfigError
-from services.values.kv import KvGroup
 from services.values.rank import RankId, Role
 
 if TYPE_CHECKING:
@@ -91,17 +90,18 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
-def _units_of(settings: EngineSettings, carried: Sequence[KvGroup]) -> list[int]:
-    of_a_sequence = settings.page_size, settings.chunk_size, settings.index_block
-    return [
-        default_units(group, *of_a_sequence, settings.max_running_requests, settings.kv_pages)
-        for group in carried
-    ]
+def _pool_sizes(settings: EngineSettings) -> PoolSizes:
+    return PoolSizes(
+        num_window_pages=settings.window_pages,
+        num_slots=settings.state_slots,
+        max_running_requests=settings.max_running_requests,
+        chunk_size=settings.chunk_size,
+        index_block=settings.index_block,
+    )
 
 
 def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
-        from services.engine.torch.pool_sizes import PoolSizes
         from services.engine.torch.runner import TorchRunner
 
         return lambda: TorchRunner(
@@ -111,23 +111,18 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
             page_size=settings.page_size,
             dtype=settings.dtype,
             num_threads=settings.threads,
-            sizes=PoolSizes(
-                num_window_pages=settings.window_pages,
-                num_slots=settings.state_slots,
-                max_running_requests=settings.max_running_requests,
-                chunk_size=settings.chunk_size,
-            ),
+            sizes=_pool_sizes(settings),
         )
     if settings.engine == "fake":
         from services.engine.fake import FakeRunner, FakeSpeed, parse_carried
 
         speed = FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s)
-        carried = parse_carried(settings.fake_carried)
+        carried, sizes = parse_carried(settings.fake_carried), _pool_sizes(settings)
         return lambda: FakeRunner(
             num_pages=settings.kv_pages,
             page_size=settings.page_size,
             speed=speed,
             carried=carried,
-            carried_units=_units_of(settings, carried),
+            carried_units=[sizes.num_units(g, settings.page_size, settings.kv_pages) for g in carried],
         )
     raise ConfigError(f"--engine must be torch, fake or sglang, got {settings.engine!r}")

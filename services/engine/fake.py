@@ -54,7 +54,7 @@ class FakeRunner:
         """`carried` as `fake_window` and `fake_state` make them, with so many units of each in its pool."""
         self.slots = np.zeros((num_pages, page_size), dtype=np.uint64)
         self.carried_pools = [
-            np.zeros((units, page_size if group.kind.is_windowed else 1), dtype=np.uint64)
+            np.zeros((units, _unit_values(group, page_size)), dtype=np.uint64)
             for group, units in zip(carried, carried_units, strict=True)
         ]
         self._speed = speed
@@ -106,8 +106,8 @@ class FakeRunner:
         for group, pool in zip(self.layout.carried, self.carried_pools, strict=True):
             if group.kind is GroupKind.RECURRENT:
                 assert chunk.slot is not None
-                value = _mix(value ^ (int(pool[chunk.slot, 0]) if position else 0), position)
-                pool[chunk.slot, 0] = value
+                value = _mix(value ^ (int(pool[chunk.slot, -1]) if position else 0), position)
+                pool[chunk.slot] = value
                 continue
             tail = next(tails)
             for seen in range(_first_seen(group, position), position):
@@ -127,22 +127,31 @@ def fake_window(window: int, kind: GroupKind = GroupKind.SLIDING_WINDOW) -> KvGr
 
 
 def parse_carried(text: str) -> tuple[KvGroup, ...]:
-    """Of "window:8,chunk:16,state". Raises ConfigError."""
-    groups = []
-    for part in filter(None, text.split(",")):
-        name, _, tokens = part.partition(":")
-        if part == "state":
-            groups.append(fake_state())
-        elif name in _WINDOWS and tokens.isdecimal() and int(tokens):
-            groups.append(fake_window(int(tokens), _WINDOWS[name]))
-        else:
-            raise ConfigError(f"--fake-carried takes window:TOKENS, chunk:TOKENS and state, not {part!r}")
-    return tuple(groups)
+    """Of "window:8,chunk:16,state" or "state:500". Raises ConfigError."""
+    return tuple(_parse_group(part) for part in text.split(",") if part)
 
 
-def fake_state() -> KvGroup:
-    """A recurrent group for a FakeRunner."""
-    return KvGroup(GroupKind.RECURRENT, (2,), 0, 0, "uint64", unit_bytes=_SLOT_BYTES)
+def _parse_group(part: str) -> KvGroup:
+    name, _, tokens = part.partition(":")
+    if part == "state":
+        return fake_state()
+    if tokens.isdecimal() and int(tokens):
+        if name == "state":
+            return fake_state(int(tokens))
+        if name in _WINDOWS:
+            return fake_window(int(tokens), _WINDOWS[name])
+    raise ConfigError(
+        f"--fake-carried takes window:TOKENS, chunk:TOKENS, state and state:TOKENS, not {part!r}"
+    )
+
+
+def fake_state(tokens: int = 1) -> KvGroup:
+    """A recurrent group for a FakeRunner, whose state weighs as much as so many tokens of its attention."""
+    return KvGroup(GroupKind.RECURRENT, (2,), 0, 0, "uint64", unit_bytes=tokens * _SLOT_BYTES)
+
+
+def _unit_values(group: KvGroup, page_size: int) -> int:
+    return page_size if group.kind.is_windowed else group.unit_bytes // _SLOT_BYTES
 
 
 class FakeModel:

@@ -49,12 +49,12 @@ class EngineSettings(ClusterConfig):
     page_size: int = setting(64, "tokens per page", bounds=Bounds(at_least=1))
     window_pages: int | None = setting(
         None,
-        "pages for each window of a model that has some (torch); default: twice what running sequences take",
+        "pages for each window of a model that has some; default: twice what running sequences take",
         bounds=Bounds(at_least=1),
     )
     state_slots: int | None = setting(
         None,
-        "recurrent states that a rank keeps, of a model that has some (torch); default: 4 a running one",
+        "recurrent states that a rank keeps, of a model that has some; default: 4 a running one",
         bounds=Bounds(at_least=1),
     )
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
@@ -109,7 +109,8 @@ class EngineSettings(ClusterConfig):
         0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
     )
     fake_carried: str = setting(
-        "", "engine fake: groups beside full attention, such as window:8,chunk:16,state (empty: none)"
+        "",
+        "engine fake: groups beside full attention, as window:8,chunk:16,state; state:500 weighs 500 tokens",
     )
 
     def __post_init__(self) -> None:

@@ -11,9 +11,9 @@ from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.self_check import check
-from services.engine.torch.pool_sizes import PoolSizes
 from services.engine.torch.pools import Pools
 from services.engine.torch.sampling import sample
+from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 

@@ -1,4 +1,6 @@
-"""How many units the pools beside full attention's need. Pure."""
+"""How many units each pool beside full attention's has. Pure."""
+
+from dataclasses import dataclass
 
 from services.kv.tails import most_units
 from services.values.kv import GroupKind, KvGroup
@@ -13,14 +15,25 @@ def units_of_a_sequence(group: KvGroup, page_size: int, chunk_size: int, index_b
     return most_units(group, page_size, max(chunk_size, index_block + 1))
 
 
-def default_units(
-    group: KvGroup, page_size: int, chunk_size: int, index_block: int, max_running: int, num_pages: int
-) -> int:
-    """For those that run, and as much again for resume points.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """Those set, by kind of group; None: what the running sequences need, and as much again for resume
+    points."""
 
-    Of a window no more than full attention's `num_pages`, unless one sequence needs more: each of its pages
-    is one of a sequence that is there.
-    """
-    of_one = units_of_a_sequence(group, page_size, chunk_size, index_block)
-    wanted = 2 * of_one * max_running
-    return wanted if group.kind is GroupKind.RECURRENT else max(of_one, min(wanted, num_pages))
+    num_window_pages: int | None = None  # of each windowed group
+    num_slots: int | None = None
+    max_running_requests: int = 64
+    chunk_size: int = 512  # tokens of a sequence in a step
+    index_block: int = 64
+
+    def num_units(self, group: KvGroup, page_size: int, num_pages: int) -> int:
+        """Of a group beside full attention, which has `num_pages`.
+
+        Of a window no more than that, unless one sequence needs more: each of its pages is one of a sequence
+        that is there.
+        """
+        of_one = units_of_a_sequence(group, page_size, self.chunk_size, self.index_block)
+        wanted = 2 * of_one * self.max_running_requests
+        if group.kind is GroupKind.RECURRENT:
+            return self.num_slots or wanted
+        return self.num_window_pages or max(of_one, min(wanted, num_pages))

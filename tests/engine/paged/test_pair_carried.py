@@ -8,9 +8,10 @@ import pytest
 from engine.pair import FAKE, Pair, core_of
 from services.engine.fake import continuation, parse_carried
 from services.kv.tails import carried_bytes
+from services.values.errors import ConfigError
 from services.values.rank import Plan
 
-CARRIED = ["state", "window:6", "chunk:8,state", "state,window:5,window:9"]
+CARRIED = ["state:3", "window:6", "chunk:8,state", "state,window:5,window:9"]
 PAGE_BYTES = FAKE.page_size * 8
 
 
@@ -138,3 +139,15 @@ async def test_ranks_of_other_groups_do_not_pair():
     async with Pair(hybrid("state"), prefill_settings=hybrid("window:6")) as pair:
         with pytest.raises(Exception, match="the KV layouts differ in groups"):
             await pair.generate(range(9), 2)
+
+
+async def test_pools_are_as_large_as_they_are_set():
+    async with Pair(hybrid("state:3,window:6", state_slots=21, window_pages=40)) as pair:
+        assert [memory.num_pages for memory in pair.decode.memories] == [FAKE.kv_pages, 21, 40]
+        assert pair.decode.layout.unit_bytes == (PAGE_BYTES, 24, PAGE_BYTES)
+
+
+@pytest.mark.parametrize("text", ["state:0", "state:x", "window", "window:0", "latent:4"])
+def test_groups_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match="--fake-carried takes"):
+        parse_carried(text)

@@ -28,8 +28,8 @@ from services.engine.torch.device import free_bytes
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.probe import attending_by, probe
 from services.engine.torch.model.trial import Cut, plan_trial
-from services.engine.torch.pool_sizes import PoolSizes
 from services.engine.torch.pools import Pools
+from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind, KvGroup, PageId
 from services.values.request import SamplingParams
