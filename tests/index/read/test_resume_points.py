@@ -22,7 +22,7 @@ def by_walking_back(points: set[int], hashes: list[int], most: int) -> int:
     return next((depth for depth in range(most, 0, -1) if hashes[depth - 1] in points), 0)
 
 
-ranks = st.integers(0, 2)
+ranks = st.integers(0, 1)
 sets = st.sets(st.sampled_from(EVERY_BLOCK))
 
 
@@ -77,7 +77,7 @@ class Resuming(RuleBasedStateMachine):
     def every_rank_is_matched_as_by_walking_back(self) -> None:
         points = self.index.resume_points
         assert len(points) == sum(map(len, self.resumable.values()))
-        for rank in range(3):
+        for rank in range(2):
             assert points.num_blocks(key(rank)) == len(self.resumable.get(rank, ()))
         for sequence in SEQUENCES:
             most = self.index.match_all(sequence)
@@ -89,7 +89,7 @@ class Resuming(RuleBasedStateMachine):
             assert found == {rank: depth for rank, depth in expected.items() if depth}
 
     def teardown(self) -> None:
-        for rank in range(3):
+        for rank in range(2):
             self.index.remove_rank(key(rank))
         points = self.index.resume_points
         assert points._ranks == points._blocks == {}
@@ -97,6 +97,17 @@ class Resuming(RuleBasedStateMachine):
 
 TestResuming = Resuming.TestCase
 TestResuming.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_evicted_or_corrected_is_gone_on_from_no_more_though_told_as_held_alone() -> None:
+    index, sequence = PrefixIndex(), SEQUENCES[0]
+    index.apply_snapshot(life(0), sequence, [2, 4, 6])
+    index.apply_delta(life(0), [], [6])
+    index.apply_delta(life(0), [6], [])
+    assert index.resume_points.deepest(sequence, {key(0): 6}) == {key(0): 4}
+    index.correct(key(0), sequence, 3)
+    index.apply_delta(life(0), [4, 5], [])
+    assert index.resume_points.deepest(sequence, {key(0): 6}) == {key(0): 2}
 
 
 @given(st.lists(sets, max_size=4))
