@@ -54,7 +54,7 @@ class EngineSettings(ClusterConfig):
     )
     state_slots: int | None = setting(
         None,
-        "recurrent states that a rank keeps, of a model that has some; default: 4 a running one",
+        "recurrent states of a model that has some; default: 2 for each that may run, and 32",
         bounds=Bounds(at_least=1),
     )
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")

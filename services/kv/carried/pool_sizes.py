@@ -6,6 +6,7 @@ from services.kv.tails import most_units
 from services.values.kv import GroupKind, KvGroup
 
 _SLOTS = 2  # of a sequence: the state it is at, and the one at the last border that it has passed
+_POINTS = 32  # resume points beside those that run: as many as for a window would be gigabytes of states
 
 
 def units_of_a_sequence(group: KvGroup, page_size: int, chunk_size: int, index_block: int) -> int:
@@ -17,8 +18,7 @@ def units_of_a_sequence(group: KvGroup, page_size: int, chunk_size: int, index_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """Those set, by kind of group; None: what the running sequences need, and as much again for resume
-    points."""
+    """Those set, by kind of group; None: what the running sequences need, and more for resume points."""
 
     num_window_pages: int | None = None  # of each windowed group
     num_slots: int | None = None
@@ -33,7 +33,7 @@ class PoolSizes:
         that is there.
         """
         of_one = units_of_a_sequence(group, page_size, self.chunk_size, self.index_block)
-        wanted = 2 * of_one * self.max_running_requests
+        running = of_one * self.max_running_requests
         if group.kind is GroupKind.RECURRENT:
-            return self.num_slots or wanted
-        return self.num_window_pages or max(of_one, min(wanted, num_pages))
+            return self.num_slots or running + _POINTS
+        return self.num_window_pages or max(of_one, min(2 * running, num_pages))

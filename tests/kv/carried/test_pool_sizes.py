@@ -7,11 +7,11 @@ WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=128)
 STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32")
 
 
-def test_by_default_the_running_sequences_fit_twice():
+def test_by_default_the_running_sequences_fit_and_resume_points():
     sizes = PoolSizes(max_running_requests=8, chunk_size=64)
     # A window of 128 and a block of 64, with the token after it, lie in 13 pages of 16 at most.
     assert sizes.num_units(WINDOW, 16, 10_000) == 2 * 8 * 13
-    assert sizes.num_units(STATE, 16, 10_000) == 2 * 8 * 2
+    assert sizes.num_units(STATE, 16, 10_000) == 2 * 8 + 32
 
 
 @pytest.mark.parametrize(("num_pages", "expected"), [(100, 100), (4, 13)])
