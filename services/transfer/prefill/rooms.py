@@ -40,7 +40,8 @@ _UNSETTLED_S = 5.0  # after lease and last word, for what of a failed write is o
 # slow path many rooms wait for each other; and in any case after so many times that. Its request fails then;
 # its pages wait for its end for so many times that again: no path that KV goes over is slower.
 _MAX_LATENESS = 10
-_DIGEST_PIECE_BYTES = 4 * 2**20  # about a millisecond, in which no other room's pages are posted
+# About a millisecond, in which no other room's pages are posted; a large state takes more.
+_DIGEST_PIECE_BYTES = 4 * 2**20
 
 
 class RoomTable:

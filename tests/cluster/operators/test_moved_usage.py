@@ -72,3 +72,25 @@ async def test_a_request_that_moves_is_accounted_for(
     assert value(router, "isthmus_computed_tokens_total") == finish.usage.computed_tokens
     assert value(router, "isthmus_kv_moved_bytes_total") == totals.kv_bytes_moved
     assert value(router, "isthmus_kv_saved_bytes_total") == totals.kv_bytes_saved
+
+
+async def test_what_is_carried_is_told_apart_and_counted(etcd_endpoint, model_dir, cluster_name):
+    """Of a model with a window of 6 tokens and a state: both come with each transfer, a full hit's too."""
+    groups = {"fake_carried": "window:6,state", "decode": (1,)}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **groups) as cluster:
+        answers = [await cluster.generate(prompt) for prompt in (PROMPT, PROMPT, PROMPT[:24])]
+        decode = await samples(cluster.ranks["decode-0/0"], cluster)
+        prefill = await samples(cluster.ranks["prefill-0/0"], cluster)
+        router = await samples(cluster.routers[0], cluster)
+    carried, finishes = {"sliding_window": 2 * PAGE_BYTES, "recurrent": 8}, [finish for _, finish in answers]
+    for finish, moved_pages, all_pages in zip(finishes, (8, 1, 0), (8, 8, 6), strict=True):
+        usage = finish.usage
+        assert usage.carried_bytes == carried
+        assert usage.kv_bytes_moved == moved_pages * PAGE_BYTES + sum(carried.values())
+        assert usage.kv_bytes_saved == (all_pages - moved_pages) * PAGE_BYTES
+    for kind, size_bytes in carried.items():
+        assert value(decode, "isthmus_decode_carried_bytes_total", kind=kind) == 3 * size_bytes
+    moved = sum(finish.usage.kv_bytes_moved for finish in finishes)
+    assert value(decode, "isthmus_decode_received_bytes_total") == moved
+    assert value(prefill, "isthmus_prefill_sent_bytes_total") == moved
+    assert value(router, "isthmus_kv_moved_bytes_total") == moved
