@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.torch.attention.kernel_cases import Layout, attended, steps
+from engine.torch.attention.kernels.kernel_cases import Layout, attended, steps
 from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
-from services.engine.torch.attention.parts import OnDevice
 from services.engine.torch.device import open_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def attend_parts():
-    from services.engine.torch.attention.triton_kernel import attend_parts
+    from services.engine.torch.attention.kernels.triton_kernel import attend_parts
 
     return attend_parts
 

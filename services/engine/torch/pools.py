@@ -53,8 +53,8 @@ class Pools:
         page_bytes = self._paged[0].unit_bytes
         self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=tuple(groups))
         kv = [pool.kv for pool in self._paged]
-        num_heads = remembered.calls[0].num_heads
-        self._in_place = choose_in_place(kv, num_heads) if by_kernels else (None,) * len(kv)
+        heads = [_num_heads(remembered, group) for group in (full, *windowed)]
+        self._in_place = choose_in_place(kv, heads) if by_kernels else (None,) * len(kv)
         self.layers = PagedLayers(kv, self._in_place, _places(remembered, self.layout.groups))
 
     @property
@@ -83,6 +83,11 @@ class Pools:
         if self.slots is not None:
             self.slots.close()
         self.layers = replace(self.layers, pools=[pool.kv for pool in self._paged])
+
+
+def _num_heads(remembered: Remembered, group: KvGroup) -> frozenset[int]:
+    """Of queries: layers whose K and V are alike may differ in them."""
+    return frozenset(call.num_heads for call in remembered.calls if call.layer_idx in group.layer_ids)
 
 
 def _places(remembered: Remembered, groups: Sequence[KvGroup]) -> dict[int, LayerPlace]:

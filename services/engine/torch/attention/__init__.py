@@ -1,1 +1,1 @@
-"""Attention over pages, where they lie: on a CPU and on a GPU."""
+"""What a layer sees of the pages, and attention over them: chunks by torch, single tokens by kernels."""

@@ -13,23 +13,27 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.parts import OnDevice
 
 logger = logging.getLogger(__name__)
 
 _PROGRAMS_OF_A_PROCESSOR = 2
 
 
-def choose_in_place(pools: Sequence[PagedKv], num_heads: int) -> tuple[InPlace | OnDevice | None, ...]:
-    """For each pool; None where its single tokens must gather. Takes some seconds a pool on a GPU.
+def choose_in_place(
+    pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]]
+) -> tuple[InPlace | OnDevice | None, ...]:
+    """For each pool, by its layers' numbers of query heads; None where its single tokens must gather.
+
+    Takes some seconds a pool on a GPU.
 
     Raises ConfigError where not even those that gather attend as they should.
     """
     on_cpu = _on_cpu() if any(_is_read_by_numba(kv) for kv in pools) else None
-    return tuple(_choose(kv, num_heads, on_cpu) for kv in pools)
+    return tuple(_choose(kv, heads, on_cpu) for kv, heads in zip(pools, num_heads, strict=True))
 
 
 def end_threads(in_place: Sequence[InPlace | OnDevice | None]) -> None:
@@ -38,7 +42,7 @@ def end_threads(in_place: Sequence[InPlace | OnDevice | None]) -> None:
             chosen.executor.shutdown()
 
 
-def _choose(kv: PagedKv, num_heads: int, on_cpu: InPlace | None) -> InPlace | OnDevice | None:
+def _choose(kv: PagedKv, num_heads: frozenset[int], on_cpu: InPlace | None) -> InPlace | OnDevice | None:
     if kv.is_latent:
         logger.info("attention_gathers reason=%r", "a latent is expanded by the model, whole")
         return None
@@ -57,15 +61,20 @@ def _on_cpu() -> InPlace:
     return InPlace(num_threads, executor)
 
 
-def _on_cuda(kv: PagedKv, num_heads: int) -> OnDevice | None:
-    require_causal(kv, num_heads)
+def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
+    for heads in num_heads:
+        require_causal(kv, heads)
+    if len(num_heads) > 1:
+        logger.info("attention_gathers reason=%r", f"layers of one pool have {sorted(num_heads)} heads")
+        return None
+    (heads,) = num_heads
     properties = torch.cuda.get_device_properties(kv.numbers.device)
     try:
         # Only torch for CUDA brings Triton along, and it takes a second to import.
-        from services.engine.torch.attention.triton_kernel import attend_parts
+        from services.engine.torch.attention.kernels.triton_kernel import attend_parts
 
         num_programs = _PROGRAMS_OF_A_PROCESSOR * properties.multi_processor_count
-        on_device = OnDevice(attend_parts, num_heads, num_programs)
+        on_device = OnDevice(attend_parts, heads, num_programs)
         require_agreement(on_device, kv)
     except Exception as error:  # Triton's, a compiler's, torch's: whatever it is, we can do without
         logger.warning("attention_kernel_unusable error=%r", error)

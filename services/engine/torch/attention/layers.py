@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.parts import OnDevice
 from services.values.kv import GroupKind
 
 Position = TypeVar("Position", int, Tensor)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from services.engine.torch.attention.decode_kernel import attend_pages
 from services.engine.torch.attention.gathered import attend_gathered, gather
+from services.engine.torch.attention.kernels.decode_kernel import attend_pages
+from services.engine.torch.attention.kernels.parts import PartsView
 from services.engine.torch.attention.latent import contexts
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.parts import PartsView
 from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import DecodeView, ReachView, StepView
 from services.engine.torch.attention.stores import store

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.runner import Chunk, TailPages
-from services.engine.torch.attention.decode_kernel import Joins, Pieces
+from services.engine.torch.attention.kernels.decode_kernel import Joins, Pieces
+from services.engine.torch.attention.kernels.parts import OnDevice, PartsView, view_parts
+from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.parts import OnDevice, PartsView, view_parts
-from services.engine.torch.attention.pieces import Read, pieces_of
 from services.values.errors import ProtocolError
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.torch.attention.kernels.plain_parts import attend_parts_plainly, of_other_numbers
 from engine.torch.attention.paging import empty
-from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_numbers
 from services.engine.torch.attention import gathered as attention
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.agreement import KernelWrong, require_agreement, require_causal
 from services.engine.torch.attention.gathered import _weights
+from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.parts import OnDevice
 from services.engine.torch.attention.step_view import seen_by
 from services.values.errors import ConfigError
 

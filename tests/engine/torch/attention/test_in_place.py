@@ -5,19 +5,20 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from engine.torch.attention.kernels.plain_parts import attend_parts_plainly, of_other_numbers
 from engine.torch.attention.paging import empty
-from engine.torch.attention.plain_parts import attend_parts_plainly, of_other_numbers
 from services.engine.torch.attention import in_place
 from services.engine.torch.attention.agreement import require_agreement
 from services.engine.torch.attention.in_place import choose_in_place, end_threads
+from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.parts import OnDevice
 from services.values.errors import ConfigError
 
 NUM_HEADS = 4
+HEADS = frozenset({NUM_HEADS})
 LATENT = empty(PageShape(3, 1, 16, 8, 0))
-MODULE = "services.engine.torch.attention.triton_kernel"
+MODULE = "services.engine.torch.attention.kernels.triton_kernel"
 
 
 def pool(dtype=torch.float32, page_size=16):
@@ -44,7 +45,18 @@ def install(monkeypatch, attend):
 
 def test_on_a_gpu_the_kernel_is_taken_that_works(cuda, monkeypatch):
     install(monkeypatch, attend_parts_plainly)
-    assert choose_in_place([cuda], NUM_HEADS) == (OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16),)
+    assert choose_in_place([cuda], [HEADS]) == (OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16),)
+
+
+def test_a_pool_whose_layers_differ_in_heads_gathers(cuda, monkeypatch, caplog):
+    """The kernel's tables are for one number of them."""
+    tried = []
+    monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: tried.append(num_heads))
+    install(monkeypatch, attend_parts_plainly)
+    caplog.set_level(logging.INFO)
+    assert choose_in_place([cuda], [frozenset({4, 8})]) == (None,)
+    assert sorted(tried) == [4, 8]
+    assert "layers of one pool have [4, 8] heads" in caplog.text
 
 
 def failing(*_):
@@ -58,7 +70,7 @@ def test_a_kernel_that_does_not_work_is_left_alone_and_that_is_said(
     cuda, monkeypatch, caplog, attend, reason
 ):
     install(monkeypatch, attend)
-    assert choose_in_place([cuda], NUM_HEADS) == (None,)
+    assert choose_in_place([cuda], [HEADS]) == (None,)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("attention_kernel_unusable error=")
@@ -67,7 +79,7 @@ def test_a_kernel_that_does_not_work_is_left_alone_and_that_is_said(
 
 def test_so_is_one_that_is_not_there(cuda, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, MODULE, None)  # as without Triton
-    assert choose_in_place([cuda], NUM_HEADS) == (None,)
+    assert choose_in_place([cuda], [HEADS]) == (None,)
     assert "attention_kernel_unusable error=" in caplog.text
 
 
@@ -78,15 +90,15 @@ def test_without_a_torch_that_attends_nothing_serves(cuda, monkeypatch):
     install(monkeypatch, attend_parts_plainly)
     monkeypatch.setattr(in_place, "require_causal", refuse)
     with pytest.raises(ConfigError, match="does not attend"):
-        choose_in_place([cuda], NUM_HEADS)
+        choose_in_place([cuda], [HEADS])
 
 
 def test_on_a_cpu_threads_read_the_pages(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert choose_in_place([pool()], NUM_HEADS) == (InPlace(),)
-    assert choose_in_place([pool(torch.float64)], NUM_HEADS) == (None,)
+    assert choose_in_place([pool()], [HEADS]) == (InPlace(),)
+    assert choose_in_place([pool(torch.float64)], [HEADS]) == (None,)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    chosen, latent, half = choose_in_place([pool(), LATENT, pool(torch.bfloat16)], NUM_HEADS)
+    chosen, latent, half = choose_in_place([pool(), LATENT, pool(torch.bfloat16)], [HEADS] * 3)
     assert latent is None  # the model expands it
     assert chosen is half  # threads of a runner, not of a pool
     assert chosen.num_threads == 3

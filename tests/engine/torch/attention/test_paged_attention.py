@@ -15,8 +15,9 @@ from torch.nn.attention.bias import CausalBias
 
 from engine.torch.attention.paging import empty, paged, reach_view_of, view_of
 from services.engine.paged.runner import Chunk
-from services.engine.torch.attention import decode_kernel, step_view
+from services.engine.torch.attention import step_view
 from services.engine.torch.attention.gathered import attend_gathered, gather
+from services.engine.torch.attention.kernels import decode_kernel
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_attention import (
     IN_PLACE_DTYPES,
@@ -220,7 +221,7 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
 def test_a_processor_with_other_registers_computes_the_same(lanes):
     """In a process of its own: how many heads at once is compiled into the kernel."""
     program = (
-        "from services.engine.torch.attention import decode_kernel\n"
+        "from services.engine.torch.attention.kernels import decode_kernel\n"
         f"decode_kernel._MAX_LANES = {lanes}\n"
         "from test_paged_attention import READERS, many_read_a_page\n"
         "for num_readers in READERS:\n"

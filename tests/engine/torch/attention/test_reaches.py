@@ -20,7 +20,8 @@ from engine.torch.attention.reach_cases import (
     expected,
     made_of,
 )
-from services.engine.torch.attention import decode_kernel, gathered, step_view
+from services.engine.torch.attention import gathered, step_view
+from services.engine.torch.attention.kernels import decode_kernel
 from services.engine.torch.attention.layers import InPlace, Reach
 from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
 from services.engine.torch.attention.paged_kv import PageShape

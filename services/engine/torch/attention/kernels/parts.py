@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.torch.attention.decode_kernel import Ids, Joins, Pieces
+from services.engine.torch.attention.kernels.decode_kernel import Ids, Joins, Pieces
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.scores import Scores
 

@@ -10,8 +10,8 @@ from triton.runtime import driver
 
 from engine.torch.attention.paging import paged, reach_view_of
 from services.engine.paged.runner import Chunk
-from services.engine.torch.attention import triton_kernel
-from services.engine.torch.attention.parts import OnDevice
+from services.engine.torch.attention.kernels import triton_kernel
+from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.scores import Scores
 from services.values.request import SamplingParams
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from services.engine.torch.attention.decode_kernel import Ids, Pieces
+from services.engine.torch.attention.kernels.decode_kernel import Ids, Pieces
 from services.values.kv import PageId
 
 

@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.engine.torch.attention import triton_kernel
+from services.engine.torch.attention.kernels import triton_kernel
+from services.engine.torch.attention.kernels.parts import rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
-from services.engine.torch.attention.parts import rows_of
 
 NUM_KV_HEADS, PAGE_SIZE = 2, 16
 POINTERS = {"outputs": "*fp32", "log_sums": "*fp32"}  # aligned

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.torch.attention.kernel_cases import Layout, attended, steps
-from engine.torch.attention.plain_parts import attend_parts_plainly
+from engine.torch.attention.kernels.kernel_cases import Layout, attended, steps
+from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
 
 
 @given(

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.torch.attention.kernels.parts import PartsView, rows_of
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.parts import PartsView, rows_of
 from services.engine.torch.attention.scores import Scores
 
 _LOG2_E = tl.constexpr(math.log2(math.e))

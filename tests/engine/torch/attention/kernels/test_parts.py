@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.torch.attention.paging import empty
-from services.engine.torch.attention.decode_kernel import Pieces
+from services.engine.torch.attention.kernels.decode_kernel import Pieces
+from services.engine.torch.attention.kernels.parts import cut_pieces, rows_of
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.parts import cut_pieces, rows_of
 
 
 def pool(num_kv_heads=8, page_size=16, dtype=torch.bfloat16):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.torch.attention.kernel_cases import (
+from engine.torch.attention.kernels.kernel_cases import (
     Layout,
     Step,
     attended,
@@ -25,8 +25,8 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.engine.paged.runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention.agreement import require_agreement
+from services.engine.torch.attention.kernels.parts import OnDevice, PartsView
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.parts import OnDevice, PartsView
 from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 @pytest.fixture(scope="module")
 def attend_parts():
-    from services.engine.torch.attention.triton_kernel import _IS_INTERPRETED, attend_parts
+    from services.engine.torch.attention.kernels.triton_kernel import _IS_INTERPRETED, attend_parts
 
     assert _IS_INTERPRETED, "TRITON_INTERPRET=1 must be set before anyone imports Triton"
     return attend_parts
@@ -100,7 +100,7 @@ def views(attend_parts, monkeypatch):
     monkeypatch.setattr(
         runner_pools,
         "choose_in_place",
-        lambda pools, num_heads: [OnDevice(attend_parts, num_heads, num_programs=16)],
+        lambda pools, num_heads: [OnDevice(attend_parts, max(heads), num_programs=16) for heads in num_heads],
     )
     return recorded
 
