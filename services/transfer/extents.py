@@ -15,7 +15,7 @@ _Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class RankPools:
     """One rank's pools, by group."""
 
     memories: tuple[PoolMemory, ...]
@@ -26,15 +26,15 @@ class Pools:
         """Of memory, each once."""
         return tuple(sorted({memory.kind for memory in self.memories}))
 
-    def of_peer(self, memories: Sequence[PoolMemory]) -> "Pools":
+    def of_peer(self, memories: Sequence[PoolMemory]) -> "RankPools":
         """A peer's, of the same units. Raises PeerFailed where they are more or fewer."""
         if len(memories) != len(self.memories):
             raise PeerFailed(f"the peer has {len(memories)} pools, we have {len(self.memories)}")
-        return Pools(tuple(memories), self.unit_bytes)
+        return RankPools(tuple(memories), self.unit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class CopiedPieces:
     """A write's moves as memory: piece i goes from source[i] to target[i], which are equally long."""
 
     groups: _Numbers  # (n,)
@@ -46,7 +46,7 @@ class Pieces:
         return tuple(int(sizes[self.groups == group].sum()) for group in range(num_groups))
 
 
-def pieces_of(moves: Sequence[PageMove], source: Pools, target: Pools) -> Pieces:
+def pieces_of(moves: Sequence[PageMove], source: RankPools, target: RankPools) -> CopiedPieces:
     """Raises ProtocolError: there are no moves, or one is of no group, or leaves a pool."""
     if not moves:
         raise ProtocolError("a write needs at least one page or slot")
@@ -54,14 +54,14 @@ def pieces_of(moves: Sequence[PageMove], source: Pools, target: Pools) -> Pieces
     groups, num_units = table[:, 0], table[:, 3]
     if groups.min() < 0 or groups.max() >= len(source.memories):
         raise ProtocolError(f"a move is of no group of the {len(source.memories)} that there are")
-    return Pieces(
+    return CopiedPieces(
         groups,
         _extents(groups, table[:, 1], num_units, source),
         _extents(groups, table[:, 2], num_units, target),
     )
 
 
-def _extents(groups: _Numbers, first: _Numbers, num_units: _Numbers, pools: Pools) -> Extents:
+def _extents(groups: _Numbers, first: _Numbers, num_units: _Numbers, pools: RankPools) -> Extents:
     pool_units = np.array([memory.num_pages for memory in pools.memories])[groups]
     unit_bytes = np.array(pools.unit_bytes)[groups]
     bases = np.array([memory.base_address for memory in pools.memories], dtype=np.uint64)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from services.kv.transfer_plan import PageMove
 from services.transfer.base import PeerName
-from services.transfer.extents import Extents, Pools, pieces_of
+from services.transfer.extents import Extents, RankPools, pieces_of
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
 from services.values.kv_path import KvPath, KvPathKind
@@ -114,8 +114,8 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._own = _Process.own()
-        self._pools: Pools | None = None
-        self._peers: dict[PeerName, tuple[_Process, Pools]] = {}
+        self._pools: RankPools | None = None
+        self._peers: dict[PeerName, tuple[_Process, RankPools]] = {}
         self._paths: tuple[KvPath, ...] = ()
 
     @property
@@ -127,7 +127,7 @@ class LocalTransport:
         return self._paths
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
-        pools = Pools(tuple(memories), tuple(unit_bytes))
+        pools = RankPools(tuple(memories), tuple(unit_bytes))
         if pools.kinds != ("DRAM",):
             raise ConfigError(f"the local transport moves DRAM only, not {', '.join(pools.kinds)}; use nixl")
         self._pools = pools

@@ -30,7 +30,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 from services.kv.transfer_plan import PageMove
 from services.transfer.base import PeerName, Unsettled
-from services.transfer.extents import Extents, Pieces, Pools, pieces_of
+from services.transfer.extents import CopiedPieces, Extents, RankPools, pieces_of
 from services.transfer.nixl_settings import UCX, NixlSettings
 from services.transfer.ucx_log import ucx_log
 from services.values.errors import ConfigError, PeerFailed
@@ -122,9 +122,9 @@ class NixlTransport:
         self._settings = settings
         self._agent = open_agent(f"{name_prefix}-{secrets.token_hex(8)}", settings)
         self._paths: tuple[KvPath, ...] = ()
-        self._pools: Pools | None = None
+        self._pools: RankPools | None = None
         self._registered: _bindings.nixlRegDList | None = None
-        self._peers: dict[PeerName, Pools] = {}
+        self._peers: dict[PeerName, RankPools] = {}
         self._names: dict[bytes, PeerName] = {}
 
     @property
@@ -136,7 +136,7 @@ class NixlTransport:
         return self._paths
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
-        pools = Pools(tuple(memories), tuple(unit_bytes))
+        pools = RankPools(tuple(memories), tuple(unit_bytes))
         if len(pools.kinds) > 1:  # a list of descriptors is of one
             raise ConfigError(f"the pools must lie in memory of one kind, not {', '.join(pools.kinds)}")
         regions = [
@@ -211,7 +211,9 @@ class NixlTransport:
         finally:
             del self._agent  # ends its threads, once there is no write of it any more
 
-    def _descriptors(self, pieces: Pieces, extents: Extents, pools: Pools) -> _bindings.nixlXferDList:
+    def _descriptors(
+        self, pieces: CopiedPieces, extents: Extents, pools: RankPools
+    ) -> _bindings.nixlXferDList:
         """Of one side of the pieces: (n, 3), as NIXL wants them: address, bytes, device."""
         devices = np.array([memory.device_id for memory in pools.memories], dtype=np.uint64)
         return self._agent.get_xfer_descs(np.column_stack((extents, devices[pieces.groups])), pools.kinds[0])

@@ -89,7 +89,10 @@ class ModelRunner(Protocol):
         """
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy states, from the first slot of each move to the second; called between steps."""
+        """Copy states, from the first slot of each move to the second; called between steps.
+
+        When it returns they are in memory: a transport may read and write the slots.
+        """
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         """The bytes of each unit of a group's pool, in the host's memory: copied there where it is not.

@@ -105,6 +105,7 @@ class TorchRunner:
         if self._pools.slots is None:
             raise ProtocolError(f"{self.layout} has no recurrent state")
         self._pools.slots.copy(moves)
+        finish_step(self._device)  # a slot may be lent to a transfer next, which no stream orders
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         return self._pools.read(pages, group)

@@ -13,7 +13,7 @@ entry: the index is a hint, and decode matches its own tree again.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from services.index.read.holder_filter import HolderFilter
-from services.index.read.resume_points import ResumePoints
+from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
 
 _FEW_RANKS = 16  # may hold it: their sets are searched at once
@@ -33,7 +33,7 @@ class PrefixIndex:
         self._blocks: dict[RankKey, set[int]] = {}
         self._generations: dict[RankKey, Generation] = {}  # of the life that holds them
         self.total_blocks = 0  # kept up, for every rank's snapshot asks for it
-        self.resume_points = ResumePoints()
+        self.resume_points = ResumableBlocks()
         self._filter = HolderFilter()
         self._columns: dict[RankKey, int] = {}  # of the filter
         self._by_column: dict[int, tuple[RankKey, set[int]]] = {}

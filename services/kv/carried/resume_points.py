@@ -33,7 +33,7 @@ class SavedPoint:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _KeptPoint:
     node: Node
     point: SavedPoint
     size_bytes: int
@@ -58,7 +58,7 @@ class ResumePoints:
 
     drop: Callable[[SavedPoint], None]
     events: BlockLedger = field(default_factory=BlockLedger)
-    _kept: dict[Node, _Kept] = field(default_factory=dict)
+    _kept: dict[Node, _KeptPoint] = field(default_factory=dict)
     evictions: int = 0
     _age: float = 0.0  # the worth of what was evicted last
 
@@ -76,7 +76,7 @@ class ResumePoints:
             return
         kept_above = self._kept_above(node)
         above = kept_above.point.position if kept_above is not None else 0
-        kept = self._kept[node] = _Kept(node, point, size_bytes, above, self._age)
+        kept = self._kept[node] = _KeptPoint(node, point, size_bytes, above, self._age)
         node.resumable = True
         for other in self._below(point.position, above):
             if other.node is not node and _is_above(node, other.node):
@@ -128,19 +128,19 @@ class ResumePoints:
             above = kept_above.point.position if kept_above is not None else 0
             assert kept.above == above, f"{node}: the next point above is at {above}, not {kept.above}"
 
-    def _touch(self, kept: _Kept) -> None:
+    def _touch(self, kept: _KeptPoint) -> None:
         kept.uses += 1
         kept.age = self._age
 
-    def _kept_above(self, node: Node) -> _Kept | None:
+    def _kept_above(self, node: Node) -> _KeptPoint | None:
         return self._deepest(node.parent)
 
-    def _deepest(self, node: Node | None) -> _Kept | None:
+    def _deepest(self, node: Node | None) -> _KeptPoint | None:
         while node is not None and not node.resumable:
             node = node.parent
         return self._kept[node] if node is not None else None
 
-    def _below(self, position: int, above: int) -> list[_Kept]:
+    def _below(self, position: int, above: int) -> list[_KeptPoint]:
         """Those that may have a point at `position` above them now, where they had one at `above`."""
         kept = self._kept.values()
         return [other for other in kept if other.above == above and other.point.position > position]

@@ -6,7 +6,7 @@ As with Predictions a guess ends by itself. These are single blocks: the last of
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
-from services.index.read.resume_points import ResumePoints
+from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.kv import BlockHash
 from services.values.rank import RankKey
 
@@ -17,7 +17,7 @@ class ResumeGuesses:
     """The one that ends first goes out first, when there are too many."""
 
     def __init__(self) -> None:
-        self._points = ResumePoints()
+        self._points = ResumableBlocks()
         self._until_s: dict[tuple[RankKey, BlockHash], float] = {}  # of those in `_points`
         self._ends: list[tuple[float, RankKey, BlockHash]] = []  # a heap; a longer guess has several
 
@@ -35,12 +35,12 @@ class ResumeGuesses:
     def deepest(
         self, hashes: Sequence[BlockHash], most: Mapping[RankKey, int], now: float
     ) -> dict[RankKey, int]:
-        """See ResumePoints.deepest."""
+        """See ResumableBlocks.deepest."""
         self._expire(now)
         return self._points.deepest(hashes, most)
 
     def along(self, hashes: Sequence[BlockHash], now: float) -> Iterator[tuple[int, set[RankKey]]]:
-        """See ResumePoints.along."""
+        """See ResumableBlocks.along."""
         self._expire(now)
         return self._points.along(hashes)
 

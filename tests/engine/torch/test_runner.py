@@ -309,6 +309,14 @@ def test_a_step_is_waited_for_once_it_is_computed(told, monkeypatch):
     assert told == ["computed", "over"]
 
 
+def test_a_copied_state_is_waited_for(told, monkeypatch):
+    """Its slot may be lent to a transfer next."""
+    runner = TorchRunner(tiny_checkpoint("qwen3_5"), num_pages=4, page_size=16, self_check=False)
+    monkeypatch.setattr(runner._pools.slots, "copy", told.append)
+    runner.copy_slots([(0, 1)])
+    assert told == [[(0, 1)], "over"]
+
+
 @pytest.mark.parametrize("stage", ["sample", "finish_step"])
 def test_what_a_failed_step_may_still_write_is_waited_for(stage, told, monkeypatch):
     def fail(*_):

@@ -66,7 +66,7 @@ def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 
 @dataclass
-class _Kept:
+class _KeptTensors:
     """K and V as a layer gave them to the cache."""
 
     layer_idx: int
@@ -83,8 +83,8 @@ class _Probe:
     is_compileable = False
     _running: list[nn.Module] = field(default_factory=list)
     _states: dict[StateName, tuple[State, nn.Module]] = field(default_factory=dict)
-    _kept: dict[int, _Kept] = field(default_factory=dict)
-    _pending: _Kept | None = None
+    _kept: dict[int, _KeptTensors] = field(default_factory=dict)
+    _pending: _KeptTensors | None = None
     _calls: list[AttentionCall] = field(default_factory=list)
     _ran: set[nn.Module] = field(default_factory=set)
 
@@ -138,7 +138,7 @@ class _Probe:
             raise ConfigError(f"layer {self._pending.layer_idx} keeps K and V, and attends by itself")
         if layer_idx in self._kept:
             raise ConfigError(f"layer {layer_idx} keeps K and V twice")
-        self._pending = self._kept[layer_idx] = _Kept(layer_idx, key, value)
+        self._pending = self._kept[layer_idx] = _KeptTensors(layer_idx, key, value)
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
@@ -160,13 +160,13 @@ class _Probe:
         assert kept.shape is not None
         self._calls.append(AttentionCall(kept.layer_idx, is_stored, kept.shape, query.shape[1]))
 
-    def _kept_by_another(self, key: Tensor) -> _Kept:
+    def _kept_by_another(self, key: Tensor) -> _KeptTensors:
         for kept in self._kept.values():
             if kept.key is key:
                 return kept
         raise ConfigError("a layer attends to keys that no cache has seen")
 
-    def _require_alike(self, kept: _Kept, kind: GroupKind, window: int) -> None:
+    def _require_alike(self, kept: _KeptTensors, kind: GroupKind, window: int) -> None:
         if kept.shape is None or (kept.shape.kind, kept.shape.window) != (kind, window):
             raise ConfigError(f"a layer reads K and V of layer {kept.layer_idx}, and not as that does")
 
@@ -223,7 +223,7 @@ class _NoStates:
         return self
 
 
-def _kept_dims(kept: _Kept, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+def _kept_dims(kept: _KeptTensors, key: Tensor, value: Tensor) -> tuple[int, int, int]:
     """KV heads, head_dim, v_head_dim of what is kept; `key` and `value` are what is attended to."""
     heads, head_dim, v_head_dim = kept.key.shape[1], kept.key.shape[3], kept.value.shape[3]
     if key is kept.key and value is kept.value:

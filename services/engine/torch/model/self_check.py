@@ -51,7 +51,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _CheckedRow:
     position: int
     error: float
     begins: bool  # it is a chunk's first one
@@ -68,7 +68,7 @@ class Findings:
     controls: dict[str, float] = field(default_factory=dict)
     fault: str = ""
 
-    def add(self, what: str, rows: Sequence[_Row]) -> None:
+    def add(self, what: str, rows: Sequence[_CheckedRow]) -> None:
         for row, error in _medians(rows):
             self._add(f"{what} from token {row.position} on", error, row.after_singles)
 
@@ -92,7 +92,7 @@ class Findings:
         return [lost for lost, error in self.controls.items() if not error >= seen_by * right]
 
 
-def _medians(rows: Sequence[_Row]) -> Iterator[tuple[_Row, float]]:
+def _medians(rows: Sequence[_CheckedRow]) -> Iterator[tuple[_CheckedRow, float]]:
     """Of the rows from each border on; too few tell nothing: one of them may have met a tie."""
     for i, row in enumerate(rows):
         following = [other.error for other in rows[i : i + _ROWS]]
@@ -221,7 +221,7 @@ class _Check:
 
     def _compute_together(self, sequences: Mapping[str, _Sequence]) -> None:
         """Keeps a copy of a's state at the border in the last free slot."""
-        rows: dict[str, list[_Row]] = {what: [] for what in sequences}
+        rows: dict[str, list[_CheckedRow]] = {what: [] for what in sequences}
         for step in range(max(sequence.cut.last_step for sequence in sequences.values()) + 1):
             if step == self._trial.step_after_border and self._pools.slots is not None:
                 self._pools.slots.copy([(sequences["a"].slot, self._free_slots[0])])
@@ -244,7 +244,7 @@ class _Check:
         for lost in (None, *self._losses()):
             if self._pools.slots is not None:
                 self._pools.slots.copy([(kept, again.slot)])
-            rows: list[_Row] = []
+            rows: list[_CheckedRow] = []
             with self._lose(lost, again):
                 for chunk in cut.chunks():
                     rows += _rows(chunk, self._step([(again, chunk)])[0], rows)
@@ -312,10 +312,10 @@ def _page_of(group: int) -> str:
     return f"first page of group {group}"
 
 
-def _rows(chunk: range, errors: Sequence[float], before: Sequence[_Row]) -> list[_Row]:
+def _rows(chunk: range, errors: Sequence[float], before: Sequence[_CheckedRow]) -> list[_CheckedRow]:
     after_singles = len(chunk) == 1 or any(row.after_singles for row in before)
     return [
-        _Row(position, error, position == chunk.start, after_singles)
+        _CheckedRow(position, error, position == chunk.start, after_singles)
         for position, error in zip(chunk, errors, strict=False)
     ]
 

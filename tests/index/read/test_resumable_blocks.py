@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.index.read.prefix_index import PrefixIndex
-from services.index.read.resume_points import ResumePoints
+from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 14, 15, 16], [21, 22])
@@ -112,7 +112,7 @@ def test_what_is_evicted_or_corrected_is_gone_on_from_no_more_though_told_as_hel
 
 @given(st.lists(sets, max_size=4))
 def test_along_a_sequence_they_come_deepest_first(blocks: list[set[int]]) -> None:
-    points = ResumePoints()
+    points = ResumableBlocks()
     for rank, those in enumerate(blocks):
         points.add(key(rank), those)
     for sequence in SEQUENCES:

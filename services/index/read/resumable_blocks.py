@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from services.values.rank import RankKey
 
 
-class ResumePoints:
+class ResumableBlocks:
     """Per rank, a set of sequence hashes; per hash, the ranks. About 400 bytes an entry."""
 
     def __init__(self) -> None:
