@@ -17,7 +17,7 @@ from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind
 
 _HEADINGS = ("group", "layers", "what is kept", "bytes")
-_ENGINES = {"torch": "serves it, unless its check of itself at start says otherwise", "sglang": "serves it"}
+_ENGINES = ("torch", "sglang")
 _NAMES = {
     GroupKind.FULL_ATTENTION: "full attention",
     GroupKind.SLIDING_WINDOW: "sliding window",
@@ -45,10 +45,14 @@ class CheckpointConfig:
 def run(argv: list[str]) -> int:
     config = load(CheckpointConfig, argv, prog="isthmus check DIR")
     checkpoint = read_config(config.directory)
-    print("\n".join(report(config, checkpoint)))
+    try:
+        print("\n".join(report(config, checkpoint)))
+    except ConfigError as error:  # an engine may know more of it, or tell why it refuses it
+        print(error)
     refusals = {engine: _refusal(engine, config.directory) for engine in _ENGINES}
     for engine, refusal in refusals.items():
-        print(f"{engine.ljust(8)}{f'refuses it: {refusal}' if refusal else _ENGINES[engine]}")
+        said = f"refuses it: {refusal}" if refusal else _served(engine, checkpoint)
+        print(f"{engine.ljust(8)}{said}")
     return 1 if all(refusals.values()) else 0
 
 
@@ -100,6 +104,15 @@ def _moved(groups: LayerGroups, dtype: str, page_size: int) -> str:
         return f"From prefill to decode: {token} for each token of the delta, and nothing else."
     carried = format_bytes(carried_bytes(groups, dtype, page_size))
     return f"From prefill to decode: {token} for each token of the delta, and {carried} however short it is."
+
+
+def _served(engine: str, checkpoint: Mapping[str, Any]) -> str:
+    if engine == "torch":
+        return "serves it, unless its check of itself at start says otherwise"
+    groups = layer_groups(checkpoint)
+    if groups.recurrent:
+        return "serves it; its decode finds a prefix only where it kept a state (docs/models.md)"
+    return "serves it, windows kept whole (docs/models.md)" if groups.windows else "serves it"
 
 
 def _refusal(engine: str, directory: Path) -> str | None:

@@ -190,17 +190,17 @@ def _carried_lines(carried: CarriedPools) -> Iterator[str]:
             f"a tail             up to {tail}: {len(window.layer_ids)} layers, {window.heads}, the last "
             f"{window.window} tokens"
         )
-        pages = f"{carried.window_pages(window)} pages, {format_bytes(carried.window_bytes(window))} per GPU"
-        yield f"{'its pool'.ljust(18)} {_kept(carried)}: {pages}"
+        pages = f"--window-pages={carried.window_pages(window)}"
+        yield f"{'its pool'.ljust(18)} {pages} {_kept(carried, carried.window_bytes(window))}"
     if recurrent := carried.groups.recurrent:
         state = format_bytes(recurrent.state_bytes(dtype, tp_size))
         yield f"a state            {state}: {len(recurrent.layer_ids)} recurrent layers"
-        slots = f"{carried.slots} slots, {format_bytes(carried.slot_bytes)} per GPU"
-        yield f"{'its pool'.ljust(18)} {_kept(carried)}: {slots}"
+        yield f"{'its pool'.ljust(18)} --state-slots={carried.slots} {_kept(carried, carried.slot_bytes)}"
 
 
-def _kept(carried: CarriedPools) -> str:
-    return f"{carried.running} running, {carried.resume_points} resume points on each decode rank"
+def _kept(carried: CarriedPools, size_bytes: int) -> str:
+    held = f"{carried.running} running, {carried.resume_points} resume points"
+    return f"on each decode rank: {format_bytes(size_bytes)} per GPU ({held})"
 
 
 def _wanted(config: SizeConfig, pool: Pool) -> str:

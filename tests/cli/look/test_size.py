@@ -120,7 +120,8 @@ def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
     assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
     assert lines[3:6] == [
         "a state            61.9 MiB: 30 recurrent layers",
-        "its pool           4 running, 20 resume points on each decode rank: 28 slots, 1.7 GiB per GPU",
+        "its pool           --state-slots=28 on each decode rank: 1.7 GiB per GPU "
+        "(4 running, 20 resume points)",
         "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB per GPU",
     ]
     pages = (4 * 2**30 - 28 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
@@ -133,7 +134,8 @@ def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
     lines = lines_of(capsys, tmp_path, "--conversations=10")
     assert lines[3:5] == [
         "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
-        "its pool           1 running, 10 resume points on each decode rank: 33 pages, 74.2 MiB per GPU",
+        "its pool           --window-pages=33 on each decode rank: 74.2 MiB per GPU "
+        "(1 running, 10 resume points)",
     ]
 
 

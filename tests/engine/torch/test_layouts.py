@@ -1,0 +1,43 @@
+"""What config.json says that layers keep is what the engine finds, family by family."""
+
+import json
+
+import pytest
+
+from exactness.checkpoints import tiny_checkpoint
+from services.cli.make_model import ARCHITECTURES
+from services.cli.model_families import FAMILIES
+from services.engine.torch.runner import TorchRunner
+from services.model.layer_groups import layer_groups
+from services.values.kv import GroupKind
+
+PAGE = 16
+_ALIGNMENT = 64  # bytes, of each of a slot's states
+SAID_TOO_LITTLE = {"jamba"}  # of a Mamba-1 state config.json has no size, and the engine refuses it
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *sorted(FAMILIES.keys() - SAID_TOO_LITTLE)])
+def test_the_layout_is_what_config_json_says(architecture):
+    directory = tiny_checkpoint(architecture)
+    groups = layer_groups(json.loads((directory / "config.json").read_text()))
+    runner = TorchRunner(directory, num_pages=4, page_size=PAGE, self_check=False)
+    try:
+        layout = runner.layout
+    finally:
+        runner.close()
+    full, *carried = layout.groups
+    said = groups.full.in_layout("float32", PAGE)
+    assert (full.kind, full.layer_ids) == (said.kind, said.layer_ids)
+    assert (full.num_kv_heads, full.head_dim, full.v_head_dim) == (
+        said.num_kv_heads,
+        said.head_dim,
+        said.v_head_dim,
+    )
+    assert layout.page_bytes == said.unit_bytes
+    windows = [group for group in carried if group.kind is not GroupKind.RECURRENT]
+    assert windows == [window.in_layout("float32", PAGE) for window in groups.windows]
+    slots = [group for group in carried if group.kind is GroupKind.RECURRENT]
+    assert [slot.layer_ids for slot in slots] == [group.layer_ids for group in [groups.recurrent] if group]
+    for slot in slots:
+        spare = slot.unit_bytes - groups.recurrent.state_bytes("float32")
+        assert 0 <= spare < 2 * len(slot.layer_ids) * _ALIGNMENT
