@@ -1,0 +1,99 @@
+"""Small checkpoints of the families, pairs that serve them, and conversations checked token by token."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from engine.pair import FAKE, Pair, core_of
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
+from services.cli.model_families import FAMILIES
+from services.engine.torch import runner
+from services.kv.tails import carried_bytes
+from services.values.rank import Plan
+from services.values.request import SamplingParams
+
+WINDOWED_MISTRAL = "mistral-window"
+SERVED = [WINDOWED_MISTRAL, *(name for name in FAMILIES if name != "jamba")]
+RECURRENT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "falcon_h1", "bamba"]
+WITH_WINDOWS = ["gpt_oss", "gemma3", "gemma4", "llama4"]
+CARRYING = RECURRENT + WITH_WINDOWS
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Ranks start without the check of their model, which has tests of its own."""
+    monkeypatch.setattr(runner, "check", lambda *_: None)
+
+
+def checkpoint(family):
+    return tiny_checkpoint("mistral", window=24) if family == WINDOWED_MISTRAL else tiny_checkpoint(family)
+
+
+def torch_settings(family, **changes):
+    settings = replace(
+        FAKE,
+        engine="torch",
+        model=str(checkpoint(family)),
+        page_size=16,
+        index_block=16,
+        kv_pages=64,
+        chunk_size=24,
+    )
+    return replace(settings, **changes)
+
+
+@dataclass
+class Talk:
+    """One conversation with a pair, each answer compared with what transformers generates from the whole."""
+
+    pair: Pair
+    ids: list[int] = field(default_factory=list)
+    near_ties: int = 0
+    decode_prefixes: list[int] = field(default_factory=list)  # under remote, turn by turn
+
+    async def turn(self, new_ids, plan=Plan.REMOTE, max_tokens=9, **where):
+        self.ids += new_ids
+        answer = await self.pair.generate(self.ids, max_tokens, plan, **where)
+        self.check(self.ids, answer)
+        if plan is Plan.REMOTE:
+            self.decode_prefixes.append(answer.admitted.decode_prefix_len)
+            check_bytes(self.pair, len(self.ids), answer.admitted)
+        self.ids += answer.tokens
+        return answer
+
+    def check(self, prompt_ids, answer):
+        assert len(answer.tokens) > 0
+        if self.pair.settings.engine == "torch":
+            directory = Path(self.pair.settings.model)
+            reference = reference_generation(directory, tuple(prompt_ids), len(answer.tokens))
+            self.near_ties += count_near_ties(reference, answer.tokens)
+
+    def branch(self, length):
+        """Another one, that has begun so."""
+        return Talk(self.pair, self.ids[:length])
+
+
+def check_bytes(pair, prompt_len, admitted):
+    """The delta of attention, and all of what is carried at the prompt's end; nothing else."""
+    layout = pair.decode.layout
+    due = carried_bytes(layout, prompt_len)
+    delta = -(-prompt_len // layout.page_size) - admitted.decode_prefix_len // layout.page_size
+    assert admitted.kv_bytes_moved == delta * layout.page_bytes + due
+    assert sum(admitted.carried_bytes.values()) == due
+    assert (due > 0) == bool(layout.carried)
+
+
+def evict_resume_points(pair):
+    """On every rank. Gives how many there were."""
+    engines = (*pair.decodes, *pair.prefills)
+    count = sum(len(core_of(engine).carried.points) for engine in engines)
+    for engine in engines:
+        core_of(engine).carried.clear()
+    return count
+
+
+def new_text(length, seed):
+    return list(random_prompt(length, seed))

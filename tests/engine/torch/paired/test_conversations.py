@@ -1,0 +1,82 @@
+"""Conversations with real models through a pair of ranks are those of transformers, token by token."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.pair import Pair
+from engine.torch.paired.families import (
+    SERVED,
+    Talk,
+    evict_resume_points,
+    new_text,
+    torch_settings,
+    unchecked,  # noqa: F401
+)
+from services.values.rank import Plan
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+PLANS = [Plan.REMOTE, Plan.REMOTE, Plan.LOCAL, Plan.REMOTE, Plan.LOCAL, Plan.LOCAL]
+NEW = [70, 5, 30, 1, 41, 2]
+
+
+async def hold_conversations(pair):
+    """A conversation under all plans, one that leaves it half way, prompts that are cached to their end or
+    can be gone on from nowhere.
+
+    Gives the decode prefixes under remote by conversation, and how many tokens rounding chose.
+    """
+    talk = Talk(pair)
+    for seed, (plan, length) in enumerate(zip(PLANS, NEW, strict=True)):
+        await talk.turn(new_text(length, seed), plan)
+    branch = talk.branch(90)
+    for plan in (Plan.REMOTE, Plan.LOCAL):
+        await branch.turn(new_text(9, 20), plan)
+    again = talk.branch(64)
+    await again.turn([])
+    evict_resume_points(pair)
+    for plan in (Plan.REMOTE, Plan.LOCAL):
+        await talk.turn(new_text(6, 30), plan)
+    await pair.assert_nothing_held()
+    talks = talk, branch, again
+    return [t.decode_prefixes for t in talks], sum(t.near_ties for t in talks)
+
+
+async def prefixes_of_full_attention(settings):
+    """In conversations of the same lengths; the tokens do not matter."""
+    full = replace(settings, engine="fake", model="")
+    async with Pair(full) as pair:
+        return (await hold_conversations(pair))[0]
+
+
+async def check_conversations(settings):
+    async with Pair(settings) as pair:
+        prefixes, near_ties = await hold_conversations(pair)
+    assert near_ties == 0
+    assert prefixes == await prefixes_of_full_attention(settings)
+
+
+@pytest.mark.parametrize("family", SERVED)
+async def test_turns_are_exact_and_move_the_delta_and_what_is_carried(family):
+    await check_conversations(torch_settings(family))
+
+
+# page size, index block, chunk size, cache
+SHAPES = [(1, 16, 7, "on"), (4, 8, 64, "on"), (16, 32, 33, "on"), (64, 64, 512, "on"), (16, 16, 1, "off")]
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", SERVED)
+async def test_turns_are_exact_in_every_shape(family, shape):
+    page_size, index_block, chunk_size, cache = shape
+    settings = torch_settings(
+        family,
+        page_size=page_size,
+        index_block=index_block,
+        chunk_size=chunk_size,
+        kv_pages=1024 // page_size,
+        decode_cache=cache,
+        prefill_cache=cache,
+    )
+    await check_conversations(settings)
