@@ -52,7 +52,7 @@ class TorchRunner:
         checkpoint = open_checkpoint(Path(model_path), dtype)
         with LOADING:
             model = load_model(checkpoint, self._device)
-        self._model = PackedModel(model)
+        self._model = PackedModel(model, torch.get_num_threads())
         if self_check:
             check(self._model, page_size, str(checkpoint.directory))
         self._model.pack(torch.get_num_threads())
@@ -122,6 +122,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the pools and end the threads; the runner cannot run any more."""
         self._pools.close()
+        self._model.close()
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -101,12 +101,24 @@ def _medians(rows: Sequence[_CheckedRow]) -> Iterator[tuple[_CheckedRow, float]]
 
 
 def check(model: PackedModel, page_size: int, name: str) -> None:
-    """Log what is found, and leave the model as it was.
+    """Log what is found, and leave the model as it was; but for a recurrence in place that is wrong, which
+    can be done without.
 
     Raises:
         ConfigError: it differs, or cannot compute; the message says by how much, or why.
         Unavailable: memory is short, or the device is lost.
     """
+    try:
+        _check_as_it_is(model, page_size, name)
+    except ConfigError as error:
+        if not model.in_place:
+            raise
+        model.in_place = False
+        _check_as_it_is(model, page_size, name)
+        logger.warning("recurrence_kernel_unusable model=%s error=%r", name, str(error))
+
+
+def _check_as_it_is(model: PackedModel, page_size: int, name: str) -> None:
     half = [tensor for tensor in (*model.model.parameters(), *model.model.buffers()) if tensor.dtype in _HALF]
     widens = bool(half) and _fit_in_float32(half, model.device)
     try:

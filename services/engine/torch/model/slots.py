@@ -1,8 +1,11 @@
 """The pool of states: a slot is one run of bytes, the states of all recurrent layers of one sequence."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.torch.model.remembered import State, StateName
@@ -12,6 +15,25 @@ from services.values.errors import ConfigError
 from services.values.kv import PoolMemory
 
 _ALIGNMENT = 64  # bytes: no state shares a cache line with another
+
+
+@dataclass(frozen=True, slots=True)
+class StatesInPlace:
+    """What a mixer hands through instead of states [m, ...] that it could read: where they are.
+
+    State i begins at numbers[starts[i]].
+    """
+
+    of_slots: Tensor  # [num_slots, ...]
+    slots: Tensor  # int64 [m]
+    numbers: NDArray[np.float32]
+    starts: NDArray[np.int64]
+
+    def gathered(self) -> Tensor:
+        return self.of_slots[self.slots]
+
+    def scatter(self, states: Tensor) -> None:
+        self.of_slots[self.slots] = states
 
 
 class SlotPool:
@@ -44,6 +66,15 @@ class SlotPool:
     @property
     def memory(self) -> PoolMemory:
         return pool_memory(self._slots, self.num_slots)
+
+    def in_place(self, name: StateName, slots: Tensor) -> StatesInPlace | None:
+        """Of a float32 state in the host's memory."""
+        of_slots = self.of_state[name]
+        if of_slots.dtype != torch.float32 or of_slots.device.type != "cpu":
+            return None
+        numbers = self._slots.view(-1).view(torch.float32).numpy()
+        starts = slots.numpy() * (self.slot_bytes // 4) + of_slots.storage_offset()
+        return StatesInPlace(of_slots, slots, numbers, starts)
 
     def zero(self, slots: Sequence[int]) -> None:
         self._slots[list(slots)] = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from services.engine.torch.attention.latent import store_and_gather
 from services.engine.torch.attention.step_view import StepView
 from services.engine.torch.model.remembered import AttentionCall, StateKind
-from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.model.slots import SlotPool, StatesInPlace
 from services.values.errors import ConfigError
 
 
@@ -22,11 +22,11 @@ from services.values.errors import ConfigError
 class LayerStates:
     """`cache.layers[i]`: states [batch, ...] by their index, of the sequences that a mixer now computes."""
 
-    conv_states: dict[int, Tensor] = field(default_factory=dict)
-    recurrent_states: dict[int, Tensor] = field(default_factory=dict)
+    conv_states: dict[int, Any] = field(default_factory=dict)
+    recurrent_states: dict[int, Any] = field(default_factory=dict)  # or StatesInPlace
     record_past = False
 
-    def of_kind(self, kind: StateKind) -> dict[int, Tensor]:
+    def of_kind(self, kind: StateKind) -> dict[int, Any]:
         return self.conv_states if kind == "conv" else self.recurrent_states
 
 
@@ -36,6 +36,10 @@ class SequenceRows:
 
     rows: Tensor  # int64
     slots: Tensor  # int64
+
+    @property
+    def are_singles(self) -> bool:
+        return len(self.rows) == len(self.slots)
 
 
 class StepCache:
@@ -49,9 +53,11 @@ class StepCache:
         positions: Tensor,
         slots: SlotPool | None = None,
         parts: Sequence[SequenceRows] = (),
+        in_place: bool = False,
     ) -> None:
-        """`positions` are int64 [total]; `slots` and `parts` are for mixers."""
+        """`positions` are int64 [total]; the rest is for mixers."""
         self.slots = slots
+        self.in_place = in_place
         self.parts = parts
         self.layers = _Layers()
         self.view: StepView | None = None  # which knows this cache
@@ -101,7 +107,9 @@ class StepCache:
         state.copy_(whole[..., -state.shape[-1] :])
         return whole
 
-    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(self, state: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
+        if isinstance(state, StatesInPlace):
+            return state
         return self.layers[layer_idx].recurrent_states[state_idx].copy_(state)
 
 
