@@ -18,7 +18,8 @@ class Hello:
     memory: PoolMemory
     transport: str
     agent_metadata: bytes
-    carried_memory: tuple[PoolMemory, ...] = ()  # the pools of the layout's other groups, in its order
+    # The pools of the layout's other groups, in its order; of an engine that moves them by itself none.
+    carried_memory: tuple[PoolMemory, ...] = ()
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
@@ -44,7 +45,7 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
     """The peer's Hello and its clock when it was sent.
 
     Raises:
-        ProtocolError: the message is another one, or malformed, or has another number of pools than groups.
+        ProtocolError: the message is another one, or malformed.
     """
     if message.WhichOneof("message") != "hello":
         raise ProtocolError("the first message of a Handshake stream must be Hello")
@@ -57,8 +58,6 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
         pb.agent_metadata,
         tuple(convert.memory_from_proto(memory) for memory in pb.carried_memory),
     )
-    if len(hello.carried_memory) != (due := len(hello.layout.carried)):
-        raise ProtocolError(f"hello.carried_memory has {len(hello.carried_memory)} pools, its layout {due}")
     return hello, finite("hello.monotonic_s", pb.monotonic_s)
 
 
@@ -67,3 +66,6 @@ def check_hello(own: Hello, peer: Hello) -> None:
     if peer.transport != own.transport:
         raise ProtocolError(f"the transports differ: ours is {own.transport}, the peer's {peer.transport}")
     check_layouts(own.layout, peer.layout)
+    if len(peer.carried_memory) != len(own.carried_memory):
+        told, due = len(peer.memories), len(own.memories)
+        raise ProtocolError(f"the peer tells where {told} pools lie, and we have {due}")

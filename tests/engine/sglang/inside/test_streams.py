@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -105,6 +106,24 @@ async def test_a_room_from_ticket_to_last_word():
         await until(lambda: decode.delivered)
         assert decode.delivered == [[b"KV_STATUS", b"9", b"4", b"2", b""]]
         assert not decode.lost and not prefill.refused
+
+
+WINDOWED = replace(
+    LAYOUT,
+    groups=(
+        KvGroup(GroupKind.FULL_ATTENTION, (0,), 2, 16, "float32"),
+        KvGroup(GroupKind.SLIDING_WINDOW, (1,), 2, 16, "float32", window=32, unit_bytes=4096),
+    ),
+)
+
+
+async def test_what_sglang_moves_by_itself_needs_no_pool_and_no_target():
+    """Its tickets say in engine_state where tails and states go."""
+    prefill, decode = Prefill(layout=WINDOWED), Decode(layout=WINDOWED)
+    async with prefill.listening() as endpoint:
+        decode.send(endpoint, *ticket())
+        await until(lambda: len(prefill.delivered) == 2)
+        assert not prefill.refused
 
 
 async def test_words_stay_in_order_and_none_waits():
