@@ -112,6 +112,7 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
             dtype=settings.dtype,
             num_threads=settings.threads,
             sizes=_pool_sizes(settings),
+            self_check=settings.self_check == "on",
         )
     if settings.engine == "fake":
         from services.engine.fake import FakeRunner, FakeSpeed, parse_carried

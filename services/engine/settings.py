@@ -57,6 +57,9 @@ class EngineSettings(ClusterConfig):
         "recurrent states of a model that has some; default: 2 for each that may run, and 32",
         bounds=Bounds(at_least=1),
     )
+    self_check: Literal["on", "off"] = setting(
+        "on", "engine torch: try at the start whether the model computed in pieces is the model"
+    )
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
     prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
     protected_cache_share: float = setting(

@@ -77,6 +77,7 @@ def cluster_of(etcd, case, name, decode=(2,)):
         decode=decode,
         plans=(case.plan,),
         engine="torch",
+        self_check="off",
         model=str(directory),
         page_size=case.page_size,
         index_block=64,

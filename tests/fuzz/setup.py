@@ -46,6 +46,7 @@ class Setup:
             prefill=self.prefill,
             plans=self.plans,
             engine="torch",
+            self_check="off",
             model=str(directory),
             index_block=64,
             num_threads=1,

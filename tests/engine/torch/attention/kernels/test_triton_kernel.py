@@ -109,7 +109,7 @@ def views(attend_parts, monkeypatch):
 def test_greedy_output_is_that_of_transformers(architecture, views):
     """Three sequences share a prefix, one is alone; prompts join between decode steps."""
     directory = tiny_checkpoint(architecture)
-    runner = TorchRunner(directory, num_pages=64, page_size=16)
+    runner = TorchRunner(directory, num_pages=64, page_size=16, self_check=False)
     prefix = random_prompt(128, seed=1)
     prompts = [prefix + random_prompt(n, seed=n) for n in (40, 2, 17)] + [random_prompt(75, seed=75)]
     tables = [[*range(8), *range(8 + 6 * i, 14 + 6 * i)] for i in range(3)] + [list(range(63, 50, -1))]
