@@ -1,8 +1,8 @@
 """Who reads which pages: single tokens that read the same ones, wherever they are, read them together.
 
 Pages that the same queries read are a *piece*: a prefix that several sequences share, a longer prefix that
-fewer of them share, and what each has for itself. Of a page that a query reads in part, at its sequence's end
-or where its window begins, every reader may know another part: it is read alone.
+fewer of them share, and what each has for itself. Where windows cut a page, it is shared by those that begin
+at the same slot. Of a page that is still being filled every reader may know another part: it is read alone.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ def pieces_of(reads: Sequence[Read], page_size: int) -> Pieces:
     pages, firsts, ends, queries = _page_reads(reads, page_size)
     if len(reads) == 1:  # as below, without the search: where there is one alone, every microsecond counts
         return Pieces(pages, firsts, ends, _starts([len(pages)]), queries[:1], _starts([1]))
-    is_whole = ends - firsts == page_size
-    names = np.where(is_whole, pages, pages.max() + 1 + np.arange(len(pages)))
+    slots = pages * page_size + firsts
+    names = np.where(ends == page_size, slots, slots.max() + 1 + np.arange(len(pages)))
     by_name = np.argsort(names, kind="stable")
     _, first_reads, counts = np.unique(names[by_name], return_index=True, return_counts=True)
     # By first reader and number of readers: of a tree's pages those with the same ones are neighbours then.
