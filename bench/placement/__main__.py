@@ -6,6 +6,7 @@ Virtual time, real decisions: the router's own placer, balance and index, and th
 allocator of every rank, around a model of what prefill, transfer and decode take (ranks.Timing, in the JSON).
 A page is one block of the trace. "ours" (for its pins) and "sticky" are given conversation ids worked out
 from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
+"ours-held" takes ranks of a model with recurrent layers (workloads "hybrid-...") to go on wherever they hold.
 The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
 every three seconds, so that ten requests come at once. Of 200+800 ranks, which get 25 times the load for five
 minutes, neither is replayed unless asked for: the clocks of its 25 copies tick 8 times a second anyway, and a
@@ -53,6 +54,7 @@ def _rows(trace: Path, chosen: Sequence[Setting], policies: Sequence[str], proce
     """One of each setting and policy; printed as they come."""
     wanted = [(setting, policy) for setting in chosen for policy in policies]
     wanted = [(setting, policy) for setting, policy in wanted if setting.prefill or policy != "ours-remote"]
+    wanted = [(setting, policy) for setting, policy in wanted if setting.states or policy != "ours-held"]
     runs = list(dict.fromkeys(_seen(setting, policy) for setting, policy in wanted))
     rows: dict[tuple[Setting, str], Row] = {}
     with ProcessPoolExecutor(processes) as pool:

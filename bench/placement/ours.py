@@ -17,9 +17,9 @@ from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
-from services.values.kv import BlockHash, CacheEvents, KvLayout
+from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.registration import Registration
+from services.values.registration import NO_RESUME_POINTS, Registration
 from services.values.request import Admitted
 
 _SEED = scope_seed(MODEL)
@@ -37,7 +37,8 @@ class Fleet:
 class Ours:
     """Placer, Balance and PrefixIndex as the router has them, fed by the ranks' reports and cache events."""
 
-    def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins) -> None:
+    def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins, tells: bool = True) -> None:
+        """With `tells` False where ranks can go on is taken to be wherever they hold."""
         timing = fleet.timing
         self.index = PrefixIndex()
         self._balance = Balance(
@@ -47,8 +48,8 @@ class Ours:
         self._deltas: Counter[RankKey] = Counter()  # taken in
         self._placer = Placer(settings, self.index, self._balance, self._deltas.__getitem__, lambda _: True)
         self._placer.set_ranks(
-            [_registration(rank, Role.DECODE, timing) for rank in fleet.decodes],
-            [_registration(rank, Role.PREFILL, timing) for rank in fleet.prefills],
+            [_registration(rank, Role.DECODE, timing, tells) for rank in fleet.decodes],
+            [_registration(rank, Role.PREFILL, timing, tells) for rank in fleet.prefills],
         )
         self._placer.set_share(share)
         for rank in (*fleet.decodes, *fleet.prefills):
@@ -88,7 +89,8 @@ class Ours:
 
     def told(self, rank: RankId, taken: CacheEvents) -> None:
         """A delta of the rank's has come."""
-        self.index.apply_delta(rank, taken.stored, taken.removed)
+        resumable = taken.resumable_stored, taken.resumable_removed
+        self.index.apply_delta(rank, taken.stored, taken.removed, *resumable)
         self._deltas[rank.key] += 1
 
     def loaded(self, rank: Rank) -> None:
@@ -109,7 +111,12 @@ class Oracle:
     def _decide(self, request: TraceRequest) -> Decision:
         fleet, timing = self._fleet, self._fleet.timing
         asked = PlacementRequest(
-            request.prompt_tokens, timing.kv_bytes_per_token, timing.chunk_tokens, None, fleet.plans
+            request.prompt_tokens,
+            timing.kv_bytes_per_token,
+            timing.chunk_tokens,
+            None,
+            fleet.plans,
+            carried_bytes=timing.state_bytes,
         )
         return place(
             asked,
@@ -132,6 +139,7 @@ class Oracle:
             step_s=rank.batch_step_s(),
             free_tokens=books.free * BLOCK_TOKENS,
             evictable_tokens=books.cached * BLOCK_TOKENS,
+            resume_tokens=_resume_tokens(rank, request),
         )
 
     def _prefill_candidate(self, rank: Rank, request: TraceRequest) -> PrefillCandidate:
@@ -144,6 +152,7 @@ class Oracle:
             prefill_tokens_per_s=rank.timing.tokens_per_s,
             free_tokens=books.free * BLOCK_TOKENS,
             evictable_tokens=books.cached * BLOCK_TOKENS,
+            resume_tokens=_resume_tokens(rank, request),
         )
 
     def sent(self, job: Job) -> None:
@@ -164,28 +173,40 @@ def _ranks_of(decision: Decision) -> tuple[int, int | None]:
     return chosen.decode.id.rank, None if chosen.prefill is None else chosen.prefill.id.rank
 
 
-def _registration(rank: Rank, role: Role, timing: Timing) -> Registration:
+def _resume_tokens(rank: Rank, request: TraceRequest) -> int | None:
+    return rank.reused_tokens(request) if rank.resuming.num_states else None
+
+
+def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Registration:
+    groups = (
+        KvGroup(GroupKind.FULL_ATTENTION, (1,), 1, 1, "bfloat16"),
+        KvGroup(GroupKind.RECURRENT, (0,), 0, 0, "bfloat16", unit_bytes=timing.state_bytes),
+    )
+    page_bytes = BLOCK_TOKENS * timing.kv_bytes_per_token
     return Registration(
         role=role,
         address=RankAddress(rank.id, "sim:1"),
-        layout=KvLayout(BLOCK_TOKENS, BLOCK_TOKENS * timing.kv_bytes_per_token, 1),
+        layout=KvLayout(BLOCK_TOKENS, page_bytes, 1, groups=groups if timing.state_bytes else ()),
         model=MODEL,
         max_context_tokens=1 << 20,
         total_pages=rank.cache.num_pages,
         engine=MODEL,
+        capabilities=() if tells else (NO_RESUME_POINTS,),
     )
 
 
 def _admitted(job: Job, plan: Plan) -> Admitted:
     remote = plan is Plan.REMOTE
-    tokens = job.request.prompt_tokens
+    tokens, timing = job.request.prompt_tokens, job.decode.timing
+    carried_bytes = timing.state_bytes if remote else 0
     return Admitted(
         prompt_tokens=tokens,
-        decode_prefix_len=min(job.decode_blocks * BLOCK_TOKENS, tokens),
-        prefill_prefix_len=min(job.prefill_blocks * BLOCK_TOKENS, tokens) if remote else 0,
+        decode_prefix_len=min((job.decode_blocks if remote else job.resumed_blocks) * BLOCK_TOKENS, tokens),
+        prefill_prefix_len=min(job.resumed_blocks * BLOCK_TOKENS, tokens) if remote else 0,
         computed_tokens=job.computed_tokens,
-        kv_bytes_moved=job.delta_tokens * job.decode.timing.kv_bytes_per_token,
-        kv_bytes_prompt=tokens * job.decode.timing.kv_bytes_per_token,
+        kv_bytes_moved=job.delta_tokens * timing.kv_bytes_per_token + carried_bytes,
+        kv_bytes_prompt=tokens * timing.kv_bytes_per_token + carried_bytes,
+        carried_bytes={GroupKind.RECURRENT.value: carried_bytes} if carried_bytes else {},
         decode_queue_s=0.0,
         prefill_queue_s=job.prefill_queue_s,
         prefill_compute_s=job.computed_s - job.began_s,

@@ -11,11 +11,12 @@ for the trace does not say which blocks it becomes.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from bench.placement.events import Events
+from bench.placement.resuming import Resuming
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import CacheEvents
@@ -32,6 +33,7 @@ class Timing:
     tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
     chunk_tokens: int = 2_048
     kv_bytes_per_token: int = 131_072
+    state_bytes: int = 0  # that crosses with every prompt
     bytes_per_s: float = 12.5e9  # out of one prefill rank
     hop_s: float = 0.001  # between two services
     step_s: float = 0.015  # of a batch of one
@@ -51,7 +53,8 @@ class Job:
     on_end: "Callable[[Job], None]"
     pending_tokens: int = 0  # as the rank counts them
     decode_blocks: int = 0  # matched
-    prefill_blocks: int = 0
+    resumed_blocks: int = 0  # not computed by who computes
+    borders: Sequence[int] = ()  # where that one keeps states
     computed_tokens: int = 0
     delta_tokens: int = 0
     queued_s: float = 0.0
@@ -66,9 +69,12 @@ class Job:
 class Rank(ABC):
     """What both roles have: a pool, a queue of prompts to compute, reports, cache events."""
 
-    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
+    def __init__(
+        self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
+    ) -> None:
         self.id = id
-        self.cache = PrefixCache(num_pages, 1, 1, MODEL)
+        self.resuming = Resuming(num_states)
+        self.cache = PrefixCache(num_pages, 1, 1, MODEL, forget=self.resuming.forget)
         self.timing = timing
         self.events = events
         self.busy_s = 0.0
@@ -101,10 +107,15 @@ class Rank(ABC):
     def matched_tokens(self, request: TraceRequest) -> int:
         return self.cache.match_len(request.blocks, "") * BLOCK_TOKENS
 
+    def reused_tokens(self, request: TraceRequest) -> int:
+        """That it would not compute; the last one it does."""
+        found, num_blocks = self.cache.look_up(request.blocks, ""), len(request.blocks)
+        first = self.resuming.would_begin(found.deepest, found.cached_pages, num_blocks)
+        return min(first * BLOCK_TOKENS, request.prompt_tokens - 1)
+
     def _submit(self, job: Job) -> None:
         job.queued_s = self.events.now
-        matched = min(self.matched_tokens(job.request), job.request.prompt_tokens - 1)
-        job.pending_tokens = job.request.prompt_tokens - matched
+        job.pending_tokens = job.request.prompt_tokens - self.reused_tokens(job.request)
         self._queued_tokens += job.pending_tokens
         self._queue.append(job)
         self._next()
@@ -117,7 +128,10 @@ class Rank(ABC):
         job = self._current = self._queue.popleft()
         self._queued_tokens -= job.pending_tokens
         job.began_s = self.events.now
-        matched = min(self._pages[job].prefix_len * BLOCK_TOKENS, job.request.prompt_tokens - 1)
+        pages, num_blocks = self._pages[job], len(job.request.blocks)
+        job.resumed_blocks = self.resuming.begin(pages, num_blocks)
+        job.borders = self.resuming.borders(job.resumed_blocks, pages.prefix_len, num_blocks)
+        matched = min(job.resumed_blocks * BLOCK_TOKENS, job.request.prompt_tokens - 1)
         self._done_tokens = matched
         job.computed_tokens = job.request.prompt_tokens - matched
         self._begin_chunk()
@@ -142,7 +156,12 @@ class Rank(ABC):
         self._done_tokens += self._chunk_tokens
         whole = self._done_tokens == job.request.prompt_tokens
         num_blocks = len(job.request.blocks) if whole else self._done_tokens // BLOCK_TOKENS
-        self.cache.publish(self._pages[job], job.request.blocks[:num_blocks])
+        pages = self._pages[job]
+        self.cache.publish(pages, job.request.blocks[:num_blocks])
+        for border in job.borders:
+            if border <= num_blocks:
+                self.resuming.keep(self.cache, pages, border)
+        job.borders = [border for border in job.borders if border > num_blocks]
         self.changed()
         if not whole:
             self._begin_chunk()
@@ -190,8 +209,9 @@ class Rank(ABC):
 
     def _flush(self) -> None:
         self._flushing = False
-        taken = self.cache.take_events()
-        if taken.stored or taken.removed:
+        stored, removed = self.resuming.take_events()
+        taken = replace(self.cache.take_events(), resumable_stored=stored, resumable_removed=removed)
+        if taken != CacheEvents():
             self.publish(self, taken)
 
     def load(self) -> RankLoad:
@@ -205,8 +225,10 @@ class Rank(ABC):
 
 
 class PrefillRank(Rank):
-    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
-        super().__init__(id, num_pages, timing, events)
+    def __init__(
+        self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
+    ) -> None:
+        super().__init__(id, num_pages, timing, events, num_states)
         self._link_free_s = 0.0
 
     def submit(self, job: Job) -> None:
@@ -218,15 +240,15 @@ class PrefillRank(Rank):
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:
         if not super()._open(job, max_blocks):
             return False
-        job.prefill_blocks = self._pages[job].prefix_len
         job.prefill_queue_s = self.events.now - job.queued_s
         return True
 
     def _computed(self, job: Job) -> None:
         """Chunks went out as they were final; the last one goes now."""
         timing = self.timing
-        num_bytes = job.delta_tokens * timing.kv_bytes_per_token
-        last_bytes = min(job.delta_tokens, timing.chunk_tokens) * timing.kv_bytes_per_token
+        num_bytes = job.delta_tokens * timing.kv_bytes_per_token + timing.state_bytes
+        last_tokens = min(job.delta_tokens, timing.chunk_tokens)
+        last_bytes = last_tokens * timing.kv_bytes_per_token + timing.state_bytes
         all_but_last_s = max(job.began_s, self._link_free_s) + (num_bytes - last_bytes) / timing.bytes_per_s
         landed_s = max(self.events.now, all_but_last_s) + last_bytes / timing.bytes_per_s
         self._link_free_s = landed_s
@@ -241,8 +263,10 @@ class PrefillRank(Rank):
 class DecodeRank(Rank):
     """Also the rank of an aggregated layout, which is never sent a prompt that another one computes."""
 
-    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events) -> None:
-        super().__init__(id, num_pages, timing, events)
+    def __init__(
+        self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
+    ) -> None:
+        super().__init__(id, num_pages, timing, events, num_states)
         self._receiving: deque[Job] = deque()  # without pages yet
         self._ends: list[tuple[float, int, Job]] = []  # step in which it ends, number, job
         self._steps = 0.0
@@ -338,6 +362,10 @@ class DecodeRank(Rank):
         while self._ends and self._ends[0][0] <= self._steps + 1e-6:
             _, _, job = heappop(self._ends)
             job.ended_s = self.events.now
+            request = job.request
+            self.resuming.keep_for_answer(
+                self.cache, self._pages[job], request.prompt_tokens, request.output_tokens
+            )
             self._close(job)
             job.on_end(job)
         self._wake_for_next_end()

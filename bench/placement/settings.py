@@ -2,11 +2,13 @@
 
 All variations of every layout, but for those of 200 + 800, where a run takes minutes, that have little to
 change there: the clocks of its 25 copies of the trace tick 8 times a second anyway ("spread"), and 8 requests
-a second with one prefix ("shared") are no load for a thousand ranks. Any can be had by name.
+a second with one prefix ("shared") are no load for a thousand ranks. Any can be had by name, those of a model
+with recurrent layers ("hybrid-64" has room for 64 states a rank) only so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from bench.placement.ranks import Timing
 from services.router.placement.price import PriceWeights
@@ -20,6 +22,7 @@ class Setting:
     prefill: int
     decode: int
     blocks: int = 2_500  # per rank
+    states: int = 0  # per rank, to go on from; 0: a model without, which goes on wherever blocks are held
     staleness_s: float = 0.25  # of the index, beyond the publisher's gathering
     routers: int = 1
     workload: str = "trace"
@@ -68,8 +71,18 @@ _VARIATIONS: dict[str, Callable[[Setting], Setting]] = {
     "spread-routers-2": lambda base: replace(base, workload="spread", routers=2),
     "shared": lambda base: replace(base, workload="shared"),
 }
+# Qwen3.5-35B-A3B: a state is as heavy as 3,174 tokens of its attention.
+_HYBRID = Timing(kv_bytes_per_token=20_480, state_bytes=62 << 20)
+
+
+def _hybrid(states: int, base: Setting) -> Setting:
+    return replace(base, workload=f"hybrid-{states}", states=states, timing=_HYBRID)
+
+
+_VARIATIONS |= {f"hybrid-{states}": partial(_hybrid, states) for states in (64, 256)}
 VARIATIONS = tuple(_VARIATIONS)
 _NOT_LARGE = frozenset({"spread", "spread-routers-2", "shared"})
+_BY_NAME = frozenset({"hybrid-64", "hybrid-256"})
 
 
 def settings(
@@ -92,7 +105,8 @@ def _base(layout: str, duration_s: float | None) -> Setting:
 
 
 def _default(base: Setting) -> Sequence[str]:
-    return [name for name in VARIATIONS if not (_is_large(base) and name in _NOT_LARGE)]
+    left_out = _BY_NAME | _NOT_LARGE if _is_large(base) else _BY_NAME
+    return [name for name in VARIATIONS if name not in left_out]
 
 
 def _is_large(base: Setting) -> bool:

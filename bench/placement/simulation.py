@@ -25,10 +25,10 @@ from services.router.ranks.shares import Share
 from services.values.kv import CacheEvents
 from services.values.rank import Generation, Plan, RankId
 
-OURS = ("ours", "ours-remote", "oracle")
+OURS = ("ours", "ours-remote", "ours-held", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
 POLICIES = OURS + OTHERS
-READ_INDEX = ("ours", "ours-remote")  # and pins
+READ_INDEX = ("ours", "ours-remote", "ours-held")  # and pins
 
 
 class Simulation:
@@ -38,11 +38,11 @@ class Simulation:
         self._events = Events()
         timing, events = setting.timing, self._events
         self._decodes = [
-            DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events)
+            DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events, setting.states)
             for i in range(setting.decode)
         ]
         self._prefills = [
-            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events)
+            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, setting.states)
             for i in range(setting.prefill)
         ]
         self._on_its_way: dict[Rank, int] = {}
@@ -76,7 +76,8 @@ class Simulation:
         if name in OURS:
             pins = Pins(self._events, setting.staleness_s)
             shares = [Share(i, setting.routers) for i in range(setting.routers)]
-            self._ours = [Ours(fleet, self._events, share, pins) for share in shares]
+            tells = name != "ours-held"
+            self._ours = [Ours(fleet, self._events, share, pins, tells) for share in shares]
             return list(self._ours)
         return [
             Separate(
@@ -107,8 +108,7 @@ class Simulation:
         self.jobs.append(job)
         policy.sent(job)
         computing = job.prefill or job.decode
-        matched = min(computing.matched_tokens(request), request.prompt_tokens - 1)
-        tokens = request.prompt_tokens - matched
+        tokens = request.prompt_tokens - computing.reused_tokens(request)
         self._on_its_way[computing] = self._on_its_way.get(computing, 0) + tokens
         self._events.after(self._setting.timing.hop_s, job.decode.submit, job)
         hops = 1 if job.prefill is None else 2
@@ -133,6 +133,7 @@ class Simulation:
         remote_blocks = sum(len(job.request.blocks) for job in remote)
         ttft = sorted(job.first_token_s - job.request.arrival_s for job in jobs)
         moved = sum(job.delta_tokens for job in remote) * setting.timing.kv_bytes_per_token
+        moved += len(remote) * setting.timing.state_bytes
         busy = [rank.busy_s for rank in (*self._prefills, *self._decodes) if rank.busy_s > 0]
         itl = [
             (job.ended_s - job.first_token_s) / (job.request.output_tokens - 1)
@@ -140,7 +141,7 @@ class Simulation:
             if job.request.output_tokens > 1
         ]
         return {
-            "prefill_hit": sum(job.prefill_blocks for job in remote) / remote_blocks if remote else 0.0,
+            "prefill_hit": sum(job.resumed_blocks for job in remote) / remote_blocks if remote else 0.0,
             "decode_hit": sum(job.decode_blocks for job in jobs) / blocks,
             "computed_ratio": sum(job.computed_tokens for job in jobs) / prompt_tokens,
             "moved_gb": moved / 1e9,

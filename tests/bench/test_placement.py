@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -55,13 +56,35 @@ def test_every_policy_serves_every_request(trace, prefill, decode, policy):
     for job in simulation.jobs:
         tokens = job.request.prompt_tokens
         computing = job.prefill or job.decode
-        matched = job.prefill_blocks if job.prefill else job.decode_blocks
-        assert job.computed_tokens == tokens - min(512 * matched, tokens - 1)
+        assert job.resumed_blocks == job.decode_blocks or job.prefill
+        assert job.computed_tokens == tokens - min(512 * job.resumed_blocks, tokens - 1)
         assert (
             job.first_token_s - job.request.arrival_s >= job.computed_tokens / computing.timing.tokens_per_s
         )
         assert job.ended_s >= job.first_token_s
-    assert (row["local_share"] == 0) == (prefill > 0 and policy not in ("ours", "oracle"))
+    assert (row["local_share"] == 0) == (prefill > 0 and policy not in ("ours", "ours-held", "oracle"))
+
+
+def test_who_asks_for_the_states_computes_less_than_who_takes_what_is_held_for_them(trace):
+    """16 states a rank; each prompt leaves one, where it ends or parts from another."""
+    requests, computed = read_trace(trace), {}
+    (named,) = settings(["4+4"], ["hybrid-64"])
+    for policy in ("ours", "ours-held"):
+        setting = replace(named, prefill=2, decode=2, blocks=200, states=16)
+        simulation = Simulation(setting, policy, requests)
+        computed[policy] = simulation.run()["computed_ratio"]
+        jobs = simulation.jobs
+        assert all(job.computed_tokens == tokens_after(job.resumed_blocks, job.request) for job in jobs)
+        assert any(0 < job.resumed_blocks < job.decode_blocks for job in jobs if job.prefill is None)
+        remote = [job for job in jobs if job.prefill is not None]
+        assert all(
+            job.transfer_s >= setting.timing.state_bytes / setting.timing.bytes_per_s for job in remote
+        )
+    assert computed["ours"] < computed["ours-held"] < 1.0
+
+
+def tokens_after(num_blocks, request) -> int:
+    return request.prompt_tokens - min(512 * num_blocks, request.prompt_tokens - 1)
 
 
 def test_a_run_can_be_repeated(trace):
@@ -150,7 +173,9 @@ def test_every_layout_has_variations_of_everything_that_is_to_vary(layout):
 def test_what_a_large_layout_leaves_out_can_be_had_by_name():
     assert {each.workload for each in settings(["200+800"], [])} == {"trace"}
     assert [each.workload for each in settings(["200+800"], ["shared", "spread"])] == ["shared", "spread"]
-    assert len({*settings(["8+64"], [])}) == len(VARIATIONS) == len({*settings(["8+64"], VARIATIONS)})
+    by_name = {setting for setting in settings(["8+64"], VARIATIONS) if setting.states}
+    assert len({*settings(["8+64"], VARIATIONS)}) == len(VARIATIONS)
+    assert {*settings(["8+64"], [])} == {*settings(["8+64"], VARIATIONS)} - by_name and len(by_name) == 2
 
 
 def test_rows_of_all_settings_are_written_though_not_all_are_run(trace, tmp_path):
