@@ -2,8 +2,7 @@
 
     start() --> thread: open the transport, register the pools
         handshake server --hello, ticket, renew, abort, link_lost--+
-        engine's loop ----open_room, pages_ready, carried_ready,---+--> queue --> RoomTable --> Transport
-                          cancel_room, fail_room                                    |
+        engine's loop --open, pages, carried ready, cancel, fail---+--> queue --> RoomTable --> Transport
                                                                                     |
         on_failed, on_end, link.send(Status | AbortAck) <-- from the sender's thread +
     stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
