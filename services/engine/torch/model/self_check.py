@@ -15,8 +15,7 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from services.engine.paged.runner import Chunk, TailPages
 from services.engine.start_fault import start_fault
 from services.engine.torch.device import free_bytes
+from services.engine.torch.model.findings import OF_ALSO_HALF, OF_HALF, ROWS, CheckedRow, Findings
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.probe import attending_by, probe
 from services.engine.torch.model.trial import Cut, plan_trial
@@ -36,68 +36,10 @@ from services.values.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# How far the logits after a token may be off: root mean square, as a share of theirs. A definition's formulas
-# for chunks and for single tokens may differ by more than rounding (Nemotron-H and Zamba2 clamp dt in one).
-_TOLERANCE, _TOLERANCE_AFTER_SINGLES = 1e-4, 5e-3
-# In half precision: where nothing else is tried, and where float32 has passed.
-_TOLERANCE_OF_HALF, _TOLERANCE_OF_ALSO_HALF = 0.12, 0.4
-# A control is off by that many times what the right run is, or the check is blind.
-_SEEN_BY, _SEEN_BY_HALF = 100, 2
 _DRAWS = 3
-_ROWS, _FEWEST_ROWS = 8, 3  # that are compared after a border
 # Tokens of a sequence: what takes a second or two. On a CPU, models of so many parameters have fewer.
 _MOST_TOKENS, _MOST_TOKENS_OF_LARGE, _LARGE = 1400, 320, 500_000_000
 _HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedRow:
-    position: int
-    error: float
-    begins: bool  # it is a chunk's first one
-    after_singles: bool
-
-
-@dataclass
-class Findings:
-    """How far packed steps are off: the largest median of the rows that follow a border of chunks."""
-
-    half_tolerance: float | None  # None: in float32
-    error: float = 0.0
-    error_after_singles: float = 0.0
-    controls: dict[str, float] = field(default_factory=dict)
-    fault: str = ""
-
-    def add(self, what: str, rows: Sequence[_CheckedRow]) -> None:
-        for row, error in _medians(rows):
-            self._add(f"{what} from token {row.position} on", error, row.after_singles)
-
-    def _add(self, where: str, error: float, after_singles: bool) -> None:
-        tolerance = _TOLERANCE_AFTER_SINGLES if after_singles else _TOLERANCE
-        tolerance = self.half_tolerance or tolerance
-        if after_singles:
-            self.error_after_singles = max(self.error_after_singles, error)
-        else:
-            self.error = max(self.error, error)
-        if not error <= tolerance and not self.fault:  # nor for NaN
-            self.fault = (
-                f"computed in pieces it is another model: its logits are off by {error:.1e} of their size "
-                f"({where}), where rounding explains {tolerance:.0e}"
-            )
-
-    @property
-    def blind_to(self) -> list[str]:
-        right = max(self.error, self.error_after_singles)
-        seen_by = _SEEN_BY_HALF if self.half_tolerance else _SEEN_BY
-        return [lost for lost, error in self.controls.items() if not error >= seen_by * right]
-
-
-def _medians(rows: Sequence[_CheckedRow]) -> Iterator[tuple[_CheckedRow, float]]:
-    """Of the rows from each border on; too few tell nothing: one of them may have met a tie."""
-    for i, row in enumerate(rows):
-        following = [other.error for other in rows[i : i + _ROWS]]
-        if row.begins and len(following) >= _FEWEST_ROWS:
-            yield row, median(following)
 
 
 def check(model: PackedModel, page_size: int, name: str) -> None:
@@ -126,7 +68,7 @@ def _check_as_it_is(model: PackedModel, page_size: int, name: str) -> None:
             if widens:
                 with _widened(half):
                     _check(_Settings(model, page_size, by_kernels=False), name)
-            tolerance = None if not half else _TOLERANCE_OF_ALSO_HALF if widens else _TOLERANCE_OF_HALF
+            tolerance = None if not half else OF_ALSO_HALF if widens else OF_HALF
             _check(_Settings(model, page_size, tolerance, by_kernels=not half), name)
     except (ConfigError, Unavailable):
         raise
@@ -212,7 +154,7 @@ class _Check:
         vocab_size = self._model.model.config.get_text_config().vocab_size
         ids = [self._chance.randrange(vocab_size) for _ in range(cut.end)]
         also = self._trial.again if cut is self._trial.together["a"] else cut
-        compared = sorted({row for each in (cut, also) for chunk in each.chunks() for row in chunk[:_ROWS]})
+        compared = sorted({row for each in (cut, also) for chunk in each.chunks() for row in chunk[:ROWS]})
         return _Sequence(cut, ids, self._take(cut.end), self._free_slots.pop(), self._plain(ids, compared))
 
     def _take(self, num_tokens: int) -> list[PageId]:
@@ -233,7 +175,7 @@ class _Check:
 
     def _compute_together(self, sequences: Mapping[str, _Sequence]) -> None:
         """Keeps a copy of a's state at the border in the last free slot."""
-        rows: dict[str, list[_CheckedRow]] = {what: [] for what in sequences}
+        rows: dict[str, list[CheckedRow]] = {what: [] for what in sequences}
         for step in range(max(sequence.cut.last_step for sequence in sequences.values()) + 1):
             if step == self._trial.step_after_border and self._pools.slots is not None:
                 self._pools.slots.copy([(sequences["a"].slot, self._free_slots[0])])
@@ -256,14 +198,14 @@ class _Check:
         for lost in (None, *self._losses()):
             if self._pools.slots is not None:
                 self._pools.slots.copy([(kept, again.slot)])
-            rows: list[_CheckedRow] = []
+            rows: list[CheckedRow] = []
             with self._lose(lost, again):
                 for chunk in cut.chunks():
                     rows += _rows(chunk, self._step([(again, chunk)])[0], rows)
             if lost is None:
                 self._findings.add("one that is resumed", rows)
             else:
-                self._findings.controls[lost] = max(error for _, error in _medians(rows))
+                self._findings.lose(lost, rows)
 
     def _losses(self) -> list[str]:
         return [_STATE if group.kind is GroupKind.RECURRENT else _page_of(i) for i, group in self._groups]
@@ -297,11 +239,11 @@ class _Check:
         rows: list[int] = []
         end = 0
         for _, positions in parts:
-            rows += range(end, end + len(positions[:_ROWS]))
+            rows += range(end, end + len(positions[:ROWS]))
             end += len(positions)
         logits = iter(self._model.logits(self._pools, chunks, rows).float())
         return [
-            [_error(next(logits), sequence.plain[position]) for position in positions[:_ROWS]]
+            [_error(next(logits), sequence.plain[position]) for position in positions[:ROWS]]
             for sequence, positions in parts
         ]
 
@@ -324,10 +266,10 @@ def _page_of(group: int) -> str:
     return f"first page of group {group}"
 
 
-def _rows(chunk: range, errors: Sequence[float], before: Sequence[_CheckedRow]) -> list[_CheckedRow]:
+def _rows(chunk: range, errors: Sequence[float], before: Sequence[CheckedRow]) -> list[CheckedRow]:
     after_singles = len(chunk) == 1 or any(row.after_singles for row in before)
     return [
-        _CheckedRow(position, error, position == chunk.start, after_singles)
+        CheckedRow(position, error, position == chunk.start, after_singles)
         for position, error in zip(chunk, errors, strict=False)
     ]
 

@@ -1,0 +1,74 @@
+"""What the self-check finds, and whether the model may be served. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+# How far the logits after a token may be off: root mean square, as a share of theirs. A definition's formulas
+# for chunks and for single tokens may differ by more than rounding (Nemotron-H and Zamba2 clamp dt in one).
+_TOLERANCE, _TOLERANCE_AFTER_SINGLES = 1e-4, 5e-3
+# In half precision: where nothing else is tried, and where float32 has passed.
+OF_HALF, OF_ALSO_HALF = 0.12, 0.4
+# A control is off by that many times what the right run is, or the check is blind. Then the right run may be
+# off by no more than rounding of any model: Jamba's state, with weights as they are made, hardly counts.
+_SEEN_BY, _SEEN_BY_HALF, _PLAIN_ROUNDING = 100, 2, 2e-5
+ROWS, _FEWEST_ROWS = 8, 3  # that are compared after a border
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    position: int
+    error: float
+    begins: bool  # it is a chunk's first one
+    after_singles: bool
+
+
+@dataclass
+class Findings:
+    """How far packed steps are off: the largest median of the rows that follow a border of chunks."""
+
+    half_tolerance: float | None  # None: in float32
+    error: float = 0.0
+    error_after_singles: float = 0.0
+    controls: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
+
+    def add(self, what: str, rows: Sequence[CheckedRow]) -> None:
+        for row, error in _medians(rows):
+            self._add(f"{what} from token {row.position} on", error, row.after_singles)
+
+    def _add(self, where: str, error: float, after_singles: bool) -> None:
+        tolerance = _TOLERANCE_AFTER_SINGLES if after_singles else _TOLERANCE
+        tolerance = self.half_tolerance or tolerance
+        if after_singles:
+            self.error_after_singles = max(self.error_after_singles, error)
+        else:
+            self.error = max(self.error, error)
+        if not error <= tolerance and not self.fault:  # nor for NaN
+            self.fault = (
+                f"computed in pieces it is another model: its logits are off by {error:.1e} of their size "
+                f"({where}), where rounding explains {tolerance:.0e}"
+            )
+
+    def lose(self, lost: str, rows: Sequence[CheckedRow]) -> None:
+        """A control: what was lost before these rows."""
+        self.controls[lost] = error = max(error for _, error in _medians(rows))
+        if lost in self.blind_to and self.error > _PLAIN_ROUNDING and not (self.half_tolerance or self.fault):
+            self.fault = (
+                f"computed in pieces its logits are off by {self.error:.1e} of their size, and by no more "
+                f"than {error:.1e} without the {lost}: whether it goes on from that cannot be told"
+            )
+
+    @property
+    def blind_to(self) -> list[str]:
+        right = max(self.error, self.error_after_singles)
+        seen_by = _SEEN_BY_HALF if self.half_tolerance else _SEEN_BY
+        return [lost for lost, error in self.controls.items() if not error >= seen_by * right]
+
+
+def _medians(rows: Sequence[CheckedRow]) -> Iterator[tuple[CheckedRow, float]]:
+    """Of the rows from each border on; too few tell nothing: one of them may have met a tie."""
+    for i, row in enumerate(rows):
+        following = [other.error for other in rows[i : i + ROWS]]
+        if row.begins and len(following) >= _FEWEST_ROWS:
+            yield row, median(following)
