@@ -77,6 +77,10 @@ class Engine(Protocol):
         """What libraries of the engine's count themselves, by names of theirs. Called by any thread, once it
         has started; may block for seconds."""
 
+    @property
+    def tells_resume_points(self) -> bool:
+        """Whether `cache_events` say which blocks are resumable, where the layout carries tails or states."""
+
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         """What the radix tree gained and lost, from the first page on. One consumer."""
         yield CacheEvents()

@@ -4,6 +4,7 @@ import pytest
 
 from services.decode.role import decode_roles
 from services.engine.paged.decode import PagedDecodeEngine
+from services.engine.paged.engine import PagedEngine
 from services.prefill.role import prefill_roles
 from services.process.supervisor import rank_commands
 from services.rank.config import RankConfig
@@ -12,7 +13,7 @@ from services.settings.flags import load, to_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Plan, Role
-from services.values.registration import NO_CACHE, NO_MOVED_PENALTIES, REMOTE_ONLY
+from services.values.registration import NO_CACHE, NO_MOVED_PENALTIES, NO_RESUME_POINTS, REMOTE_ONLY
 
 
 def config_of(*flags):
@@ -70,6 +71,13 @@ def test_a_rank_says_what_its_engine_lacks(monkeypatch):
     monkeypatch.setattr(PagedDecodeEngine, "moves_penalties", False)
     (role,) = decode_roles(config_of(), [own_rank_id(config_of())])
     assert role.capabilities == (REMOTE_ONLY, NO_MOVED_PENALTIES)
+
+
+def test_a_rank_whose_engine_does_not_say_where_it_can_go_on_says_that(monkeypatch):
+    monkeypatch.setattr(PagedEngine, "tells_resume_points", False)
+    for make_roles in (decode_roles, prefill_roles):
+        (role,) = make_roles(config_of(), [own_rank_id(config_of())])
+        assert role.capabilities == (NO_RESUME_POINTS,)
 
 
 @pytest.mark.parametrize(

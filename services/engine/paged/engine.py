@@ -84,6 +84,8 @@ class Mailbox:
 class PagedEngine:
     """Starts and stops the thread, routes its events to the requests' mailboxes."""
 
+    tells_resume_points = True
+
     def __init__(self, make_runner: Callable[[], ModelRunner], limits: Limits, cache: CacheSettings) -> None:
         self._make_runner = make_runner
         self._limits = limits

@@ -37,6 +37,8 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 class SglangRank:
     """What both roles have in common; implements services.engine.base.Engine."""
 
+    tells_resume_points = False  # SGLang's events are of full attention alone
+
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
         self._worker = worker
         self._own_id = own_id
