@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -29,6 +29,7 @@ from services.engine.choose import decode_engine, prefill_engine
 from services.engine.settings import EngineSettings
 from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
+from services.kv.tails import carried_bytes
 from services.net import servers
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
@@ -36,7 +37,7 @@ from services.router.placement.candidates import DecodeCandidate, PlacementReque
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
-from services.values.kv import BlockHash
+from services.values.kv import BlockHash, KvLayout
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId
 from services.values.request import Admitted, GenerationRequest, Output, SamplingParams
@@ -61,17 +62,32 @@ class RankSettings:
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: the checkpoint's, float32
     digest_share: float = 0.0  # of the transfers whose pages are compared
+    engine_name: Literal["torch", "fake"] = "torch"
+    fake_carried: str = ""
+    fake_step_s: float = 0.0
+    fake_prompt_token_s: float = 0.0
+    # Of the decode rank, as --state-slots and --window-pages.
+    decode_slots: int | None = None
+    decode_window_pages: int | None = None
+
+    def decode_engine(self, cache_enabled: bool) -> EngineSettings:
+        settings = self.engine(self.decode_pages, cache_enabled=cache_enabled, itl_target_s=self.itl_target_s)
+        return replace(settings, state_slots=self.decode_slots, window_pages=self.decode_window_pages)
 
     def engine(
         self, num_pages: int, *, cache_enabled: bool = True, itl_target_s: float | None = None
     ) -> EngineSettings:
         return EngineSettings(
-            engine="torch",
+            engine=self.engine_name,
+            fake_carried=self.fake_carried,
+            fake_step_s=self.fake_step_s,
+            fake_prompt_token_s=self.fake_prompt_token_s,
             model=self.model_path,
             model_name=_MODEL_NAME,
             device=self.device,
             dtype=self.dtype,
             num_threads=self.num_threads,
+            self_check="off",
             kv_pages=num_pages,
             page_size=self.page_size,
             index_block=self.page_size,
@@ -99,6 +115,10 @@ class DecodeSide:
     def peer(self) -> RankAddress:
         """Its prefill rank."""
         return self._peer
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._engine.layout
 
     def load(self) -> RankLoad:
         return self._engine.load()
@@ -147,12 +167,17 @@ class Planner:
         self._balance = Balance(time.monotonic, chunk_tokens=settings.chunk_size)
         self._held: set[BlockHash] = set()  # by the decode rank's tree
         self._sent: set[BlockHash] = set()  # prompts that the prefill rank has computed
+        # Of both, where the rank can go on, if the model carries anything.
+        self._resumable: set[BlockHash] = set()
+        self._ends: set[BlockHash] = set()
 
     async def follow(self) -> None:
         """Learn what the decode rank's tree holds, until its engine stops."""
         async for events in self._engine.cache_events():
             self._held.difference_update(events.removed)
             self._held.update(events.stored)
+            self._resumable.difference_update(events.resumable_removed)
+            self._resumable.update(events.resumable_stored)
 
     def choose(self, request: GenerationRequest, plans: frozenset[Plan]) -> Plan:
         ids = request.all_ids
@@ -164,10 +189,11 @@ class Planner:
             kv_bytes_per_token=layout.page_bytes / layout.page_size,
             chunk_tokens=self._settings.chunk_size,
             plans=plans,
+            carried_bytes=carried_bytes(layout, len(ids)),
         )
         decision = place(wanted, [decode], [prefill], self._balance.bandwidth, PriceWeights(), 0.0)
         is_remote = decision.chosen.plan is Plan.REMOTE
-        hit = prefill.hit_tokens if is_remote else decode.hit_tokens
+        hit = prefill.reused_tokens if is_remote else decode.reused_tokens
         self._balance.sent(
             request.request_id,
             decode.id.key,
@@ -176,6 +202,8 @@ class Planner:
         )
         if is_remote:
             self._sent.update(hashes)
+            last = (len(ids) - 1) // self._settings.page_size
+            self._ends.update(hashes[last - 1 : last])
         return decision.chosen.plan
 
     def admitted(self, request_id: str, admitted: Admitted) -> None:
@@ -193,6 +221,7 @@ class Planner:
         decode = DecodeCandidate(
             id=self._decode,
             hit_tokens=_match(hashes, self._held) * page_size,
+            resume_tokens=self._resume_tokens(hashes, self._held, self._resumable),
             pending_tokens=at_decode.pending_tokens,
             prefill_tokens_per_s=at_decode.tokens_per_s,
             running=load.running,
@@ -205,11 +234,21 @@ class Planner:
         prefill = PrefillCandidate(
             id=self._prefill,
             hit_tokens=_match(hashes, self._sent) * page_size,
+            resume_tokens=self._resume_tokens(hashes, self._sent, self._ends),
             pending_tokens=at_prefill.pending_tokens,
             prefill_tokens_per_s=at_prefill.tokens_per_s,
             queued=at_prefill.queued,
         )
         return decode, prefill
+
+    def _resume_tokens(
+        self, hashes: Sequence[BlockHash], held: set[BlockHash], resumable: set[BlockHash]
+    ) -> int | None:
+        """None: wherever it holds, for the model carries nothing."""
+        if not self._engine.layout.carried:
+            return None
+        matched = range(_match(hashes, held), 0, -1)
+        return self._settings.page_size * next((n for n in matched if hashes[n - 1] in resumable), 0)
 
 
 def _match(hashes: Iterable[BlockHash], held: set[BlockHash]) -> int:
@@ -220,10 +259,7 @@ def _match(hashes: Iterable[BlockHash], held: set[BlockHash]) -> int:
 async def open_side(settings: RankSettings, *, decode_cache: bool) -> AsyncIterator[DecodeSide]:
     """Prefill's cache is always on, as in the runs that this follows."""
     decode_id = RankId("decode", 0, Generation(secrets.randbits(64)))
-    engine_settings = settings.engine(
-        settings.decode_pages, cache_enabled=decode_cache, itl_target_s=settings.itl_target_s
-    )
-    engine = decode_engine(engine_settings, decode_id)
+    engine = decode_engine(settings.decode_engine(decode_cache), decode_id)
     async with AsyncExitStack() as stack:
         peer = await stack.enter_async_context(_prefill_process(settings))
         await engine.start()

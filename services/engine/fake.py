@@ -44,7 +44,7 @@ class FakeRunner:
         *,
         num_pages: int,
         page_size: int,
-        max_context_tokens: int = 4096,
+        max_context_tokens: int = 16_384,
         vocab_size: int = VOCAB_SIZE,
         carried: Sequence[KvGroup] = (),
         carried_units: Sequence[int] = (),

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from bench import decode_cache, transfer
+from bench.hybrid import __main__ as hybrid
 
 pytestmark = pytest.mark.long
 
@@ -19,6 +20,18 @@ def test_decode_cache_quickly(tmp_path, monkeypatch):
     written = json.loads(figures.read_text())
     assert {row["cache"] for row in written["rows"]} == {"on", "off"}
     assert all(row["rejected"] == 0 for row in written["rows"])
+
+
+@pytest.mark.parametrize("engine", ["fake"])
+def test_hybrid_quickly(tmp_path, monkeypatch, engine):
+    figures = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["hybrid", "--quick", f"--engine={engine}", f"--json={figures}"])
+    hybrid.main()
+    written = json.loads(figures.read_text())
+    assert {row["rule"] for row in written["sides"]} == {"per group", "least of all groups"}
+    assert all(row["rejected"] == row["wrong_bytes"] == 0 for row in written["sides"])
+    assert all(row["of_attention"] == 1 for row in written["hits"])
+    assert {row["workload"] for row in written["sides"]} == {"conversations", "documents"}
 
 
 def test_transfer_quickly(tmp_path, monkeypatch):

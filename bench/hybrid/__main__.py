@@ -1,0 +1,201 @@
+"""What decode's hits by attention alone are worth where layers have windows or states, and what those weigh.
+
+    python -m bench.hybrid --json FILE [--engine fake|torch] [--quick]
+
+Until now the least of all groups decided what a decode rank had of a prompt; a recurrent group, whose
+state comes by wire, had nothing: hits of 0 (vllm 42524). Here decode matches attention's pages, and
+windows' tails and one state come with the last chunk. Four parts:
+
+    hits       one load on the books of decode ranks that differ by what they carry: replayed, not timed
+    computed   likewise of prefill ranks, by the resume points that they have room for
+    sides      bytes, TTFT and throughput of conversations, and of documents that groups of 8 ask about: both
+               rules on the same requests in one run, each side with a prefill rank in a process of its own
+    shortage   the documents again, in one memory that would hold 0.29 of the clients' requests unshared; with
+               states of more and more tokens of attention: what they take is not there for pages
+
+Memory is counted in tokens of attention and is the same for both sides. The side of the least of all groups
+is charged one state or tail a request; ours all that its pools set aside, which is two states.
+
+Engine fake computes exact tokens from real pages, windows and states, moves them over the transport, and
+sleeps for as long as --step-ms and --prompt-token-us say: a step takes as long for many sequences as for one,
+as on a GPU that waits for its memory, and ranks do not compete for this machine's cores. Engine torch runs
+checkpoints of `isthmus make-model`, where all ranks share the cores; so there prefill has computed the
+documents before (as with bench.decode_cache --prefill-cached).
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cache_ranks import RankSettings
+from bench.cache_workload import Workload
+from bench.hybrid.measure import Case, Measured, measure
+from bench.hybrid.memory import Division, Memory, shape_of
+from bench.hybrid.models import MADE, Model, fake_hybrid, fake_windowed, made
+from bench.hybrid.on_books import computed_rows, hit_row, pages_for
+from bench.hybrid.summary import shortage_row, side_rows, verdicts
+from bench.hybrid.workload import GROUPS_AT_ONCE, conversations, documents, mixed
+from bench.interrupts import end_as_by_ctrl_c
+from bench.report import Row, table, write_json
+
+# In tokens of their attention: Qwen3.5 of 9B has 1,584, Qwen3.5-35B-A3B 3,168; Falcon-H1's defaults 259.
+_STATES = (100, 450, 1584, 3168)
+_WINDOW = 128  # gpt-oss's
+_MAX_RUNNING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The workloads, and memory for them."""
+
+    context: int  # tokens of a document
+    page_size: int
+    chunk_size: int
+    quick: bool
+
+    def conversations(self, seed: int) -> Workload:
+        return conversations(seed, self.quick)
+
+    def documents(self, seed: int) -> Workload:
+        return documents(seed, self.context, self.quick)
+
+    def ample(self, model: Model) -> Case:
+        """Conversations, all of which stay to their end; other pools are as ranks make them by default."""
+        num_pages = self.conversations(0).pool_pages(self.page_size)
+        division = Division(_MAX_RUNNING, num_pages, num_slots=None, num_window_pages=None)
+        return Case(model, self.conversations, division, division)
+
+    def short(self, model: Model) -> Case:
+        """Documents, in a memory that holds some of the clients' requests where each has its own copy."""
+        workload = self.documents(0)
+        assert workload.held_share is not None
+        held = max(1, round(workload.held_share * workload.concurrency))
+        shape = shape_of(workload, self.context, GROUPS_AT_ONCE)
+        memory = Memory(model.group, model.token_bytes, self.page_size, self.chunk_size)
+        return Case(model, self.documents, memory.unshared(shape, held), memory.shared(shape, held))
+
+
+def replayed(models: Sequence[Model], load: Load, seed: int) -> tuple[list[Row], list[Row]]:
+    """Decode's hits and prefill's computed tokens."""
+    hits: list[Row] = []
+    computed: list[Row] = []
+    for model in models:
+        for workload in (load.conversations(seed), load.documents(seed), mixed(seed, load.quick)):
+            enough = pages_for(workload, load.page_size)
+            num_pages = enough if workload.held_share is None else workload.pool_pages(load.page_size)
+            hits.append(hit_row(model, workload, num_pages, load.page_size, seed))
+            computed += computed_rows(model, workload, enough, load.page_size, seed)
+    return hits, computed
+
+
+def cases_of(models: Sequence[Model], load: Load) -> list[Case]:
+    if load.quick:
+        return [load.ample(models[0]), load.short(models[1])]
+    return [*map(load.ample, models[:2]), *map(load.short, models)]
+
+
+@contextmanager
+def models_of(arguments: argparse.Namespace) -> Iterator[list[Model]]:
+    """A hybrid, a windowed one, and hybrids with more state."""
+    windowed = fake_windowed(_WINDOW, arguments.page_size)
+    if arguments.engine == "fake":
+        first, *others = (fake_hybrid(tokens) for tokens in arguments.states)
+        yield [first, windowed, *others]
+        return
+    with ExitStack() as stack:
+        yield [stack.enter_context(made(wanted, arguments.page_size)) for wanted in MADE]
+
+
+async def driven(
+    cases: Sequence[Case], settings: RankSettings, arguments: argparse.Namespace
+) -> list[Measured]:
+    """One after the other, so that none waits for another's steps."""
+    in_torch = arguments.engine == "torch"
+    return [
+        await measure(
+            case,
+            settings,
+            arguments.rounds,
+            arguments.seed,
+            quick=arguments.quick,
+            prefill_cached=in_torch and case.has_one_turn,
+        )
+        for case in cases
+    ]
+
+
+def rank_settings(arguments: argparse.Namespace) -> RankSettings:
+    """Of all ranks; a decode rank's pools are its case's."""
+    is_fake = arguments.engine == "fake"
+    return RankSettings(
+        model_path="",
+        decode_pages=1,
+        prefill_pages=max(4096, 64 * arguments.context // arguments.page_size // (1 if is_fake else 4)),
+        page_size=arguments.page_size,
+        chunk_size=arguments.chunk_size,
+        max_running_requests=_MAX_RUNNING,
+        num_threads=1,
+        transport=arguments.transport,
+        engine_name=arguments.engine,
+        fake_step_s=arguments.step_ms / 1e3 if is_fake else 0.0,
+        fake_prompt_token_s=arguments.prompt_token_us / 1e6 if is_fake else 0.0,
+    )
+
+
+def main() -> None:
+    arguments = _arguments()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    load_at_start = os.getloadavg()[0]
+    load = Load(arguments.context, arguments.page_size, arguments.chunk_size, arguments.quick)
+    with models_of(arguments) as models:
+        hits, computed = replayed(models[:2], load, arguments.seed)
+        cases = cases_of(models, load)
+        measured = asyncio.run(driven(cases, rank_settings(arguments), arguments))
+    sides = [row for each in measured for row in side_rows(each)]
+    shortage = [shortage_row(each) for each in measured if each.case.has_one_turn]
+    goals = verdicts(sides, shortage, hits, computed)
+    print(f"engine {arguments.engine}; load average at the start {load_at_start:.1f}")
+    parts = {"hits": hits, "computed": computed, "sides": sides, "shortage": shortage, "goals": goals}
+    for name, rows in parts.items():
+        print(f"\n{name}\n{table(rows)}")
+    if arguments.json is not None:
+        settings: Row = {k: v for k, v in vars(arguments).items() if k != "json"}
+        write_json(arguments.json, "hybrid", settings | {"load_at_start": load_at_start}, sides, dict(parts))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--engine", choices=("fake", "torch"), default="fake")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few and short requests")
+    parser.add_argument("--rounds", type=int, default=1, help="of each side, on requests of their own")
+    parser.add_argument("--context", type=int, help="tokens of a document; default 8192, torch 4096")
+    parser.add_argument(
+        "--states", type=int, nargs="+", help="engine fake: what states weigh, in tokens of their attention"
+    )
+    parser.add_argument("--step-ms", type=float, help="engine fake: default 15")
+    parser.add_argument("--prompt-token-us", type=float, default=30.0, help="engine fake")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--chunk-size", type=int, help="default 512, torch 256")
+    parser.add_argument("--transport", default="local")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    arguments.context = arguments.context or (512 if quick else 8192 if arguments.engine == "fake" else 4096)
+    arguments.chunk_size = arguments.chunk_size or (512 if arguments.engine == "fake" else 256)
+    arguments.states = arguments.states or (_STATES[:1] if quick else _STATES)
+    arguments.step_ms = arguments.step_ms or (1.0 if quick else 15.0)
+    return arguments
+
+
+if __name__ == "__main__":
+    end_as_by_ctrl_c()
+    main()

@@ -1,0 +1,94 @@
+"""One memory, divided as each side needs it: pages of attention, and what is carried. Pure.
+
+Everything is told in tokens of attention: a state weighs so many of them, and so does a window's page.
+
+    least of all groups   a request has its own copy of its context, and one state or tail
+    per group             a context is there once for all who share it; a request has its own question and
+                          answer, and all that its reserve in the pools comes to
+"""
+
+from dataclasses import dataclass
+
+from bench.cache_workload import Workload
+from services.kv.carried.pool_sizes import units_of_a_sequence
+from services.kv.tails import units_at
+from services.values.kv import GroupKind, KvGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a workload's requests: tokens."""
+
+    context: int  # shared by a group
+    own: int  # of each: question and answer
+    groups_at_once: int
+    concurrency: int
+
+    @property
+    def alone(self) -> int:
+        return self.context + self.own
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Of the memory, on one side."""
+
+    running: int  # requests that it is for
+    num_pages: int
+    num_slots: int | None
+    num_window_pages: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one carried group weighs beside attention."""
+
+    group: KvGroup
+    token_bytes: float  # of attention
+    page_size: int
+    chunk_size: int
+
+    @property
+    def carried_tokens(self) -> int:
+        """What a request carries at its prompt's end."""
+        longest = 4 * self.group.window + 2 * self.page_size  # a state weighs the same everywhere
+        return round(units_at(self.group, longest, self.page_size) * self.group.unit_bytes / self.token_bytes)
+
+    @property
+    def reserve_units(self) -> int:
+        return units_of_a_sequence(self.group, self.page_size, self.chunk_size, self.page_size)
+
+    @property
+    def reserve_tokens(self) -> int:
+        return round(self.reserve_units * self.group.unit_bytes / self.token_bytes)
+
+    def total_tokens(self, shape: Shape, held: int) -> int:
+        """The memory that holds so many requests where nothing is shared."""
+        return held * (self._rounded(shape.alone) + self.carried_tokens)
+
+    def unshared(self, shape: Shape, held: int) -> Division:
+        """The pools have room for all clients; those that memory would not hold find no pages."""
+        num_pages = held * self._rounded(shape.alone) // self.page_size
+        return self._division(shape.concurrency, num_pages)
+
+    def shared(self, shape: Shape, held: int) -> Division:
+        """As many requests as fit, clients permitting; pages have the rest."""
+        total = self.total_tokens(shape, held)
+        contexts = shape.groups_at_once * self._rounded(shape.context)
+        of_one = self._rounded(shape.own) + self.reserve_tokens
+        running = max(1, min(shape.concurrency, (total - contexts) // of_one))
+        return self._division(running, (total - running * self.reserve_tokens) // self.page_size)
+
+    def _division(self, running: int, num_pages: int) -> Division:
+        units = running * self.reserve_units
+        is_state = self.group.kind is GroupKind.RECURRENT
+        return Division(running, num_pages, units if is_state else None, None if is_state else units)
+
+    def _rounded(self, tokens: int) -> int:
+        """To whole pages, and the page that a request has more where its parts begin inside one."""
+        return (-(-tokens // self.page_size) + 1) * self.page_size
+
+
+def shape_of(workload: Workload, context: int, groups_at_once: int) -> Shape:
+    longest = max(conversation.num_tokens for conversation in workload.conversations)
+    return Shape(context, longest - context, groups_at_once, workload.concurrency)

@@ -1,0 +1,176 @@
+"""What a load of clients comes to on one rank's books: an engine core whose model computes nothing.
+
+What is matched, computed and kept is the core's own doing. A step takes no time, and the same load is the
+same order each time, so that two ranks differ by their pools alone.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.cache_workload import Conversation, TokenIds, Workload, prompt_of
+from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.events import Reserved, Token
+from services.engine.paged.runner import Chunk, Sampled
+from services.engine.paged.sequence import Sequence as CoreSequence
+from services.kv.carried.carried_cache import CarriedCache
+from services.kv.prefix_cache import PrefixCache
+from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
+from services.values.rank import Room
+from services.values.request import GenerationRequest, SamplingParams
+
+_FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "float32")
+_TOKEN = Sampled(0)  # all answers are of it; questions tell conversations apart
+_STEPS_OF_AN_ANSWER = 8  # that a client of a prefill rank is away
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What a rank has."""
+
+    carried: tuple[KvGroup, ...]
+    num_units: tuple[int, ...]  # of each of them
+    num_pages: int
+    page_size: int
+    chunk_size: int = 512
+    max_running_requests: int = 16
+
+    def core(self) -> tuple[EngineCore, "CountingRunner"]:
+        runner = CountingRunner(self)
+        books = CarriedCache(
+            runner.layout, self.num_units, index_block=self.page_size, chunk_size=self.chunk_size
+        )
+        cache = PrefixCache(
+            self.num_pages, self.page_size, self.page_size, "replay", forget=books.points.forget
+        )
+        limits = Limits(self.max_running_requests, self.chunk_size)
+        return EngineCore(runner, cache, limits, lambda: 1e-3 * runner.num_steps, books), runner
+
+
+class CountingRunner:
+    """Implements ModelRunner: it computes nothing and counts what it was asked for."""
+
+    def __init__(self, books: Books) -> None:
+        self.layout = KvLayout(books.page_size, books.page_size, 1, groups=(_FULL, *books.carried))
+        self.memory = PoolMemory(0, books.num_pages)
+        self.carried_memory: tuple[PoolMemory, ...] = ()
+        self.vocab_size = self.max_context_tokens = 1 << 30
+        self.computed_tokens = self.num_steps = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        self.num_steps += 1
+        self.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        return [_TOKEN if chunk.sample else None for chunk in chunks]
+
+    def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
+        raise NotImplementedError("a replay has no bytes")
+
+    def close(self) -> None:
+        pass
+
+
+class Rank(Protocol):
+    def submit(self, prompt: TokenIds, answer_tokens: int) -> int:
+        """A number for the request."""
+
+    def step(self) -> list[int]:
+        """Requests whose clients have their answers now."""
+
+
+def replay(workload: Workload, rank: Rank, seed: int) -> None:
+    """All turns, in a closed loop. Which conversation goes next is drawn, as bench.cache_load does."""
+    rng = random.Random(seed)
+    waiting: deque[tuple[Conversation, list[TokenIds]]] = deque((c, []) for c in workload.conversations)
+    asked: dict[int, tuple[Conversation, list[TokenIds]]] = {}
+    while waiting or asked:
+        while waiting and len(asked) < workload.concurrency:
+            conversation, answers = waiting.popleft()
+            number = rank.submit(prompt_of(conversation, answers), conversation.answer_tokens)
+            asked[number] = conversation, answers
+        for number in rank.step():
+            conversation, answers = asked.pop(number)
+            answers = [*answers, (_TOKEN.token_id,) * conversation.answer_tokens]
+            if len(answers) < len(conversation.questions):
+                waiting.insert(rng.randint(0, len(waiting)), (conversation, answers))
+
+
+class PrefillRank:
+    """Implements Rank. Pages are read as soon as a prompt is computed."""
+
+    def __init__(self, books: Books) -> None:
+        self._core, self._runner = books.core()
+        self._arrivals = self._step = 0
+        self._back_at: dict[int, int] = {}
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._runner.computed_tokens
+
+    def submit(self, prompt: TokenIds, answer_tokens: int) -> int:
+        self._arrivals += 1
+        request = _request(self._arrivals, prompt, 1)
+        seq = CoreSequence(
+            request, self._arrivals, room=Room(self._arrivals), single_token=True, room_open=True
+        )
+        self._core.submit(seq)
+        return self._arrivals
+
+    def step(self) -> list[int]:
+        self._core.step()
+        self._step += 1
+        for seq, event in self._core.take_outputs():
+            if isinstance(event, Token):
+                self._core.room_ended(seq)
+                self._back_at[seq.arrival] = self._step + _STEPS_OF_AN_ANSWER
+        back = [number for number, step in self._back_at.items() if step <= self._step]
+        for number in back:
+            del self._back_at[number]
+        return back
+
+
+class DecodeRank:
+    """Implements Rank. What prefill writes has landed a step after pages were lent."""
+
+    def __init__(self, books: Books) -> None:
+        self._core, _ = books.core()
+        self._arrivals = 0
+        self._receiving: list[CoreSequence] = []
+        self.prompt_tokens = 0
+        self.hit_tokens = 0
+        self.least_tokens = 0  # that the least of all groups would have hit
+
+    def submit(self, prompt: TokenIds, answer_tokens: int) -> int:
+        self._arrivals += 1
+        request = _request(self._arrivals, prompt, answer_tokens)
+        self._core.submit(CoreSequence(request, self._arrivals, receives=True))
+        self.prompt_tokens += len(prompt)
+        return self._arrivals
+
+    def step(self) -> list[int]:
+        landed, self._receiving = self._receiving, []
+        for seq in landed:
+            self._core.landed(seq, _TOKEN)
+        self._core.step()
+        ended = []
+        for seq, event in self._core.take_outputs():
+            if isinstance(event, Reserved):
+                self._receiving.append(seq)
+                self.hit_tokens += event.prefix_len
+                self.least_tokens += self._resumable(seq, event.prefix_len)
+            elif isinstance(event, Token) and event.finished is not None:
+                ended.append(seq.arrival)
+        return ended
+
+    def _resumable(self, seq: CoreSequence, matched: int) -> int:
+        found = self._core.cache.look_up(seq.ids, "")
+        return self._core.carried.resumable(found.deepest, matched)
+
+
+def _request(number: int, prompt: TokenIds, max_tokens: int) -> GenerationRequest:
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerationRequest(f"{number}", prompt, sampling)
