@@ -164,7 +164,7 @@ def memory_from_proto(pb: handshake_pb2.PoolMemory) -> PoolMemory:
 
 
 def ticket_to_proto(ticket: KvTicket) -> handshake_pb2.KvTicket:
-    targets = map(_target_to_proto, ticket.targets)
+    targets = map(target_to_proto, ticket.targets)
     return message_of(handshake_pb2.KvTicket, ticket, runs=runs_to_proto(ticket.runs), targets=targets)
 
 
@@ -173,7 +173,7 @@ def ticket_from_proto(pb: handshake_pb2.KvTicket) -> KvTicket:
     return value_of(KvTicket, pb, runs=runs_from_proto(pb.runs), targets=targets)
 
 
-def _target_to_proto(target: GroupTarget) -> handshake_pb2.GroupTarget:
+def target_to_proto(target: GroupTarget) -> handshake_pb2.GroupTarget:
     return message_of(handshake_pb2.GroupTarget, target, runs=runs_to_proto(target.runs))
 
 

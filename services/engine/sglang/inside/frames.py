@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.kv.ticket import targets_of
 from services.kv.transfer_plan import pages_of, runs_of
 from services.values.errors import ProtocolError
-from services.values.kv import PageId
+from services.values.kv import KvLayout, PageId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2
 
@@ -132,6 +133,22 @@ def ticket_of_metadata(frames: Frames, prompt_len: int) -> handshake_pb2.KvTicke
     return ticket
 
 
+def targets_of_state(
+    ticket: handshake_pb2.KvTicket, layout: KvLayout, places: Sequence[int]
+) -> list[handshake_pb2.GroupTarget]:
+    """Where tails and a state go, which SGLang says in lists of indices, one for each of its components;
+    `places` has those of the layout's carried groups.
+
+    Raises:
+        ProtocolError: they are not what the layout's groups take at the prompt's end.
+    """
+    lists = _unpack_lists(ticket.engine_state)
+    if places and max(places) >= len(lists):
+        raise ProtocolError(f"SGLang says where {len(lists)} of its states go, and has {max(places) + 1}")
+    carried = [[PageId(unit) for unit in lists[place]] for place in places]
+    return [convert.target_to_proto(target) for target in targets_of(layout, ticket.prompt_len, carried)]
+
+
 def metadata_frames(ticket: handshake_pb2.KvTicket, agent_name: str, back: ReturnAddress) -> Frames:
     """Raises ProtocolError when the ticket's runs or room cannot be SGLang's."""
     if not 0 < ticket.room < _MAX_ROOM:
@@ -236,6 +253,20 @@ def _number(frame: bytes) -> int:
 
 def _pack(code: str, numbers: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
+
+
+def _unpack_lists(frame: bytes) -> list[list[int]]:
+    """As SGLang's pack_int_lists(..., "i") writes them: how many there are, their sizes, then all of them."""
+    if not frame:
+        return []
+    (count,) = _unpack("I", frame[:4])
+    sizes, lists, end = _unpack("I", frame[4 : 4 * (count + 1)]), [], 4 * (count + 1)
+    for size in sizes:
+        lists.append(_unpack("i", frame[end : end + size]))
+        end += size
+    if len(sizes) != count or end != len(frame):
+        raise ProtocolError(f"{len(frame)} bytes are not {count} lists of indices")
+    return lists
 
 
 def _unpack(code: str, frame: bytes) -> list[int]:

@@ -174,12 +174,17 @@ class IsthmusKVManager(NixlKVManager):
     def _components(self) -> list[StateComponent]:
         """What SGLang keeps beside the KV, in its order."""
         args = self.kv_args
+
+        def num_units(data_bytes: Any, item_bytes: Any) -> int:
+            return int(data_bytes) // int(item_bytes)
+
         return [
             StateComponent(
                 str(kind.value),
                 tuple(map(int, args.state_item_lens[index])),
                 tuple(map(int, args.state_layer_ids[index])),
                 tuple(map(int, args.state_dim_per_tensor[index])),
+                min(map(num_units, args.state_data_lens[index], args.state_item_lens[index])),
             )
             for index, kind in enumerate(args.state_types)
         ]
@@ -191,8 +196,12 @@ class IsthmusKVManager(NixlKVManager):
         generation = Generation(self._settings.generations[self._dp_rank])
         rank = RankId(self._settings.worker, self._dp_rank, generation)
         kinds = getattr(self.kv_args, "kv_data_mem_kinds", None) or ["VRAM"]
-        memory = PoolMemory(0, self._num_pages(), kinds[0], int(self.kv_args.gpu_id or 0))
-        return Hello(rank, self._layout(), memory, _TRANSPORT, agent_metadata)
+        place = kinds[0], int(self.kv_args.gpu_id or 0)
+        memory = PoolMemory(0, self._num_pages(), *place)
+        carried = tuple(
+            PoolMemory(0, part.num_units, *place) for part in self._components() if part.is_carried
+        )
+        return Hello(rank, self._layout(), memory, _TRANSPORT, agent_metadata, carried)
 
     def _active(self) -> Active:
         decode = self.disaggregation_mode == DisaggregationMode.DECODE
@@ -456,6 +465,15 @@ class IsthmusKVManager(NixlKVManager):
 
     def open_stream(self, endpoint: str) -> None:
         self._loop_thread.soon(self._decode_streams.open, endpoint)
+
+    def message_of(self, parts: Frames, prompt_len: int) -> handshake_pb2.HandshakeMessage:
+        """What SGLang says to prefill. Raises ProtocolError."""
+        message = frames.message_of_decode(parts, prompt_len)
+        if message.HasField("ticket") and not message.ticket.no_pages:
+            places = [place for place, part in enumerate(self._components()) if part.is_carried]
+            targets = frames.targets_of_state(message.ticket, self._layout(), places)
+            message.ticket.targets.extend(targets)
+        return message
 
     def send_to_prefill(self, endpoint: str, message: handshake_pb2.HandshakeMessage) -> None:
         if message.HasField("ticket"):

@@ -6,7 +6,6 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
 
-from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.frames import Frames
 from services.engine.sglang.inside.manager import IsthmusKVManager
 from services.engine.sglang.inside.process_reporter import process_reporter
@@ -39,7 +38,7 @@ class _ToPrefill:
         self._manager.open_stream(self._endpoint)
 
     def send_multipart(self, parts: Frames, prompt_len: int = 0) -> None:
-        self._manager.send_to_prefill(self._endpoint, frames.message_of_decode(parts, prompt_len))
+        self._manager.send_to_prefill(self._endpoint, self._manager.message_of(parts, prompt_len))
 
 
 class IsthmusKVReceiver(NixlKVReceiver):

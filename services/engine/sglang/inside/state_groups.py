@@ -23,6 +23,7 @@ class StateComponent:
     item_bytes: tuple[int, ...]  # of each buffer: a page, or a request's part
     layer_ids: tuple[int, ...] = ()  # where SGLang says them
     sliced: tuple[int, ...] = ()  # of each buffer: 0 where every process holds the whole
+    num_units: int = 0  # pages, or slots
 
     @property
     def is_carried(self) -> bool:

@@ -1,5 +1,7 @@
 """SGLang's frames survive the way through our messages; what cannot be right is refused."""
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from engine.sglang.frames import metadata, registration
 from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.frames import ReturnAddress
 from services.values.errors import ProtocolError
+from services.values.kv import GroupKind, KvGroup, KvLayout
 from services.wire.isthmus.v1 import handshake_pb2
 
 BACK = ReturnAddress("isthmus", 7)
@@ -82,6 +85,50 @@ def test_metadata_survive(pages, room, prefix, required, state, aux):
 def test_pages_in_a_row_are_one_run_in_token_order():
     runs = frames.runs_of_indices([5, 6, 7, 3, 4, 9, 8])
     assert [(run.first_page, run.num_pages) for run in runs] == [(5, 3), (3, 2), (9, 1), (8, 1)]
+
+
+WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=32, unit_bytes=100)
+STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=7000)
+FULL = KvGroup(GroupKind.FULL_ATTENTION, (2,), 2, 16, "float32")
+HYBRID = KvLayout(16, 4096, 7, groups=(FULL, WINDOW, STATE))
+
+
+def packed(*lists):
+    """As SGLang's pack_int_lists(lists, "i")."""
+    parts = [struct.pack(f"<{len(each)}i", *each) for each in lists]
+    return struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts)) + b"".join(parts)
+
+
+def targets_of(state, prompt_len=100, places=(0, 2)):
+    ticket = frames.ticket_of_metadata(metadata(9, (4, 5, 6), state=state), prompt_len)
+    return frames.targets_of_state(ticket, HYBRID, places)
+
+
+def test_where_tails_and_states_go_is_in_the_ticket():
+    """A tail of 31 tokens before token 100 begins with the page of token 64; SGLang has a part of pages
+    between the two."""
+    window, state = targets_of(packed([7, 8, 3], [1, 2, 3, 4], [5]))
+    assert (window.group, window.start_token) == (1, 64)
+    assert [(run.first_page, run.num_pages) for run in window.runs] == [(7, 2), (3, 1)]
+    assert (state.group, state.start_token) == (2, 100)
+    assert [(run.first_page, run.num_pages) for run in state.runs] == [(5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (packed([7, 8], [], [5]), "takes 3 pages, the ticket's target has 2"),
+        (packed([7, 8, 3], [], []), "takes 1 slots, the ticket's target has 0"),
+        (packed([7, 8, 3]), "where 1 of its states go, and has 3"),
+        (b"", "where 0 of its states go"),
+        (packed([7, 8, 3], [], [5])[:-1], "not made of numbers"),
+        (packed([7, 8, 3], [], [5]) + b"1234", "lists of indices"),
+        (b"\xff\xff\xff\x7f", "lists of indices"),
+    ],
+)
+def test_what_does_not_fit_the_layout_is_refused(state, said):
+    with pytest.raises(ProtocolError, match=said):
+        targets_of(state)
 
 
 @pytest.mark.parametrize("dummy", [b"0", b"1"])

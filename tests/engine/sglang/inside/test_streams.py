@@ -21,7 +21,10 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 PAGE = 16
 LAYOUT = KvLayout(page_size=PAGE, page_bytes=4096, model_fingerprint=7)
-NUM_PAGES = 513
+NUM_PAGES, NUM_SLOTS = 513, 8
+FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 2, 16, "float32")
+STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=7000)
+HYBRID = replace(LAYOUT, groups=(FULL, STATE))
 
 
 async def until(condition, timeout_s=5.0):
@@ -34,7 +37,8 @@ class Prefill:
     """One prefill process: `delivered` is what SGLang's thread would read."""
 
     def __init__(self, generation=5, writer_rank=0, layout=LAYOUT, tp_rank=0, unreadable=()):
-        own = Hello(RankId("p", 0, Generation(generation)), layout, PoolMemory(0, 99), "sglang-nixl", b"")
+        rank, pools = RankId("p", 0, Generation(generation)), [PoolMemory(0, 99)] * len(layout.carried)
+        own = Hello(rank, layout, PoolMemory(0, 99), "sglang-nixl", b"", tuple(pools))
         self.delivered, self.refused = [], []
 
         def own_message():
@@ -68,7 +72,12 @@ class Decode:
     def __init__(self, layout=LAYOUT, rank=0):
         memory, agent_metadata, _ = frames.memory_of_registration(registration())
         own = Hello(
-            RankId("d", rank, Generation(3)), layout, PoolMemory(0, NUM_PAGES), "sglang-nixl", agent_metadata
+            RankId("d", rank, Generation(3)),
+            layout,
+            PoolMemory(0, NUM_PAGES),
+            "sglang-nixl",
+            agent_metadata,
+            tuple([PoolMemory(0, NUM_SLOTS)] * len(layout.carried)),
         )
         self.delivered, self.lost = [], []
 
@@ -108,22 +117,22 @@ async def test_a_room_from_ticket_to_last_word():
         assert not decode.lost and not prefill.refused
 
 
-WINDOWED = replace(
-    LAYOUT,
-    groups=(
-        KvGroup(GroupKind.FULL_ATTENTION, (0,), 2, 16, "float32"),
-        KvGroup(GroupKind.SLIDING_WINDOW, (1,), 2, 16, "float32", window=32, unit_bytes=4096),
-    ),
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [([5], None), ([], "targets of the groups"), ([NUM_SLOTS], "outside")],
 )
-
-
-async def test_what_sglang_moves_by_itself_needs_no_pool_and_no_target():
-    """Its tickets say in engine_state where tails and states go."""
-    prefill, decode = Prefill(layout=WINDOWED), Decode(layout=WINDOWED)
+async def test_where_a_state_goes_is_checked(slots, said):
+    prefill, decode = Prefill(layout=HYBRID), Decode(layout=HYBRID)
+    parts, prompt_len = ticket()
+    message = frames.message_of_decode(parts, prompt_len)
+    runs = [handshake_pb2.PageRun(first_page=slot, num_pages=1) for slot in slots]
+    if runs:
+        message.ticket.targets.add(group=1, start_token=prompt_len, runs=runs)
     async with prefill.listening() as endpoint:
-        decode.send(endpoint, *ticket())
-        await until(lambda: len(prefill.delivered) == 2)
-        assert not prefill.refused
+        decode.streams.send(endpoint, message)
+        await until(lambda: len(prefill.delivered) == 2 or prefill.refused)
+        assert bool(prefill.refused) == (said is not None)
+        assert said is None or said in prefill.refused[0][1]
 
 
 async def test_words_stay_in_order_and_none_waits():
