@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from services.kv.tails import most_units, units_at
+from services.kv.carried.pool_sizes import PoolSizes, units_of_a_sequence
+from services.kv.tails import units_at
 from services.model.layer_groups import AttentionGroup, LayerGroups
+
+_LIMITS = PoolSizes()
 
 
 def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
@@ -14,9 +17,10 @@ def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
     return max(units_at(group, position, page_size) for position in positions)
 
 
-def most_running_pages(window: AttentionGroup, page_size: int, chunk_size: int) -> int:
-    """Of a windowed group: what a sequence takes that computes up to `chunk_size` tokens in a step."""
-    return most_units(window.in_layout("float32", page_size), page_size, chunk_size)
+def most_running_pages(window: AttentionGroup, page_size: int) -> int:
+    """Of a windowed group: what a sequence takes, with the default --chunk-size and --index-block."""
+    group = window.in_layout("float32", page_size)
+    return units_of_a_sequence(group, page_size, _LIMITS.chunk_size, _LIMITS.index_block)
 
 
 def tail_bytes(window: AttentionGroup, dtype: str, page_size: int, tp_size: int = 1) -> int:
@@ -41,8 +45,7 @@ class CarriedPools:
     resume_points: int
 
     def window_pages(self, window: AttentionGroup) -> int:
-        """Running sequences decode: a token a step."""
-        running = self.running * most_running_pages(window, self.page_size, 1)
+        running = self.running * most_running_pages(window, self.page_size)
         return running + self.resume_points * most_tail_pages(window, self.page_size)
 
     def window_bytes(self, window: AttentionGroup) -> int:

@@ -33,10 +33,8 @@ class SizeConfig:
         64, "conversations whose KV is to stay, running or idle", bounds=Bounds(at_least=1)
     )
     concurrency: int = setting(0, "of those, how many run at once: so many must fit")
-    resume_points: int | None = setting(
-        None,
-        "borders at which a rank keeps windows and states, if layers have them; default: one a conversation",
-        bounds=Bounds(at_least=0),
+    resume_points: int = setting(
+        32, "borders at which a rank keeps windows and states, if layers have them", bounds=Bounds(at_least=0)
     )
     ranks: int = setting(1, "decode DP ranks that share them", bounds=Bounds(at_least=1))
     tp_size: int = setting(1, "GPUs that share a rank's KV heads", bounds=Bounds(at_least=1))
@@ -151,14 +149,13 @@ def _pool(config: SizeConfig, checkpoint: dict[str, Any]) -> Pool:
 
 
 def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
-    conversations = -(-config.conversations // config.ranks)
     return CarriedPools(
         layer_groups(checkpoint),
         config.dtype or kv_dtype(checkpoint),
         config.page_size,
         config.tp_size,
         -(-max(config.concurrency, 1) // config.ranks),
-        conversations if config.resume_points is None else config.resume_points,
+        config.resume_points,
     )
 
 

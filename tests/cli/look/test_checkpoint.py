@@ -85,7 +85,7 @@ def test_no_tail_is_longer_and_one_is_as_long(checkpoint, page_size):
     group = window.in_layout("bfloat16", page_size)
     lengths = [len(tail_pages(group, position, page_size)) for position in range(3 * window.window)]
     assert max(lengths) == most_tail_pages(window, page_size)
-    assert most_tail_pages(window, page_size) <= most_running_pages(window, page_size, 1)
+    assert most_tail_pages(window, page_size) <= most_running_pages(window, page_size)
 
 
 def test_who_serves_it_is_the_exit_code(capsys, tmp_path):

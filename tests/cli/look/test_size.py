@@ -129,12 +129,12 @@ def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
 
 
 def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
-    """A tail of 127 tokens lies on three pages of 64 at most, and so does that of a sequence that decodes."""
+    """A tail of 127 tokens lies on three pages of 64 at most; with a chunk of 512 tokens it is eleven."""
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
-    lines = lines_of(capsys, tmp_path, "--conversations=10")
+    lines = lines_of(capsys, tmp_path, "--resume-points=10")
     assert lines[3:5] == [
         "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
-        "its pool           --window-pages=33 on each decode rank: 74.2 MiB per GPU "
+        "its pool           --window-pages=41 on each decode rank: 92.2 MiB per GPU "
         "(1 running, 10 resume points)",
     ]
 
