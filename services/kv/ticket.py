@@ -114,18 +114,6 @@ def check_ticket(
         StartsWithinPage: an earlier start would do.
         ProtocolError: why it cannot be honoured, as a sentence.
     """
-    check_delta(ticket, prompt_len, layout, peer_memories[0], own_generation)
-    _check_targets(ticket, layout, peer_memories)
-
-
-def check_delta(
-    ticket: KvTicket,
-    prompt_len: int | None,
-    layout: KvLayout,
-    peer_memory: PoolMemory,
-    own_generation: Generation,
-) -> None:
-    """As check_ticket, but for what is carried: for an engine that moves that by itself."""
     if ticket.prefill_generation != own_generation:
         raise StaleGeneration(
             f"the ticket is for generation {ticket.prefill_generation:016x}, this is {own_generation:016x}"
@@ -134,7 +122,8 @@ def check_delta(
         raise ProtocolError(f"the ticket has {ticket.prompt_len} prompt tokens, the request {prompt_len}")
     if not isfinite(ticket.write_until_s):
         raise ProtocolError(f"a write lease until {ticket.write_until_s} would never end")
-    _check_runs(ticket, layout.page_size, peer_memory.num_pages)
+    _check_runs(ticket, layout.page_size, peer_memories[0].num_pages)
+    _check_targets(ticket, layout, peer_memories)
 
 
 def check_layouts(own: KvLayout, peer: KvLayout) -> None:

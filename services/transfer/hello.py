@@ -18,8 +18,7 @@ class Hello:
     memory: PoolMemory
     transport: str
     agent_metadata: bytes
-    # The pools of the layout's other groups, in its order; of an engine that moves them by itself none.
-    carried_memory: tuple[PoolMemory, ...] = ()
+    carried_memory: tuple[PoolMemory, ...] = ()  # the pools of the layout's other groups, in its order
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
@@ -45,7 +44,7 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
     """The peer's Hello and its clock when it was sent.
 
     Raises:
-        ProtocolError: the message is another one, or malformed.
+        ProtocolError: the message is another one, or malformed, or has another number of pools than groups.
     """
     if message.WhichOneof("message") != "hello":
         raise ProtocolError("the first message of a Handshake stream must be Hello")
@@ -58,6 +57,8 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
         pb.agent_metadata,
         tuple(convert.memory_from_proto(memory) for memory in pb.carried_memory),
     )
+    if len(hello.carried_memory) != (due := len(hello.layout.carried)):
+        raise ProtocolError(f"hello.carried_memory has {len(hello.carried_memory)} pools, its layout {due}")
     return hello, finite("hello.monotonic_s", pb.monotonic_s)
 
 
@@ -66,6 +67,3 @@ def check_hello(own: Hello, peer: Hello) -> None:
     if peer.transport != own.transport:
         raise ProtocolError(f"the transports differ: ours is {own.transport}, the peer's {peer.transport}")
     check_layouts(own.layout, peer.layout)
-    if len(peer.carried_memory) != len(own.carried_memory):
-        told, due = len(peer.memories), len(own.memories)
-        raise ProtocolError(f"the peer tells where {told} pools lie, and we have {due}")

@@ -138,16 +138,17 @@ def test_a_hello_that_can_never_be_right_is_refused(change, reason):
 
 
 @pytest.mark.parametrize("pools", [0, 1, 3])
-def test_a_peer_with_another_number_of_pools_is_refused(pools):
-    peer = replace(HYBRID_HELLO, carried_memory=(HYBRID_HELLO.carried_memory * 2)[:pools])
-    with pytest.raises(ProtocolError, match=f"tells where {pools + 1} pools lie, and we have 3"):
-        check_hello(HYBRID_HELLO, read_hello(peer.message(0.0))[0])
-    check_hello(HYBRID_HELLO, read_hello(HYBRID_HELLO.message(0.0))[0])
+def test_a_hello_with_another_number_of_pools_than_groups_is_refused(pools):
+    memory = (HYBRID_HELLO.carried_memory * 2)[:pools]
+    message = replace(HYBRID_HELLO, carried_memory=memory).message(0.0)
+    with pytest.raises(ProtocolError, match=f"carried_memory has {pools} pools, its layout 2"):
+        read_hello(message)
 
 
-def test_of_engines_that_move_what_is_carried_by_themselves_nothing_is_told():
-    own = replace(HYBRID_HELLO, carried_memory=())
-    check_hello(own, read_hello(own.message(0.0))[0])
+def test_pools_that_no_group_has_are_refused():
+    message = replace(HELLO, carried_memory=(PoolMemory(0, 1),)).message(0.0)
+    with pytest.raises(ProtocolError, match="carried_memory has 1 pools, its layout 0"):
+        read_hello(message)
 
 
 def test_a_pool_in_memory_of_no_kind_is_refused():

@@ -90,7 +90,7 @@ async def test_ranks_whose_groups_differ_do_not_pair(pair, prefill, make_pool):
 
 async def test_a_rank_of_too_few_pools_does_not_pair(pair, prefill):
     own = pair.make_links(pools=pair.pools[:2])
-    with pytest.raises(PeerFailed, match="the peer tells where 2 pools lie, and we have 3"):
+    with pytest.raises(PeerFailed, match="carried_memory has 1 pools, its layout 2"):
         await own.link(await prefill.listen())
     await own.close()
 

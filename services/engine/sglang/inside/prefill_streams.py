@@ -18,7 +18,7 @@ import grpc
 from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.frames import Frames, ReturnAddress
 from services.engine.sglang.inside.replicas import check_tensor_parallel
-from services.kv.ticket import check_delta, hit_kind
+from services.kv.ticket import check_ticket, hit_kind
 from services.transfer.hello import Hello, check_hello, read_hello
 from services.values.errors import IsthmusError, ProtocolError, StaleGeneration
 from services.wire import convert
@@ -130,7 +130,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         own = self._own
         if not ticket.no_pages:
             typed = convert.ticket_from_proto(ticket)
-            check_delta(typed, None, own.layout, stream.peer.memory, own.rank.generation)
+            check_ticket(typed, None, own.layout, stream.peer.memories, own.rank.generation)
             return
         hit_kind(ticket.decode_prefix_len, ticket.prompt_len)
         if ticket.prefill_generation != own.rank.generation:
