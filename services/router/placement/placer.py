@@ -93,6 +93,7 @@ class Placer:
         self._draining: frozenset[RankKey] = frozenset()
         self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
+        self._telling: frozenset[RankKey] = frozenset()
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 
@@ -104,7 +105,8 @@ class Placer:
         self._note_layout()
         ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
-        self.outcomes.telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
+        self._telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
+        self.outcomes.telling = self._telling
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -195,25 +197,32 @@ class Placer:
         return request, decodes, prefills
 
     def _hits(self, found: Sequence[_Found], asked: Asked) -> list[_Hit]:
-        hashes, block_tokens, balance = asked.hashes, self._settings.index_block, self._balance
-        telling = {key: blocks for key, rank, blocks in found if rank.tells_resume_points}
+        telling = {key: blocks for key, _, blocks in found if key in self._telling} if self._telling else {}
+        resumed = self._resumed(telling, asked) if telling else {}
+        block_tokens, hits = self._settings.index_block, []
+        for key, _, blocks in found:
+            matched, worth = blocks * block_tokens, self._worth(key, asked, blocks)
+            if (of_rank := resumed.get(key)) is None:
+                hits.append(_Hit(matched, worth))
+            else:
+                hits.append(_Hit(matched, worth, of_rank[0], min(worth, of_rank[1])))
+        return hits
+
+    def _resumed(self, telling: dict[RankKey, int], asked: Asked) -> dict[RankKey, tuple[int, int]]:
+        """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
+        hashes, balance, block_tokens = asked.hashes, self._balance, self._settings.index_block
+        now = balance.clock()
         # The last token is always computed, so nobody goes on behind it.
         furthest = (asked.prompt_tokens - 1) // block_tokens
         most = {key: min(blocks, furthest) for key, blocks in telling.items()}
         matched = self._index.resume_points.deepest(hashes, most)
-        most = dict.fromkeys(telling, furthest)
-        guessed = balance.resume_guesses.deepest(hashes, most, balance.clock()) if telling else {}
-        hits = []
-        for key, _, blocks in found:
-            worth = self._worth(key, asked, blocks)
-            if key not in telling:
-                hits.append(_Hit(blocks * block_tokens, worth))
-                continue
-            resume = matched.get(key, 0) * block_tokens
-            trusted = balance.resume_trust.worth(key, resume, balance.clock())
-            soon = max(trusted, guessed.get(key, 0) * block_tokens)
-            hits.append(_Hit(blocks * block_tokens, worth, resume, min(worth, soon)))
-        return hits
+        guessed = balance.resume_guesses.deepest(hashes, dict.fromkeys(telling, furthest), now)
+        resumed = {}
+        for key in telling:
+            tokens = matched.get(key, 0) * block_tokens
+            trusted = balance.resume_trust.worth(key, tokens, now)
+            resumed[key] = tokens, max(trusted, guessed.get(key, 0) * block_tokens)
+        return resumed
 
     def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         depths = self._index.match_all(asked.hashes)
@@ -248,7 +257,8 @@ class Placer:
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
-        yield from self._resuming(side, order, asked)
+        if self._telling:
+            yield from self._resuming(side, order, asked)
         longest, ranks, taken = 0, iter(order), set[RankKey]()
         while longest < len(hashes):
             holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
