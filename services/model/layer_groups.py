@@ -84,6 +84,10 @@ class LayerGroups:
         """Whether anything beside full attention's pages crosses from rank to rank."""
         return bool(self.windows or self.recurrent)
 
+    def whole_token_bytes(self, dtype: str, tp_size: int = 1) -> int:
+        """Of a token where windows are kept whole, as SGLang does by default."""
+        return sum(group.token_bytes(dtype, tp_size) for group in (self.full, *self.windows))
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that is about text, with what its class knows and it leaves out."""

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         print(error)
     refusals = {engine: _refusal(engine, config.directory) for engine in _ENGINES}
     for engine, refusal in refusals.items():
-        said = f"refuses it: {refusal}" if refusal else _served(engine, checkpoint)
+        said = f"refuses it: {refusal}" if refusal else _served(engine, config, checkpoint)
         print(f"{engine.ljust(8)}{said}")
     return 1 if all(refusals.values()) else 0
 
@@ -106,13 +106,16 @@ def _moved(groups: LayerGroups, dtype: str, page_size: int) -> str:
     return f"From prefill to decode: {token} for each token of the delta, and {carried} however short it is."
 
 
-def _served(engine: str, checkpoint: Mapping[str, Any]) -> str:
+def _served(engine: str, config: CheckpointConfig, checkpoint: Mapping[str, Any]) -> str:
     if engine == "torch":
         return "serves it, unless its check of itself at start says otherwise"
     groups = layer_groups(checkpoint)
     if groups.recurrent:
         return "serves it; its decode finds a prefix only where it kept a state (docs/models.md)"
-    return "serves it, windows kept whole (docs/models.md)" if groups.windows else "serves it"
+    if groups.windows:
+        token = format_bytes(groups.whole_token_bytes(config.dtype or kv_dtype(checkpoint)))
+        return f"serves it, windows kept whole: {token} a token (docs/models.md)"
+    return "serves it"
 
 
 def _refusal(engine: str, directory: Path) -> str | None:

@@ -218,8 +218,13 @@ def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
 
 
 def _remarks(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
+    remarks, groups = [], layer_groups(checkpoint)
+    if groups.windows:
+        dtype = config.dtype or kv_dtype(checkpoint)
+        token = format_bytes(groups.whole_token_bytes(dtype, config.tp_size))
+        remarks.append(f"SGLang keeps windows whole unless told otherwise: {token} a token, and no tails")
     text = text_config(checkpoint)
     stated = text.get("max_position_embeddings")
     if stated and config.context_tokens > (longest := context_tokens(text)):
-        return [f"the model's context ends at {longest} tokens"]
-    return []
+        remarks.append(f"the model's context ends at {longest} tokens")
+    return remarks

@@ -105,7 +105,10 @@ def test_who_serves_it_is_the_exit_code(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("architecture", "said"),
-    [("gpt_oss", "windows kept whole"), ("qwen3_next", "finds a prefix only where it kept a state")],
+    [
+        ("gpt_oss", "windows kept whole: 1.0 KiB a token"),
+        ("qwen3_next", "finds a prefix only where it kept a state"),
+    ],
 )
 def test_what_sglang_does_otherwise_is_said(capsys, architecture, said):
     assert check.run([str(tiny_checkpoint(architecture))]) == 0

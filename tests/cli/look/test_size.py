@@ -137,6 +137,7 @@ def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
         "its pool           --window-pages=41 on each decode rank: 92.2 MiB per GPU "
         "(1 running, 10 resume points)",
     ]
+    assert lines[-1] == "SGLang keeps windows whole unless told otherwise: 72.0 KiB a token, and no tails"
 
 
 def test_what_is_beside_the_pages_must_fit_too(tmp_path, capsys):
