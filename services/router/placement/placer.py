@@ -36,6 +36,7 @@ _FEW = 16  # ranks of a role that are all priced
 _LEAST_LOADED = 6  # of many, priced in any case
 _OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
 _PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
+_DEEPEST = 128  # blocks of a prompt, of those that somebody can go on after
 _USUAL_TOKENS = 4_096  # for which a rank should have room
 _SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
 _EXPLAINED = 64  # a side; more are not shown
@@ -280,7 +281,7 @@ class Placer:
         guesses, points = self._balance.resume_guesses, self._index.resume_points
         for found in (guesses.along(asked.hashes, self._balance.clock()), points.along(asked.hashes)):
             taken: set[RankKey] = set()
-            for _, ranks in found:
+            for _, ranks in islice(found, _DEEPEST):
                 # One of those that were taken goes on further than all of these.
                 standing = (key for key in order.sorted(ranks | taken) if key in side.ranks)
                 serving = (key for key in standing if key in taken or self._may_serve(side.ranks[key], asked))
