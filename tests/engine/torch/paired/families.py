@@ -7,8 +7,10 @@ import pytest
 
 from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
-from exactness.reference import count_near_ties, random_prompt, reference_generation
+from exactness.plain_sampling import sample_row
+from exactness.reference import count_near_ties, forced_logits, random_prompt, reference_generation
 from services.cli.model_families import FAMILIES
+from services.engine.paged.runner import Chunk
 from services.engine.torch import runner
 from services.kv.tails import carried_bytes
 from services.values.rank import Plan
@@ -84,6 +86,15 @@ def check_bytes(pair, prompt_len, admitted):
     assert admitted.kv_bytes_moved == delta * layout.page_bytes + due
     assert sum(admitted.carried_bytes.values()) == due
     assert (due > 0) == bool(layout.carried)
+
+
+def sampled_as_plain(pair, prompt_ids, token_ids, sampling):
+    """What is drawn, by definition, from transformers' logits after the prompt and each of `token_ids`."""
+    logits = forced_logits(Path(pair.settings.model), prompt_ids, token_ids).numpy()
+    chunks = (
+        Chunk([0], 0, [0], True, sampling, [*prompt_ids, *token_ids[:i]], i) for i in range(len(token_ids))
+    )
+    return [sample_row(row, chunk).token_id for row, chunk in zip(logits, chunks, strict=True)]
 
 
 def evict_resume_points(pair):

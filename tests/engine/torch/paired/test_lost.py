@@ -1,0 +1,184 @@
+"""Carried wrongly between ranks or kept wrongly for later, states and tails change tokens: it would be seen.
+
+Each fault is made once two conversations have had two turns; without one the third is right.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from engine.pair import Pair, core_of
+from engine.torch.paired.families import (
+    CARRYING,
+    RECURRENT,
+    Talk,
+    evict_resume_points,
+    new_text,
+    torch_settings,
+    unchecked,  # noqa: F401
+)
+from services.engine.paged import decode
+from services.engine.torch.model.slots import SlotPool
+from services.kv.carried.carried_cache import CarriedCache
+from services.kv.carried.resume_points import ResumePoints
+from services.transfer.prefill import delta_write
+from services.values.rank import Plan
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+TURNS = (67, 7)  # and answers of 16 tokens: after them either rank has resume points, one above the other
+DEFAULT = ["falcon_h1", "gpt_oss"]
+
+
+async def notices(pair, fault, plan, seed):
+    """Whether a conversation goes on wrongly under `fault`, where another one of its length has been held, in
+    pools whose slots have all been used."""
+    evict_resume_points(pair)
+    talk, other = Talk(pair), Talk(pair)
+    for number, length in enumerate(TURNS):
+        await talk.turn(new_text(length, seed + number), max_tokens=16)
+        await other.turn(new_text(length, seed + 10 + number), max_tokens=16)
+    fill_slots(pair)
+    talk.ids += new_text(6, seed + 20)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        answer = await pair.generate(talk.ids, 12, plan)
+    try:
+        talk.check(talk.ids, answer)
+    except AssertionError as error:
+        assert re.search(r"token \d+ is \d+, not", str(error))
+        return True
+    return False
+
+
+def fill_slots(pair):
+    """What nobody holds has been somebody's: a state that is not small."""
+    for engine in (pair.decode, pair.prefill):
+        core = core_of(engine)
+        if (slots := core.runner._pools.slots) is not None:
+            units = core.carried._recurrent.units
+            free = [unit for unit in range(units.num_units) if not units.holders_of(unit)]
+            for state in slots.of_state.values():
+                state[free] += 0.5
+
+
+def nothing(patch):
+    pass
+
+
+def copies_nothing(patch):
+    """Who resumes goes on with what its slot was left with."""
+    patch.setattr(SlotPool, "copy", lambda *_: None)
+
+
+def resumes_a_block_off(patch):
+    """With the state and the tails of the point above the one it goes on at."""
+    use = ResumePoints.use
+
+    def mutated(points, node):
+        point = use(points, node)
+        above = points.deepest(node.parent)
+        assert above.position < point.position
+        return replace(above, position=point.position, tails=moved(above, point))
+
+    patch.setattr(ResumePoints, "use", mutated)
+
+
+def moved(above, point):
+    """As many pages as there should be."""
+    return tuple(
+        (pages + pages[-1:] * len(wanted))[: len(wanted)]
+        for pages, wanted in zip(above.tails, point.tails, strict=True)
+    )
+
+
+def resumes_another_branch(patch):
+    use = ResumePoints.use
+
+    def mutated(points, node):
+        point = use(points, node)
+        others = [other for other in points if other.position == point.position and other is not point]
+        return others[0]
+
+    patch.setattr(ResumePoints, "use", mutated)
+
+
+def resumes_without_the_first_page(patch):
+    """It is another one that the point holds."""
+    use = ResumePoints.use
+
+    def mutated(points, node):
+        point = use(points, node)
+        assert all(len(pages) > 1 for pages in point.tails)
+        return replace(point, tails=tuple((pages[1], *pages[1:]) for pages in point.tails))
+
+    patch.setattr(ResumePoints, "use", mutated)
+
+
+def sends_the_last_border(patch):
+    """The state up to there, instead of the one at the prompt's end."""
+    units_of = CarriedCache.units_of
+
+    def mutated(cache, seq):
+        units = units_of(cache, seq)
+        newest = list(cache.points)[-1] if len(cache.points) else None
+        assert newest is None or newest.position < seq.position or seq.position % 16 == 0
+        return (*units[:-1], (newest.slot,)) if newest is not None else units
+
+    patch.setattr(CarriedCache, "units_of", mutated)
+
+
+def sends_another_unit(patch):
+    """First of its tail, or for its state; and nobody compares digests."""
+    merge_moves = delta_write.merge_moves
+
+    def mutated(sources, targets, group):
+        if group > 0 and sources:
+            sources = [sources[0] ^ 1, *sources[1:]]
+        return merge_moves(sources, targets, group)
+
+    patch.setattr(delta_write, "merge_moves", mutated)
+    patch.setattr(decode, "is_sampled", lambda room, share: False)
+
+
+RESUMES = (resumes_a_block_off, resumes_another_branch)
+OF_STATES = (copies_nothing, *RESUMES)
+OF_STATES_SENT = (sends_the_last_border, sends_another_unit)
+OF_WINDOWS = (*RESUMES, resumes_without_the_first_page)
+
+
+def faults_of(family, plan):
+    if family in RECURRENT:
+        return OF_STATES + OF_STATES_SENT if plan is Plan.REMOTE else OF_STATES
+    return (*OF_WINDOWS, sends_another_unit) if plan is Plan.REMOTE else OF_WINDOWS
+
+
+async def check_noticed(family, plan):
+    async with Pair(torch_settings(family, max_running_requests=4)) as pair:
+        faults = nothing, *faults_of(family, plan), nothing
+        noticed = [await notices(pair, fault, plan, 100 * i) for i, fault in enumerate(faults)]
+        expected = [fault is not nothing for fault in faults]
+        assert noticed == expected, dict(zip([fault.__name__ for fault in faults], noticed, strict=True))
+
+
+@pytest.mark.parametrize("plan", list(Plan))
+@pytest.mark.parametrize("family", DEFAULT)
+async def test_what_is_lost_or_mixed_up_is_seen(family, plan):
+    await check_noticed(family, plan)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("plan", list(Plan))
+@pytest.mark.parametrize("family", [family for family in CARRYING if family not in DEFAULT])
+async def test_what_is_lost_or_mixed_up_is_seen_in_every_family(family, plan):
+    await check_noticed(family, plan)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+async def test_a_slot_that_is_not_zeroed_is_seen(family, monkeypatch):
+    async with Pair(torch_settings(family, max_running_requests=2)) as pair:
+        await Talk(pair).turn(new_text(67, 1))
+        fill_slots(pair)
+        monkeypatch.setattr(SlotPool, "zero", lambda *_: None)
+        with pytest.raises(AssertionError, match=r"token \d+ is"):
+            await Talk(pair).turn(new_text(67, 2))
