@@ -1,0 +1,76 @@
+"""A stream whose rank stops goes on at another one with the same tokens, greedy or drawn by a seed."""
+
+import asyncio
+
+import pytest
+
+from engine.pair import Pair, settled
+from engine.torch.paired.families import (
+    CARRYING,
+    GREEDY,
+    Talk,
+    new_text,
+    sampled_as_plain,
+    torch_settings,
+    unchecked,  # noqa: F401
+)
+from services.values.errors import Unavailable
+from services.values.rank import Plan
+from services.values.request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+DEFAULT = ["qwen3_5", "gpt_oss"]
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
+PROMPT, ANSWER, BEFORE = 45, 40, 22  # tokens; a border of blocks lies on either side of the death
+
+
+async def die_after(pair, request, count):
+    """Tokens that came from the first decode rank, which is stopped once `count` are there."""
+    tokens, stops = [], []
+    async with pair.outputs(request) as outputs:
+        with pytest.raises(Unavailable):
+            async for output in outputs:
+                tokens += output.token_ids
+                if len(tokens) == count:
+                    stops.append(asyncio.create_task(pair.decodes[0].stop()))
+    await asyncio.gather(*stops)
+    return tokens
+
+
+async def check_moved(family, plan, sampling):
+    async with Pair(torch_settings(family, max_running_requests=2), dp_size=2) as pair:
+        talk = Talk(pair)
+        prompt = new_text(PROMPT, 1)
+        begun = await die_after(pair, pair.request(prompt, ANSWER, plan, sampling=sampling), BEFORE)
+        assert BEFORE <= len(begun) < ANSWER
+        rest = await pair.generate(
+            prompt, ANSWER, plan, decode=1, sampling=sampling, output_ids_so_far=tuple(begun)
+        )
+        rest.tokens[:0] = begun
+        assert len(rest.tokens) == ANSWER
+        if sampling is GREEDY:
+            talk.check(prompt, rest)
+        else:
+            assert rest.tokens == sampled_as_plain(pair, prompt, rest.tokens, sampling)
+        talk.ids = [*prompt, *rest.tokens]
+        for plan in Plan:  # and the conversation goes on there
+            await talk.turn(new_text(5, 2), plan, decode=1)
+        assert talk.near_ties <= 1
+        for engine in (pair.decodes[1], *pair.prefills):
+            books = await settled(engine)
+            assert books.locked == books.private == books.quarantined == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("plan", list(Plan))
+@pytest.mark.parametrize("family", DEFAULT)
+async def test_a_stream_goes_on_where_its_rank_was_stopped(family, plan, sampling):
+    await check_moved(family, plan, sampling)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("plan", list(Plan))
+@pytest.mark.parametrize("family", [family for family in CARRYING if family not in DEFAULT])
+async def test_a_stream_of_every_family_goes_on(family, plan, sampling):
+    await check_moved(family, plan, sampling)
