@@ -90,6 +90,9 @@ class Sglang(Torch):
         yield self.running
 
 
+CARRYING = {"torch-recurrent": "falcon_h1", "torch-windowed": "gpt_oss"}
+
+
 def torch_settings(transport="local", **changes):
     settings = replace(
         FAKE,
@@ -126,6 +129,8 @@ async def sglang_pair(tmp_path_factory):
         "fake",
         "fake-carried",
         "torch",
+        "torch-recurrent",
+        "torch-windowed",
         pytest.param("torch-nixl", marks=pytest.mark.nixl),
         pytest.param("sglang", marks=SGLANG_MARKS),
     ]
@@ -138,6 +143,9 @@ def engine(request):
     if request.param == "sglang":
         pair = request.getfixturevalue("sglang_pair")
         return Sglang(pair.settings, running=pair)
+    if request.param in CARRYING:
+        model = str(tiny_checkpoint(CARRYING[request.param]))
+        return Torch(torch_settings(model=model, window_pages=64))  # of a small pool's windows few could run
     return Torch(torch_settings("nixl" if request.param == "torch-nixl" else "local"))
 
 
