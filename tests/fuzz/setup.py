@@ -6,11 +6,16 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.harness import FakeCluster
-from exactness.checkpoints import shaped_checkpoint
+from exactness.checkpoints import shaped_checkpoint, tiny_checkpoint
 
 SHAPES = (
     *("llama3-rope", "yarn", "tied-qwen3", "biased", "head-dim-128", "one-kv-head"),
     *("groups-of-7", "vocabulary-517", "three-layers", "head-dim-6"),
+)
+# That keep more than full attention's pages, or choose experts.
+FAMILIES = (
+    *("qwen3_5", "qwen3_5_moe", "nemotron_h", "falcon_h1", "gpt_oss", "gemma3", "llama4"),
+    *("minimax_m2", "deepseek_v3"),
 )
 _ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
@@ -18,8 +23,11 @@ _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", 
 
 @dataclass(frozen=True)
 class Setup:
-    """`tight`: sequences are let in as if they were to generate nothing more, so that pools overflow.
-    `kills`: ranks are killed all the while, and started again. `rank`: settings of all ranks."""
+    """`shape` is one of SHAPES or of FAMILIES, `rank` are settings of all ranks.
+
+    tight   sequences are let in as if they were to generate nothing more, so that pools overflow
+    kills   ranks are killed all the while, and started again
+    """
 
     shape: str
     plans: tuple[str, ...]
@@ -37,7 +45,8 @@ class Setup:
         )
 
     def cluster(self, etcd: str, name: str) -> FakeCluster:
-        directory = shaped_checkpoint(self.shape)
+        make = tiny_checkpoint if self.shape in FAMILIES else shaped_checkpoint
+        directory = make(self.shape)
         cluster = FakeCluster(
             etcd,
             directory,
@@ -62,7 +71,7 @@ def draw_setup(chance: random.Random) -> Setup:
     kills = not tight and chance.random() < 0.35
     page_size = chance.choice([1, 2, 4, 16, 32, 64])
     return Setup(
-        shape=chance.choice(SHAPES),
+        shape=chance.choice(SHAPES if chance.random() < 0.5 else FAMILIES),
         plans=chance.choice(_PLANS),
         decode=chance.choice([(1, 1), (1, 1, 1)] if kills else [(1,), (2,), (1, 1), (3,)]),
         prefill=(1, 1) if kills else chance.choice([(1,), (1, 1)]),

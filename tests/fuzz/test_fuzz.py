@@ -18,9 +18,12 @@ RANK = MappingProxyType(
 )
 KILLS = Setup("one-kv-head", ("remote",), (1, 1), (1, 1), False, True, RANK | {"kv_pages": 64})
 TIGHT = Setup("tied-qwen3", ("remote", "local"), (1,), (1,), True, False, RANK | {"kv_pages": 8})
+RECURRENT = Setup("qwen3_5", ("remote", "local"), (1, 1), (1, 1), False, True, RANK | {"kv_pages": 32})
+WINDOWED = Setup("gpt_oss", ("remote", "local"), (1,), (1,), True, False, RANK | {"kv_pages": 12})
+SETUPS = {"kills": KILLS, "tight": TIGHT, "recurrent-kills": RECURRENT, "windowed-tight": WINDOWED}
 
 
-@pytest.mark.parametrize("setup", [KILLS, TIGHT], ids=["kills", "tight"])
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 async def test_a_short_fuzz(etcd_endpoint, cluster_name, setup):
     """`make fuzz` has longer ones."""
     played = Round(setup, random.Random(7), cluster_name)
