@@ -76,6 +76,8 @@ class KvLayout:
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_bytes < 1:
             raise ValueError(f"page_size and page_bytes must be positive: {self}")
+        if any(group.unit_bytes < 1 for group in self.carried):
+            raise ValueError(f"units of groups beside the first must have bytes: {self}")
 
     @property
     def carried(self) -> tuple[KvGroup, ...]:

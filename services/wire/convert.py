@@ -141,6 +141,8 @@ def _group_to_proto(group: KvGroup) -> handshake_pb2.KvGroup:
 
 def layout_from_proto(pb: handshake_pb2.KvLayout, handshake_version: int) -> KvLayout:
     """The version stands beside the layout in a message."""
+    for group in pb.groups[1:]:
+        _positive("layout.groups.unit_bytes", group.unit_bytes)
     for name in ("page_size", "page_bytes", "tp_size"):
         _positive(f"layout.{name}", getattr(pb, name))
     groups = tuple(map(_group_from_proto, pb.groups))

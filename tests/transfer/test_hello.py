@@ -125,6 +125,7 @@ def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
         (lambda m: m.hello.ClearField("rank"), "worker"),
         (lambda m: setattr(m.hello, "monotonic_s", float("nan")), "monotonic_s"),
         (lambda m: setattr(m.hello.layout, "page_size", 0), "page_size"),
+        (lambda m: m.hello.layout.groups.append(m.hello.layout.groups[0]), "unit_bytes"),
         (lambda m: setattr(m.hello.memory, "kind", "TAPE"), "TAPE"),
         (lambda m: m.abort.SetInParent(), "must be Hello"),
         (lambda m: m.Clear(), "must be Hello"),

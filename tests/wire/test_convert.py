@@ -60,7 +60,15 @@ addresses = st.builds(RankAddress, ranks, names)
 rendezvous = st.builds(Rendezvous, uint64.map(Room), ranks, ranks)
 runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
 groups = st.builds(
-    KvGroup, st.sampled_from(GroupKind), ids, uint32, uint32, names, st.none() | uint32, uint32, uint64
+    KvGroup,
+    st.sampled_from(GroupKind),
+    ids,
+    uint32,
+    uint32,
+    names,
+    st.none() | uint32,
+    uint32,
+    st.integers(1, 2**64 - 1),
 )
 targets = st.builds(GroupTarget, uint32, uint32, st.lists(runs, max_size=3).map(tuple))
 layouts = st.builds(
