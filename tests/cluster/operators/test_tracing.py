@@ -122,6 +122,7 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
             "pinned": f"{placement.decode.worker}/{placement.decode.rank}",
             "predicted_decode_prefix_len": placement.predicted_prefix_len,
             "predicted_prefill_prefix_len": 20,
+            "predicted_reused_tokens": placement.predicted_reused_tokens,
             "prompt_tokens": usage.prompt_tokens,
             "decode_prefix_len": usage.decode_prefix_len,
             "prefill_prefix_len": usage.prefill_prefix_len,
