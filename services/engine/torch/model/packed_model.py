@@ -48,6 +48,11 @@ class PackedModel:
         device: torch.device = self.model.device
         return device
 
+    @property
+    def one_by_one(self) -> int:
+        """Chunks of up to so many tokens go through recurrent layers as single tokens."""
+        return _ONE_BY_ONE if self.in_place else 1
+
     def logits(self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int]) -> Tensor:
         """Compute a step, store what it keeps, and give the logits after some rows: [len(rows), vocab_size].
 
@@ -77,8 +82,7 @@ class PackedModel:
         """Where there are recurrent layers; the slots of sequences that begin are zeroed."""
         if pools.slots is None:
             return ()
-        one_by_one = _ONE_BY_ONE if self.in_place else 1
-        rows = sequence_rows(chunks, pools.slots.num_slots, self.device, one_by_one)
+        rows = sequence_rows(chunks, pools.slots.num_slots, self.device, self.one_by_one)
         pools.slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
         return rows
 

@@ -183,7 +183,7 @@ class _Check:
             shuffled = self._chance.sample(list(chunks), len(chunks))
             errors = self._step([(sequences[what], chunks[what]) for what in shuffled])
             for what, of_chunk in zip(shuffled, errors, strict=True):
-                rows[what] += _rows(chunks[what], of_chunk, rows[what])
+                rows[what] += self._rows(chunks[what], of_chunk, rows[what])
         for what, of_sequence in rows.items():
             self._findings.add(f"sequence {what!r}", of_sequence)
 
@@ -201,7 +201,7 @@ class _Check:
             rows: list[CheckedRow] = []
             with self._lose(lost, again):
                 for chunk in cut.chunks():
-                    rows += _rows(chunk, self._step([(again, chunk)])[0], rows)
+                    rows += self._rows(chunk, self._step([(again, chunk)])[0], rows)
             if lost is None:
                 self._findings.add("one that is resumed", rows)
             else:
@@ -247,6 +247,14 @@ class _Check:
             for sequence, positions in parts
         ]
 
+    def _rows(self, chunk: range, errors: Sequence[float], before: Sequence[CheckedRow]) -> list[CheckedRow]:
+        is_single = len(chunk) <= self._model.one_by_one
+        after_singles = is_single or any(row.after_singles for row in before)
+        return [
+            CheckedRow(position, error, position == chunk.start, after_singles)
+            for position, error in zip(chunk, errors, strict=False)
+        ]
+
     def _chunk(self, sequence: _Sequence, positions: range) -> Chunk:
         return Chunk(
             sequence.ids[positions.start : positions.stop],
@@ -264,14 +272,6 @@ _STATE = "state"
 
 def _page_of(group: int) -> str:
     return f"first page of group {group}"
-
-
-def _rows(chunk: range, errors: Sequence[float], before: Sequence[CheckedRow]) -> list[CheckedRow]:
-    after_singles = len(chunk) == 1 or any(row.after_singles for row in before)
-    return [
-        CheckedRow(position, error, position == chunk.start, after_singles)
-        for position, error in zip(chunk, errors, strict=False)
-    ]
 
 
 def _error(got: Tensor, plain: Tensor) -> float:

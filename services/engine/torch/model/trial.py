@@ -61,8 +61,8 @@ class Trial:
 def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
     """For the longest `window`; where that is longer than `most_tokens`, which takes time, a falls short."""
     border = -(-_LEAST_BORDER // page_size) * page_size
-    before, after = (33, 2, border - 42, 7), (65, 3)
-    rest = max(2, min(window + _AFTER_A_WINDOW, most_tokens) - border - sum(after))
+    before, after = (33, 5, border - 45, 7), (65, 4)
+    rest = max(4, min(window + _AFTER_A_WINDOW, most_tokens) - border - sum(after))
     together = {
         "a": Cut((*before, *after, rest)),
         "whole": Cut((min(_LONGEST_SCAN + 8, most_tokens), 1, 3)),
@@ -70,4 +70,4 @@ def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
         "first": Cut((40,)),
         "second": Cut((17, 1, 1), first_step=1),
     }
-    return Trial(together, Cut((2, 64, 1, rest + 1), start=border), len(before))
+    return Trial(together, Cut((2, 64, 1, rest + 2), start=border), len(before))

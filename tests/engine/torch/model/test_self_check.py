@@ -161,7 +161,7 @@ def test_a_window_that_the_check_does_not_reach_is_told(logged, monkeypatch):
     assert "self_check_short" not in logged.text
     monkeypatch.setattr(self_check, "_MOST_TOKENS", 20)
     check(model, 16, "model")
-    assert "self_check_short window=250 tokens=182" in logged.text
+    assert "self_check_short window=250 tokens=185" in logged.text
 
 
 def test_a_clamp_that_chunks_have_alone_passes(logged):
@@ -173,6 +173,7 @@ def test_a_clamp_that_chunks_have_alone_passes(logged):
                 parameter.sub_(2.5)
     check(model, 16, "model")
     assert "self_check_passed" in logged.text
+    assert model.in_place  # and not because nothing was computed so
 
 
 def test_memory_that_is_short_may_be_there_another_time(monkeypatch):
