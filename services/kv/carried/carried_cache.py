@@ -45,6 +45,7 @@ class SequenceCarried:
     position: int  # that it goes on at: a resume point's, or 0
     slot: PageId | None
     tails: list[Tail]  # by windowed group
+    resumed: int = 0  # the resume point that it went on from last
     saved: SavedPoint | None = None
     quarantined: bool = False
 
@@ -203,7 +204,7 @@ class CarriedCache:
         """The border that was noted last, at `node`, becomes a resume point."""
         point, seq.saved = seq.saved, None
         if point is not None:
-            self.points.keep(node, point, self._size_bytes(point))
+            self.points.keep(node, point, self._size_bytes(point), seq.resumed)
 
     def close(self, seq: SequenceCarried) -> None:
         """Give everything back. Raises ProtocolError: it is not open."""
@@ -266,7 +267,7 @@ class CarriedCache:
         """Hold what the point holds, instead of what it has of tails; the state is a copy."""
         if point is None:
             return
-        seq.position = point.position
+        seq.position = seq.resumed = point.position
         self._hold(point.tails)
         for pool, tail, pages in zip(self._windowed, seq.tails, point.tails, strict=True):
             pool.units.drop(tail.pages)

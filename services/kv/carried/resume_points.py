@@ -42,10 +42,11 @@ class _KeptPoint:
     uses: int = 1  # that it is expected to be of, as far as what is past tells
     passed: bool = False  # there has been a point below it
 
-    def pass_by(self) -> None:
-        """Whom it was kept for has a point below: neither that use nor the way there will be again."""
+    def pass_by(self, resumed: int) -> None:
+        """Who went on from `resumed` has a point below: one that it was kept for, or used for, is past."""
         if not self.passed:
-            self.passed, self.uses = True, max(0, self.uses - 2)
+            past = 2 if resumed == self.point.position else 1
+            self.passed, self.uses = True, max(0, self.uses - past)
 
     @property
     def worth(self) -> float:
@@ -68,8 +69,11 @@ class ResumePoints:
     def __iter__(self) -> Iterator[SavedPoint]:
         return (kept.point for kept in self._kept.values())
 
-    def keep(self, node: Node, point: SavedPoint, size_bytes: int) -> None:
-        """From now on sequences may go on at `node`. A node that has a point keeps that one."""
+    def keep(self, node: Node, point: SavedPoint, size_bytes: int, resumed: int = 0) -> None:
+        """From now on sequences may go on at `node`. A node that has a point keeps that one.
+
+        `resumed`: the position that the sequence itself went on from.
+        """
         if (kept := self._kept.get(node)) is not None:
             self._touch(kept)
             self.drop(point)
@@ -82,7 +86,7 @@ class ResumePoints:
             if other.node is not node and _is_above(node, other.node):
                 other.above, kept.passed = point.position, True
         if kept_above is not None:
-            kept_above.pass_by()
+            kept_above.pass_by(resumed)
         if node.block_hash is not None:
             self.events.note(node.block_hash, stored=True)
 

@@ -20,9 +20,9 @@ class Store:
         self.tree.insert(self.tree.root(""), ids, pages)
         return self.tree.match(ids, "").node
 
-    def keep(self, ids, size_bytes=1):
+    def keep(self, ids, size_bytes=1, resumed=0):
         node = self.path(ids)
-        self.points.keep(node, SavedPoint(len(ids), None, ()), size_bytes)
+        self.points.keep(node, SavedPoint(len(ids), None, ()), size_bytes, resumed)
         self.points.check()
         return node
 
@@ -69,7 +69,7 @@ def test_what_a_conversation_has_passed_goes_before_where_it_is(store):
     store.keep([2] * 4)
     passed = store.keep([1] * 100)
     store.points.use(passed)
-    store.keep([1] * 102)
+    store.keep([1] * 102, resumed=100)
     assert store.all_evicted() == [100, 4, 102]
 
 
@@ -78,8 +78,16 @@ def test_a_point_that_others_go_on_from_stays_though_it_was_passed(store):
     passed = store.keep([1] * 8)
     for answer in (3, 4, 5):
         store.points.use(passed)
-        store.keep([1] * 8 + [answer] * 2)
+        store.keep([1] * 8 + [answer] * 2, resumed=8)
     assert store.all_evicted()[-1] == 8
+
+
+def test_who_made_a_point_does_not_take_the_use_of_another(store):
+    """It was kept for a second prompt that begins so, which comes to it before the first one ends."""
+    store.keep([2] * 6)
+    store.points.use(store.keep([1] * 8))
+    store.keep([1] * 8 + [3] * 2)
+    assert store.all_evicted() == [10, 6, 8]
 
 
 def test_where_two_have_parted_a_third_is_expected(store):
