@@ -88,24 +88,20 @@ def _carried_tokens(measured: Measured) -> int:
 
 
 def verdicts(
-    sides: Iterable[Row], shortage: Iterable[Row], hits: Iterable[Row], computed: Iterable[Row]
+    sides: Sequence[Row], shortage: Sequence[Row], hits: Sequence[Row], computed: Sequence[Row]
 ) -> list[Row]:
-    """What the goals are, and what came of them; the worst of each."""
+    """Of what was measured: what the goals are, and what came of them; the worst of each."""
     light = [row for row in shortage if _number(row["carried_tokens"]) < _LIGHT_TOKENS]
-    measured = [*sides]
-    return [
-        verdict("decode hits, of attention alone", ">=", 0.98, _least(hits, "of_attention")),
-        verdict("turns whose bytes are not the formula's", "<=", 0.0, _most(measured, "wrong_bytes")),
-        verdict("rejected", "<=", 0.0, _most(measured, "rejected")),
-        verdict("TTFT p50, light states", ">=", 4.0, _least(light, "ttft_p50_ratio")),
-        verdict("throughput, light states", ">=", 1.3, _least(light, "throughput_ratio")),
-        verdict(
-            "computed by prefill, a point for each that comes back",
-            "<=",
-            1.1,
-            _most([row for row in computed if row["enough"]], "of_unlimited"),
-        ),
-    ]
+    enough = [row for row in computed if row["enough"]]
+    goals = (
+        ("decode hits, of attention alone", ">=", 0.98, _least(hits, "of_attention")),
+        ("turns whose bytes are not the formula's", "<=", 0.0, _most(sides, "wrong_bytes")),
+        ("rejected", "<=", 0.0, _most(sides, "rejected")),
+        ("TTFT p50, light states", ">=", 4.0, _least(light, "ttft_p50_ratio")),
+        ("throughput, light states", ">=", 1.3, _least(light, "throughput_ratio")),
+        ("computed by prefill, a point for each that comes back", "<=", 1.1, _most(enough, "of_unlimited")),
+    )
+    return [verdict(name, sign, wanted, got) for name, sign, wanted, got in goals if got is not None]
 
 
 def _least(rows: Iterable[Row], name: str) -> float | None:

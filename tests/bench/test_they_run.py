@@ -22,7 +22,7 @@ def test_decode_cache_quickly(tmp_path, monkeypatch):
     assert all(row["rejected"] == 0 for row in written["rows"])
 
 
-@pytest.mark.parametrize("engine", ["fake"])
+@pytest.mark.parametrize("engine", ["fake", "torch"])
 def test_hybrid_quickly(tmp_path, monkeypatch, engine):
     figures = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["hybrid", "--quick", f"--engine={engine}", f"--json={figures}"])
