@@ -104,13 +104,15 @@ def resumes_another_branch(patch):
 
 
 def resumes_without_the_first_page(patch):
-    """It is another one that the point holds."""
+    """Of its tails: in its place is one of another point."""
     use = ResumePoints.use
 
     def mutated(points, node):
         point = use(points, node)
-        assert all(len(pages) > 1 for pages in point.tails)
-        return replace(point, tails=tuple((pages[1], *pages[1:]) for pages in point.tails))
+        held = {page for pages in point.tails for page in pages}
+        strange = next(other.tails for other in points if not held.intersection(*other.tails))
+        tails = zip(point.tails, strange, strict=True)
+        return replace(point, tails=tuple((theirs[0], *pages[1:]) for pages, theirs in tails))
 
     patch.setattr(ResumePoints, "use", mutated)
 
