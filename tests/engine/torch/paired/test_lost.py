@@ -26,7 +26,9 @@ from services.transfer.prefill import delta_write
 from services.values.rank import Plan
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-TURNS = (67, 7)  # and answers of 16 tokens: after them either rank has resume points, one above the other
+# New tokens and answers: then prefill has resume points at 64 and 80, decode at 80 and 112. At none of these
+# a chunk of 24 begins, for there nothing is carried.
+TURNS = ((67, 16), (7, 30))
 DEFAULT = ["falcon_h1", "gpt_oss"]
 
 
@@ -35,9 +37,9 @@ async def notices(pair, fault, plan, seed):
     pools whose slots have all been used."""
     evict_resume_points(pair)
     talk, other = Talk(pair), Talk(pair)
-    for number, length in enumerate(TURNS):
-        await talk.turn(new_text(length, seed + number), max_tokens=16)
-        await other.turn(new_text(length, seed + 10 + number), max_tokens=16)
+    for number, (length, max_tokens) in enumerate(TURNS):
+        await talk.turn(new_text(length, seed + number), max_tokens=max_tokens)
+        await other.turn(new_text(length, seed + 10 + number), max_tokens=max_tokens)
     fill_slots(pair)
     talk.ids += new_text(6, seed + 20)
     with pytest.MonkeyPatch.context() as patch:
