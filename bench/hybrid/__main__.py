@@ -96,7 +96,7 @@ def replayed(models: Sequence[Model], load: Load, seed: int) -> tuple[list[Row],
 def cases_of(models: Sequence[Model], load: Load, in_torch: bool) -> list[Case]:
     """Engine torch takes a minute to start those of one case where the machine is busy."""
     if load.quick:
-        return [load.ample(models[0]), load.short(models[1])]
+        return [load.short(models[0])] if in_torch else [load.ample(models[0]), load.short(models[1])]
     return [*map(load.ample, models[: 1 if in_torch else 2]), *map(load.short, models)]
 
 
