@@ -129,8 +129,8 @@ async def sglang_pair(tmp_path_factory):
         "fake",
         "fake-carried",
         "torch",
-        "torch-recurrent",
-        "torch-windowed",
+        pytest.param("torch-recurrent", marks=pytest.mark.exact),
+        pytest.param("torch-windowed", marks=pytest.mark.exact),
         pytest.param("torch-nixl", marks=pytest.mark.nixl),
         pytest.param("sglang", marks=SGLANG_MARKS),
     ]

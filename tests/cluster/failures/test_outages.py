@@ -6,6 +6,7 @@ What the mirrors alone go through in each of these is in tests/index/test_outage
 import asyncio
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -189,7 +190,7 @@ async def test_all_members_lose_their_data(tmp_path, model_dir, cluster_name):
             keys = ClusterKeys(cluster_name)
             await until(lambda: exists(admin, keys.schema))
             for rank in cluster.ranks.values():
-                assert await exists(admin, keys.registration(rank.address.id.key))
+                await until(partial(exists, admin, keys.registration(rank.address.id.key)))
         # A rank that comes now joins those who were there.
         await cluster.stop_rank("decode-0/1")
         await cluster.start_rank("decode", "decode-0", 1)
