@@ -61,10 +61,8 @@ def test_greedy_output_is_that_of_transformers(family):
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(
-    "chunk_sizes", [(1,) * 5, (7,) * 5, (64,) * 5, (65,) * 5, (500,) * 5, (2, 3, 33, 7, 1)]
-)
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("chunk_sizes", [(1,) * 5, (7,) * 5, (65,) * 5, (2, 3, 33, 7, 1)])
 @pytest.mark.parametrize("family", SERVED)
 def test_greedy_output_is_that_of_transformers_however_it_is_cut(family, chunk_sizes, page_size):
     check_packed(family, page_size, chunk_sizes, max_tokens=40)
