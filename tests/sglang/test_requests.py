@@ -16,7 +16,7 @@ async def test_a_priority_is_heeded_or_refused(checkpoint, engine):
         with pytest.raises(InvalidRequest, match="priority"):
             engine(worker, OWN)._body(request, 7, 0)
         assert "priority" not in engine(worker, OWN)._body(plain, 7, 0)
-    async with worker_on(None, checkpoint, engine_args=("--enable-priority-scheduling",)) as worker:
+    async with worker_on(None, checkpoint, engine_arg=("--enable-priority-scheduling",)) as worker:
         assert engine(worker, OWN)._body(request, 7, 0)["priority"] == 2
         assert engine(worker, OWN)._body(plain, 7, 0)["priority"] == 0
 
