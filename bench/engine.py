@@ -112,7 +112,7 @@ class Ours:
             Chunk([token_id], self._end, pages, True, GREEDY)
             for token_id, pages in zip(self._ids, self.tables, strict=True)
         ]
-        self._ids = [sampled.token_id for sampled in self._runner.run(chunks) if sampled is not None]
+        self._ids = [sampled.token_id for (sampled,) in self._runner.run(chunks)]
         self._end += 1
         return self._ids
 
@@ -226,12 +226,11 @@ def prefill_rows(runner: TorchRunner, model: PreTrainedModel, plan: Plan, rng: r
 
 def prefill(runner: TorchRunner, prompt: Sequence[int], pages: list[PageId], chunk_size: int) -> int:
     """The first token after `prompt`."""
-    sampled = None
     for start in range(0, len(prompt), chunk_size):
         part = prompt[start : start + chunk_size]
         last = start + len(part) == len(prompt)
-        [sampled] = runner.run([Chunk(part, start, pages, last, GREEDY)])
-    assert sampled is not None
+        [choices] = runner.run([Chunk(part, start, pages, last, GREEDY)])
+    [sampled] = choices
     return sampled.token_id
 
 

@@ -57,12 +57,13 @@ class CountingRunner:
         self.memory = PoolMemory(0, books.num_pages)
         self.carried_memory: tuple[PoolMemory, ...] = ()
         self.vocab_size = self.max_context_tokens = 1 << 30
+        self.max_step_drafts = 0
         self.computed_tokens = self.num_steps = 0
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+    def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         self.num_steps += 1
         self.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
-        return [_TOKEN if chunk.sample else None for chunk in chunks]
+        return [(_TOKEN,) if chunk.sample else () for chunk in chunks]
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
         pass

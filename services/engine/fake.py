@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.paged.runner import Chunk, Sampled
+from services.engine.paged.runner import Chunk, Sampled, keep_accepted
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.request import TokenLogprobs
@@ -48,6 +48,7 @@ class FakeRunner:
         vocab_size: int = VOCAB_SIZE,
         carried: Sequence[KvGroup] = (),
         carried_units: Sequence[int] = (),
+        max_step_drafts: int = 1024,
         speed: FakeSpeed = FakeSpeed(),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -61,6 +62,7 @@ class FakeRunner:
         self._sleep = sleep
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
+        self.max_step_drafts = max_step_drafts
         groups = tuple(
             replace(g, unit_bytes=p[0].nbytes) for g, p in zip(carried, self.carried_pools, strict=True)
         )
@@ -68,8 +70,8 @@ class FakeRunner:
         self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
         self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
-        prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1)
+    def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
+        prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1 + c.num_drafts)
         pause_s = self._speed.step_s + self._speed.prompt_token_s * prompt_tokens
         if pause_s > 0:
             self._sleep(pause_s)
@@ -87,16 +89,26 @@ class FakeRunner:
     def close(self) -> None:
         self.slots = np.zeros((0, 0), dtype=np.uint64)
 
-    def _run_chunk(self, chunk: Chunk) -> Sampled | None:
-        page_size = self.layout.page_size
+    def _run_chunk(self, chunk: Chunk) -> tuple[Sampled, ...]:
+        page_size, states = self.layout.page_size, list[list[int]]()
         for position, token in enumerate(chunk.token_ids, start=chunk.start):
             value = self._carry(chunk, position, _mix(token, position))
             if position >= chunk.store_from:
                 self.slots[chunk.pages[position // page_size], position % page_size] = value
+            states.append([int(pool[chunk.slot, -1]) for pool in self._pools_of(GroupKind.RECURRENT)])
         if not chunk.sample:
-            return None
-        slots = self.slots[list(chunk.pages)].reshape(-1)[: chunk.end]
-        token = _draw(int(slots.sum(dtype=np.uint64)), chunk.end, self.vocab_size)
+            return ()
+        first = chunk.end - chunk.num_drafts
+        kept = keep_accepted(chunk.drafts, [self._choose(chunk, end) for end in range(first, chunk.end + 1)])
+        after = states[len(chunk.token_ids) - chunk.num_drafts + len(kept) - 2]
+        for pool, state in zip(self._pools_of(GroupKind.RECURRENT), after, strict=True):
+            pool[chunk.slot] = state
+        return kept
+
+    def _choose(self, chunk: Chunk, end: int) -> Sampled:
+        """After `end` tokens."""
+        slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
+        token = _draw(int(slots.sum(dtype=np.uint64)), end, self.vocab_size)
         wanted = chunk.sampling.logprobs is not None
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 

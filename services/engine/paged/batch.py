@@ -1,18 +1,22 @@
 """What sequences contribute to a step. Reads them, changes nothing."""
 
+from collections.abc import Sequence as SequenceOf
+
 from services.engine.paged.runner import Chunk, TailPages
 from services.engine.paged.sequence import Sequence
 
+Ids = SequenceOf[int]
 
-def chunk_of(seq: Sequence, size: int, page_size: int) -> Chunk:
-    """Its next `size` tokens."""
+
+def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chunk:
+    """Its next `size` tokens, and where they are its last ones `drafts` behind them."""
     assert seq.pages is not None and seq.carried is not None
     end = seq.computed + size
     last = end == len(seq.ids)
     return Chunk(
-        token_ids=seq.ids[seq.computed : end],
+        token_ids=[*seq.ids[seq.computed : end], *drafts],
         start=seq.computed,
-        pages=seq.pages.pages[: -(-end // page_size)],
+        pages=seq.pages.pages[: -(-(end + len(drafts)) // page_size)],
         sample=last,
         sampling=seq.request.sampling,
         history=seq.ids if last else (),
@@ -21,7 +25,25 @@ def chunk_of(seq: Sequence, size: int, page_size: int) -> Chunk:
         store_from=seq.stored,
         tails=tuple(TailPages(tail.first_page, tail.pages) for tail in seq.carried.tails),
         slot=seq.carried.slot,
+        num_drafts=len(drafts),
     )
+
+
+def most_drafts(seq: Sequence, max_context_tokens: int) -> int:
+    """How many tokens it may generate at the most, but for one."""
+    left = max_context_tokens - len(seq.ids)
+    max_tokens = seq.request.sampling.max_tokens
+    if max_tokens is not None:
+        left = min(left, max_tokens - seq.num_output)
+    return max(0, left - 1)
+
+
+def usable_drafts(seq: Sequence, ids: Ids, most: int, vocab_size: int) -> Ids:
+    """Up to one that would end it: that is for the target to say, and nothing follows it."""
+    for index, token_id in enumerate(ids[:most]):
+        if token_id in seq.ending_ids or not 0 <= token_id < vocab_size:
+            return ids[:index]
+    return ids[:most]
 
 
 def lacks_slot(seq: Sequence, page_size: int) -> bool:

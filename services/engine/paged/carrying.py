@@ -69,6 +69,11 @@ class Carrying:
         self._books.extend(seq.carried, end)
         return end
 
+    def most_ahead(self, seq: Sequence, most: int) -> int:
+        """How many tokens behind its newest one a step may compute, of `most`: past a border it would lose
+        what it is to keep there."""
+        return most if self._books.is_empty else min(most, -len(seq.ids) % self._books.index_block)
+
     def account(self, seq: Sequence) -> None:
         """A chunk of it was computed, and its pages are published."""
         assert seq.carried is not None

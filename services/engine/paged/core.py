@@ -10,10 +10,20 @@ The core owns every page through its PrefixCache; `check()` proves that each is 
 """
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
+from services.engine.paged.batch import (
+    chunk_of,
+    computes_next_page_of,
+    computes_towards,
+    lacks_slot,
+    most_drafts,
+    usable_drafts,
+)
 from services.engine.paged.carrying import Carrying
+from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
+from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
@@ -57,12 +67,17 @@ class EngineCore:
         limits: Limits,
         clock: Clock,
         carried: CarriedCache | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`carried` is due where the layout carries anything; its resume points are of `cache`'s tree."""
+        """`carried` is due where the layout carries anything; its resume points are of `cache`'s tree.
+
+        Without `drafting` each step gives a sequence one token.
+        """
         self.runner = runner
         self.cache = cache
         self.carried = carried or CarriedCache(runner.layout, ())
         self._carrying = Carrying(self.carried, cache, limits.chunk_size)
+        self._drafting = drafting or NoDrafting()
         self._limits = limits
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
@@ -168,7 +183,8 @@ class EngineCore:
         admitted = self._let_in_landed() | self._admit()
         batch = list(self._decode_chunks())
         num_decoding = len(batch)
-        batch += self._prompt_chunks(num_decoding)
+        num_rows = sum(len(chunk.token_ids) for _, chunk in batch)
+        batch += self._prompt_chunks(num_rows)
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
@@ -178,7 +194,8 @@ class EngineCore:
             self.failed_steps += 1
             raise RunnerFailed(type(error).__name__) from error
         self.failed_steps = 0
-        self._measure(batch, num_decoding, self._clock() - began)
+        prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
+        self._measure(num_rows, prompt_tokens, self._clock() - began)
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
         return True
@@ -328,13 +345,37 @@ class EngineCore:
         self.cache.make_room(sum(lacks_slot(seq, self.page_size) for seq in decoding))
         # Growing may retract sequences, earlier ones included, so the batch is read off afterwards.
         grown = [s for s in decoding if s.phase is Phase.DECODING and self._grow(s)]
-        for seq in grown:
-            if seq.phase is Phase.DECODING:
-                yield seq, self._chunk(seq, 1)
+        decoding = [seq for seq in grown if seq.phase is Phase.DECODING]
+        for seq, proposal in zip(decoding, self._propose(decoding), strict=True):
+            yield seq, self._verifying_chunk(seq, proposal)
 
-    def _prompt_chunks(self, num_decoding: int) -> list[tuple[Sequence, Chunk]]:
+    def _propose(self, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
+        wishes = [Wish(seq, self._most_drafts(seq)) for seq in decoding]
+        return self._drafting.propose(wishes, self.runner.max_step_drafts, self._step_times)
+
+    def _most_drafts(self, seq: Sequence) -> int:
+        return self._carrying.most_ahead(seq, most_drafts(seq, self.max_context_tokens))
+
+    def _verifying_chunk(self, seq: Sequence, proposal: Proposal | None) -> Chunk:
+        """Its newest token, and what is proposed to follow as far as that can be and has pages."""
+        ids = proposal.ids if proposal is not None else ()
+        ids = usable_drafts(seq, ids, self._most_drafts(seq), self.runner.vocab_size)
+        ids = ids[: self._grow_ahead(seq, len(ids))]
+        seq.proposal = replace(proposal, ids=ids) if proposal is not None and ids else None
+        self._carrying.chunk_end(seq, len(seq.ids) + len(ids))
+        return chunk_of(seq, 1, self.page_size, ids)
+
+    def _grow_ahead(self, seq: Sequence, num_drafts: int) -> int:
+        """For how many of its drafts there are slots: nobody gives up pages for a guess."""
+        assert seq.pages is not None
+        missing = -(-(len(seq.ids) + num_drafts) // self.page_size) - len(seq.pages.pages)
+        while missing > 0 and not self.cache.extend(seq.pages, missing):
+            missing -= 1
+        return min(num_drafts, len(seq.pages.pages) * self.page_size - len(seq.ids))
+
+    def _prompt_chunks(self, num_rows: int) -> list[tuple[Sequence, Chunk]]:
         """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
-        budget = self._chunk_budget(num_decoding)
+        budget = self._chunk_budget(num_rows)
         chunks: list[tuple[Sequence, Chunk]] = []
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         for seq in sorted(computing, key=place_in_line):
@@ -358,9 +399,9 @@ class EngineCore:
             return computes_next_page_of(other, seq, self.page_size)
         return computes_towards(other, seq)
 
-    def _chunk_budget(self, num_decoding: int) -> int:
+    def _chunk_budget(self, num_rows: int) -> int:
         limits = self._limits
-        return self._step_times.chunk_tokens(num_decoding, limits.itl_target_s, limits.chunk_size)
+        return self._step_times.chunk_tokens(num_rows, limits.itl_target_s, limits.chunk_size)
 
     def _catch_up(self, seq: Sequence) -> None:
         """Take over what others have computed of its prompt since it was admitted."""
@@ -414,13 +455,18 @@ class EngineCore:
 
     # -- afterwards -------------------------------------------------------------------------------
 
-    def _account(self, seq: Sequence, chunk: Chunk, sampled: Sampled | None) -> None:
-        seq.computed = chunk.end
+    def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
+        for accepted in sampled[:-1]:
+            self._append(seq, accepted)  # which ends nothing: see usable_drafts
+        if seq.proposal is not None:
+            self._drafting.note(seq, seq.proposal, len(sampled) - 1)
+            seq.proposal = None
+        seq.computed = chunk.end - chunk.num_drafts + max(0, len(sampled) - 1)
         self._publish(seq)
         self._carrying.account(seq)
         self._offer(seq)
-        if sampled is not None:
-            self._append(seq, sampled)
+        if sampled:
+            self._append(seq, sampled[-1])
 
     def _publish(self, seq: Sequence) -> None:
         assert seq.pages is not None
@@ -464,7 +510,8 @@ class EngineCore:
 
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
         held = seq.pages is not None
-        seq.phase = Phase.ENDED
+        seq.phase, seq.proposal = Phase.ENDED, None
+        self._drafting.ended(seq)
         if not held:
             return
         self._gate.note_news()  # its place in the batch is free, if not its pages
@@ -488,10 +535,9 @@ class EngineCore:
     def _emit(self, seq: Sequence, event: Event) -> None:
         self._events.append((seq, event))
 
-    def _measure(self, batch: list[tuple[Sequence, Chunk]], num_decoding: int, took_s: float) -> None:
+    def _measure(self, num_rows: int, prompt_tokens: int, took_s: float) -> None:
         self._step_s = took_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * took_s
-        prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
-        self._step_times.note(num_decoding, prompt_tokens, took_s)
+        self._step_times.note(num_rows, prompt_tokens, took_s)
         if prompt_tokens:
             self._prompt_steps = self._prompt_steps.with_steps(took_s)
         else:

@@ -33,7 +33,7 @@ class Chunk:
     pages: Sequence[PageId]
     sample: bool  # choose the token that follows the chunk
     sampling: SamplingParams
-    # Only read when `sample` is set. `history` is every id up to and with the chunk's last one;
+    # Only read when `sample` is set. `history` is every id up to and with the chunk's last one, drafts apart;
     # its last `num_output_ids` ids are generated ones (penalties, min_tokens).
     history: Sequence[int] = ()
     num_output_ids: int = 0
@@ -44,10 +44,17 @@ class Chunk:
     )
     tails: tuple[TailPages, ...] = ()  # of each windowed group, in the layout's order
     slot: int | None = None  # where the recurrent state is, and goes; no other chunk of the step has it
+    # Its last tokens are guesses: each is to be kept where it is what would have been chosen. `history` ends
+    # before them.
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +87,21 @@ class ModelRunner(Protocol):
     @property
     def max_context_tokens(self) -> int: ...
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+    @property
+    def max_step_drafts(self) -> int:
+        """The most drafts in one step, of all its chunks together."""
+
+    def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """Compute one step: store every chunk's KV into its pages, choose the tokens asked for.
 
-        Returns one entry per chunk, None where `sample` is not set. When it returns, the KV is in
+        Returns one entry per chunk, () where `sample` is not set. When it returns, the KV is in
         memory and may be read by a transport. Chunks of any lengths may be mixed. No two chunks
         write the same page; they may read the same ones.
+
+        A chunk with drafts gets the choice before each of them and after the last, as they would be
+        without drafts, up to the first that is not what was guessed: 1 to num_drafts + 1 of them. Its
+        slot then has the state after start + that many tokens. The KV of drafts that were wrong stays
+        behind in its pages; whoever writes these positions next writes over it.
         """
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -102,3 +118,11 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free the pool."""
+
+
+def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sampled, ...]:
+    """Of the choices before each draft and after the last: up to the first that is not its draft."""
+    for index, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
+        if choice.token_id != draft:
+            return tuple(choices[: index + 1])
+    return tuple(choices)

@@ -23,6 +23,7 @@ token; its pages stay until the room has let go of them (`room_open`).
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.runner import Sampled
 from services.kv.carried.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
@@ -67,6 +68,7 @@ class Sequence:
     admitted_s: float | None = None
     uncached_tokens: int = 0  # estimated at submission, for the load report
     first_token: Sampled | None = None  # while LANDED
+    proposal: Proposal | None = None  # that the step which runs verifies
     prefix_limit: int | None = None  # tokens of its prompt that may be matched; None: all
     reused_tokens: int = 0  # of its prompt, that others had computed
     retractions: int = 0

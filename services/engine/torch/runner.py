@@ -87,7 +87,11 @@ class TorchRunner:
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+    @property
+    def max_step_drafts(self) -> int:
+        return 0
+
+    def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """See ModelRunner.run. Raises ProtocolError for a chunk that is empty or lacks pages."""
         if not chunks:
             return []
@@ -110,10 +114,10 @@ class TorchRunner:
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         return self._pools.read(pages, group)
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+    def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         with torch.inference_mode():
             sampled = iter(sample(self._forward(chunks), [chunk for chunk in chunks if chunk.sample]))
-        return [next(sampled) if chunk.sample else None for chunk in chunks]
+        return [(next(sampled),) if chunk.sample else () for chunk in chunks]
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from services.engine.fake import FakeModel, FakeRunner, continuation
+from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
 from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Offered, Reserved, Token
 from services.engine.paged.sequence import Sequence
 from services.kv.carried.carried_cache import CarriedCache
@@ -54,6 +55,8 @@ class Rank:
         carried=(),
         room_for=8,
         block_pages=1,
+        drafting=None,
+        max_step_drafts=1024,
         **limits,
     ):
         """The pools of what is carried have room for so many sequences, at once or as resume points."""
@@ -64,7 +67,11 @@ class Rank:
         block = block_pages * page_size
         units = [room_for * units_of_a_sequence(g, page_size, chunk_size, block) for g in carried]
         self.runner = FakeRunner(
-            num_pages=num_pages, page_size=page_size, carried=carried, carried_units=units
+            num_pages=num_pages,
+            page_size=page_size,
+            carried=carried,
+            carried_units=units,
+            max_step_drafts=max_step_drafts,
         )
         books = CarriedCache(
             self.runner.layout,
@@ -77,7 +84,7 @@ class Rank:
             num_pages, page_size, block, "fake", enabled=cache, forget=books.points.forget
         )
         limits = Limits(max_running, chunk_size, **limits)
-        self.core = EngineCore(CountingRunner(self), prefix_cache, limits, self._clock, books)
+        self.core = EngineCore(CountingRunner(self), prefix_cache, limits, self._clock, books, drafting)
         self.carried: dict[Sequence, Carried] = {}
         self.tokens: dict[Sequence, list[int]] = {}
         self.finished: dict[Sequence, FinishReason] = {}
@@ -149,6 +156,38 @@ class Rank:
                 return
             self.step()
         raise AssertionError(f"not finished after {max_steps} steps: {self.core.load()}")
+
+
+class Guesses:
+    """Implements Drafting: of each sequence's next tokens as many as `lengths` says, in turn; every one that
+    `is_right` says no of is another token."""
+
+    def __init__(self, rank_of, lengths, is_right=lambda seq, index: True):
+        self._rank_of, self._lengths, self._is_right = rank_of, lengths, is_right
+        self.noted: dict[Sequence, list[tuple[int, int]]] = {}  # (drafts, accepted) of each step
+        self.over: list[Sequence] = []
+
+    def propose(self, wishes, max_drafts, step_times):
+        proposals = []
+        for wish in wishes:
+            assert wish.seq not in self.over
+            count = next(self._lengths)
+            right = self._rank_of().expected(wish.seq.ids, count)
+            ids = [
+                token if self._is_right(wish.seq, i) else (token + 1) % VOCAB_SIZE
+                for i, token in enumerate(right)
+            ]
+            proposals.append(Proposal("guess", tuple(ids)) if count else None)
+        return proposals
+
+    def note(self, seq, proposal, num_accepted):
+        assert 0 <= num_accepted <= len(proposal.ids)
+        assert list(proposal.ids[:num_accepted]) == seq.ids[len(seq.ids) - num_accepted :]
+        self.noted.setdefault(seq, []).append((len(proposal.ids), num_accepted))
+
+    def ended(self, seq):
+        assert seq not in self.over
+        self.over.append(seq)
 
 
 class Prefill:

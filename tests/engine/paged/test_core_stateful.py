@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.paged.core_rank import Prefill, Rank
+from engine.paged.core_rank import Guesses, Prefill, Rank
 from services.engine.fake import fake_state, fake_window
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.runner import RunnerFailed, Sampled
@@ -58,19 +58,25 @@ class CoreMachine(RuleBasedStateMachine):
         carried=st.sampled_from(CARRIED),
         room_for=st.integers(1, 6),
         block_pages=st.integers(1, 2),
+        drafts=st.none() | st.randoms(use_true_random=False),
     )
-    def start(self, page_size, pool_tokens, overtakes, wait_s, window, **settings):
+    def start(self, page_size, pool_tokens, overtakes, wait_s, window, drafts, **settings):
         self.page_size = page_size
         self.overtakes, self.wait_s, self.max_running = overtakes, wait_s, settings["max_running"]
         self.rank = Rank(
             num_pages=pool_tokens // page_size,
             page_size=page_size,
             patience=Patience(overtakes, wait_s, window),
+            drafting=None if drafts is None else self._guesses(drafts),
             **settings,
         )
         self.core, self.prefill = self.rank.core, Prefill(self.rank.runner)
         self.sent, self.rooms, self.quarantined = [], [], []
         self._watch_evictions()
+
+    def _guesses(self, chance):
+        lengths = iter(lambda: chance.randrange(6), None)
+        return Guesses(lambda: self.rank, lengths, lambda seq, index: chance.random() < 0.8)
 
     def _watch_evictions(self):
         """No page that anybody holds is ever evicted."""

@@ -45,10 +45,9 @@ class Sequence:
         )
 
     def take(self, chunk, sampled):
-        assert (sampled is not None) == chunk.sample
+        assert len(sampled) == chunk.sample
         self.start = chunk.end
-        if sampled is not None:
-            self.ids.append(sampled.token_id)
+        self.ids += [choice.token_id for choice in sampled]
 
 
 class Carried:

@@ -118,7 +118,7 @@ def test_greedy_output_is_that_of_transformers(architecture, views):
         chunks = []
         for own, start, pages in list(zip(ids, starts, tables, strict=True))[: 1 + step]:
             chunks.append(Chunk(own[start:], start, pages, sample=True, sampling=GREEDY, history=own[:]))
-        for i, (chunk, sampled) in enumerate(zip(chunks, runner.run(chunks), strict=True)):
+        for i, (chunk, [sampled]) in enumerate(zip(chunks, runner.run(chunks), strict=True)):
             starts[i] = chunk.end
             ids[i].append(sampled.token_id)
     for prompt, own in zip(prompts, ids, strict=True):
