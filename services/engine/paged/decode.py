@@ -138,10 +138,11 @@ class PagedDecodeEngine(PagedEngine):
                 if remote_prefill is not None:
                     received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
-                yield _output(token, self._admitted(seq, reserved, queue_s, received, token))
+                yield _output([token], self._admitted(seq, reserved, queue_s, received, token))
                 while token.finished is None:
-                    token = await _next(mailbox, Token)
-                    yield _output(token, None)
+                    tokens = [await _next(mailbox, Token), *mailbox.take_tokens()]
+                    token = tokens[-1]
+                    yield _output(tokens)
             finally:
                 self.post(Cancel(seq))  # does nothing to a sequence that has ended
 
@@ -335,9 +336,9 @@ async def _next(mailbox: Mailbox, kind: type[E]) -> E:
     return event
 
 
-def _output(token: Token, admitted: Admitted | None) -> Output:
-    logprobs = (token.logprobs,) if token.logprobs is not None else ()
-    return Output((token.token_id,), logprobs, admitted, token.finished)
+def _output(tokens: list[Token], admitted: Admitted | None = None) -> Output:
+    logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
+    return Output(tuple(token.token_id for token in tokens), logprobs, admitted, tokens[-1].finished)
 
 
 def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore, Limits
-from services.engine.paged.events import Event
+from services.engine.paged.events import Event, Token
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
@@ -68,17 +69,30 @@ class Mailbox:
     """What the engine thread says about one sequence, in order."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Event | Failed] = asyncio.Queue()
+        self._events: deque[Event | Failed] = deque()
+        self._come = asyncio.Event()
 
     def put(self, event: Event | Failed) -> None:
-        self._queue.put_nowait(event)
+        self._events.append(event)
+        self._come.set()
 
     async def get(self) -> Event:
         """The next event. Raises what the sequence failed with."""
-        event = await self._queue.get()
+        while not self._events:
+            self._come.clear()
+            await self._come.wait()
+        event = self._events.popleft()
         if isinstance(event, Failed):
             raise event.error
         return event
+
+    def take_tokens(self) -> list[Token]:
+        """Those that are here, up to whatever else is."""
+        tokens: list[Token] = []
+        while self._events and isinstance(event := self._events[0], Token):
+            tokens.append(event)
+            self._events.popleft()
+        return tokens
 
 
 class PagedEngine:

@@ -159,11 +159,11 @@ class Rank:
 
 
 class Guesses:
-    """Implements Drafting: of each sequence's next tokens as many as `lengths` says, in turn; every one that
-    `is_right` says no of is another token."""
+    """Implements Drafting: of each sequence's next tokens, which `continuation` knows, as many as `lengths`
+    says, in turn; every one that `is_right` says no of is another token."""
 
-    def __init__(self, rank_of, lengths, is_right=lambda seq, index: True):
-        self._rank_of, self._lengths, self._is_right = rank_of, lengths, is_right
+    def __init__(self, continuation, lengths, is_right=lambda seq, index: True):
+        self._continuation, self._lengths, self._is_right = continuation, lengths, is_right
         self.noted: dict[Sequence, list[tuple[int, int]]] = {}  # (drafts, accepted) of each step
         self.over: list[Sequence] = []
 
@@ -172,7 +172,7 @@ class Guesses:
         for wish in wishes:
             assert wish.seq not in self.over
             count = next(self._lengths)
-            right = self._rank_of().expected(wish.seq.ids, count)
+            right = self._continuation(wish.seq.ids, count)
             ids = [
                 token if self._is_right(wish.seq, i) else (token + 1) % VOCAB_SIZE
                 for i, token in enumerate(right)

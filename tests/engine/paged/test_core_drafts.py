@@ -13,7 +13,7 @@ CARRIED = [(), (fake_state(),), (fake_window(6),), (fake_window(3), fake_state()
 
 
 def make_rank(lengths, is_right=lambda seq, index: True, **settings):
-    guesses = Guesses(lambda: rank, iter(lengths), is_right)
+    guesses = Guesses(lambda *args: rank.expected(*args), iter(lengths), is_right)
     rank = Rank(drafting=guesses, **settings)
     return rank, guesses
 

@@ -76,7 +76,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _guesses(self, chance):
         lengths = iter(lambda: chance.randrange(6), None)
-        return Guesses(lambda: self.rank, lengths, lambda seq, index: chance.random() < 0.8)
+        return Guesses(
+            lambda *args: self.rank.expected(*args), lengths, lambda seq, index: chance.random() < 0.8
+        )
 
     def _watch_evictions(self):
         """No page that anybody holds is ever evicted."""
