@@ -64,7 +64,7 @@ def views(monkeypatch):
 def test_sequences_read_the_pages_of_their_prefix_together(page_size, views):
     share_a_prefix(page_size)
     of_three = [
-        num_pages for view in views if view.decode for num_pages in pages_read_by(3, view.decode.pieces)
+        num_pages for view in views if view.decode for num_pages in pages_read_by(3, view.decode.reads)
     ]
     assert sum(of_three) >= 10 * 128 // page_size  # all of the prefix, in most steps
 
@@ -123,9 +123,9 @@ def test_prefixes_of_prefixes_are_read_together_beside_prompts(architecture, pag
     add((), [], 70, 0)
     generate(runner, sequences, 12)
     assert_as_transformers(prompts, sequences, architecture)
-    of_readers = [np.diff(view.decode.pieces.reader_starts) for view in views if view.decode]
+    of_readers = [np.diff(view.decode.reads.reader_starts) for view in views if view.decode]
     assert any({4, 7} <= set(counts.tolist()) for counts in of_readers)  # the inner prefix, the outer one
-    with_prompts = [view.decode.pieces for view in views if view.decode and view.chunks]
+    with_prompts = [view.decode.reads for view in views if view.decode and view.spans]
     assert any((np.diff(pieces.reader_starts) > 1).any() for pieces in with_prompts)
 
 

@@ -1,9 +1,10 @@
-"""What attends single tokens to pages where they lie, chosen once, when the runner starts.
+"""What attends to pages where they lie, chosen once, when the runner starts.
 
-On a CPU that is decode_kernel.py; on a GPU triton_kernel.py, if it compiles there and agrees with the gather
-path, which copies each sequence's K and V and needs nothing but torch. If not, that path serves them too, as
-it serves all chunks of several tokens, and latents; it is tried itself, before that (agreement.py). (A kernel
-that breaks the CUDA context ends the process, for torch cannot go on either.)
+On a CPU that is numba_kernel.py, for all tokens; on a GPU triton_kernel.py, for single ones, if it compiles
+there and agrees with the gather path, which copies each sequence's K and V and needs nothing but torch. If
+not, that path serves them too, as it serves all chunks of several tokens there, and latents; it is tried
+itself, before that (agreement.py). (A kernel that breaks the CUDA context ends the process, for torch cannot
+go on either.)
 """
 
 import logging

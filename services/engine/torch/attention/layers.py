@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.torch.attention.kernels.parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.values.kv import GroupKind
 
-Position = TypeVar("Position", int, Tensor)
+Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 
 
 class StoredLayers(Protocol):
@@ -35,7 +37,7 @@ class StoredLayers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """That single tokens are to read pages where they are, on the CPU, and by how many threads at most."""
+    """That tokens are to read pages where they are, on the CPU, and by how many threads at most."""
 
     num_threads: int = 1
     executor: Executor | None = None  # of num_threads - 1
@@ -66,7 +68,7 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """Of a runner; `in_place` says for each pool how single tokens attend, None where they gather."""
+    """Of a runner; `in_place` says for each pool how tokens attend, None where they gather."""
 
     pools: Sequence[PagedKv]
     in_place: Sequence[InPlace | OnDevice | None]

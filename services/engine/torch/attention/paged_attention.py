@@ -4,16 +4,18 @@
     model(..., paged=view)             transformers hands our keyword to the attention function of each layer
       cache.update(key, value, idx)    which layer it is: module.layer_idx does not say it everywhere
       paged_attention                  1. store the step's K and V in their pages
-                                       2. chunks of several tokens: gather what they see, attend (gathered.py)
-                                       3. single tokens: attend to pages where they lie, by the kernel that
-                                          was chosen at start (in_place.py); without one, as 2.
+                                       2. attend to pages where they lie, by the kernel that was chosen at
+                                          start (in_place.py): on a CPU all tokens, on a GPU single ones
+                                       3. where there is none: gather what a chunk sees, attend (gathered.py)
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
 
-Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them;
-what a sequence reads alone and what it shares is joined by the log-sum-exps (Milakov and Gimelshein, arXiv
-1805.02867). Keys carry their positions already (rotary embedding), so pages may be taken in any order.
+Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them.
+On a CPU what a token gets is the same to the bit, whoever else is in the step and however its prompt is cut
+(numba_kernel.py). On a GPU what a sequence reads alone and what it shares is joined by the log-sum-exps
+(Milakov and Gimelshein, arXiv 1805.02867), so it is the same up to rounding. Keys carry their positions
+already (rotary embedding), so pages may be taken in any order.
 """
 
 from typing import Any
@@ -23,20 +25,20 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from services.engine.torch.attention.gathered import attend_gathered, gather
-from services.engine.torch.attention.kernels.decode_kernel import attend_pages
+from services.engine.torch.attention.kernels.numba_kernel import attend_pages
 from services.engine.torch.attention.kernels.parts import PartsView
 from services.engine.torch.attention.latent import contexts
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.scores import Scores
-from services.engine.torch.attention.step_view import DecodeView, ReachView, StepView
+from services.engine.torch.attention.step_view import InPlaceView, ReachView, StepView
 from services.engine.torch.attention.stores import store
 from services.engine.torch.lanes import HAS_FLOAT16
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
 IMPLEMENTATION = "isthmus_paged"
-# What decode_kernel reads, and what it takes their numbers for.
+# What numba_kernel reads, and what it takes their numbers for.
 _NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 if HAS_FLOAT16:
     _NUMPY_VIEWS[torch.float16] = torch.int16
@@ -94,9 +96,14 @@ def paged_attention(
     if is_stored:
         store(key, keys, view)
         store(value, values, view)
-    if isinstance(view.decode, DecodeView) and not view.chunks:
-        return attend_in_place(queries, view.decode, view.kv, index, scores)[None], None
+    in_place = list(view.spans)
+    if isinstance(view.decode, InPlaceView):
+        in_place.append(view.decode)
+    if len(in_place) == 1 and not view.chunks:  # it has all rows
+        return attend_in_place(queries, in_place[0], view.kv, index, scores)[None], None
     output = queries.new_empty(*queries.shape[:2], values.shape[3])
+    for of_rows in in_place:
+        output[of_rows.rows] = attend_in_place(queries[of_rows.rows], of_rows, view.kv, index, scores)
     for chunk in view.chunks:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
         output[rows] = attend_gathered(
@@ -104,9 +111,6 @@ def paged_attention(
         )
     if isinstance(view.decode, PartsView):
         view.decode.attend(view.decode, queries, view.kv, index, scores, output)
-    elif view.decode is not None:
-        offsets = view.decode.offsets
-        output[offsets] = attend_in_place(queries[offsets], view.decode, view.kv, index, scores)
     return output[None], None
 
 
@@ -142,15 +146,14 @@ def _attend_to_contexts(
     return output
 
 
-def attend_in_place(query: Tensor, view: DecodeView, kv: PagedKv, layer: int, scores: Scores) -> Tensor:
+def attend_in_place(query: Tensor, view: InPlaceView, kv: PagedKv, layer: int, scores: Scores) -> Tensor:
     """`query` is [num_queries, num_heads, head_dim]; the result has the values' head dimension."""
     output = attend_pages(
         query.float().numpy(),
         kv.numbers.view(_NUMPY_VIEWS[kv.numbers.dtype]).numpy(),
         kv.shape,
         layer,
-        view.pieces,
-        view.joins,
+        view.reads,
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=None if scores.sinks is None else scores.sinks.detach().float().numpy(),

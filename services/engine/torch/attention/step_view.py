@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.runner import Chunk, TailPages
-from services.engine.torch.attention.kernels.decode_kernel import Joins, Pieces
+from services.engine.torch.attention.kernels.numba_kernel import Pieces, Span
 from services.engine.torch.attention.kernels.parts import OnDevice, PartsView, view_parts
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
@@ -51,12 +53,11 @@ class ChunkView:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeView:
-    """The step's single tokens, on the CPU: query i is the one at offsets[i] of the step."""
+class InPlaceView:
+    """Tokens of the step that read pages where they are, on the CPU: query i is the i-th of `rows`."""
 
-    offsets: Tensor  # int64 [num_queries]
-    pieces: Pieces
-    joins: Joins
+    rows: Tensor | slice  # int64
+    reads: Pieces | Span
     shares: tuple[range, ...]  # of attend_pages
     executor: Executor | None
 
@@ -69,8 +70,9 @@ class ReachView:
     stored: Tensor | None  # int64, which of the step's tokens are stored; None: all
     token_pages: Tensor  # int64 [num_stored]
     token_slots: Tensor  # int64 [num_stored]
-    chunks: tuple[ChunkView, ...]
-    decode: DecodeView | PartsView | None
+    chunks: tuple[ChunkView, ...]  # those that gather
+    spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
+    decode: InPlaceView | PartsView | None  # all single tokens that need not
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +96,23 @@ def view_step(layers: PagedLayers, chunks: Sequence[Chunk], cache: StoredLayers)
 def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> ReachView:
     kv, in_place = layers.pools[reach.pool], layers.in_place[reach.pool]
     placed = list(zip(_offsets(chunks), chunks, strict=True))
-    decodes = [(offset, c) for offset, c in placed if in_place is not None and len(c.token_ids) == 1]
-    gathered = [(offset, c) for offset, c in placed if in_place is None or len(c.token_ids) > 1]
+    singles = [(offset, c) for offset, c in placed if len(c.token_ids) == 1]
+    others = [(offset, c) for offset, c in placed if len(c.token_ids) > 1]
+    spans: tuple[InPlaceView, ...] = ()
+    if in_place is None:
+        singles, others = [], placed
+    elif isinstance(in_place, InPlace):
+        spans = tuple(_view_span(offset, chunk, reach, kv, in_place) for offset, chunk in others)
+        others = []
     stored, pages, slots = _stored(reach.pool, chunks, kv)
     return ReachView(
         kv=kv,
         stored=stored,
         token_pages=pages,
         token_slots=slots,
-        chunks=tuple(_view_chunk(offset, chunk, reach, kv) for offset, chunk in gathered),
-        decode=_view_decodes(decodes, reach, kv, in_place) if in_place is not None and decodes else None,
+        chunks=tuple(_view_chunk(offset, chunk, reach, kv) for offset, chunk in others),
+        spans=spans,
+        decode=_view_decodes(singles, reach, kv, in_place) if in_place is not None and singles else None,
     )
 
 
@@ -165,7 +174,7 @@ def _read(chunk: Chunk, reach: Reach, page_size: int) -> Read:
     held = _held(chunk, reach.pool)
     _require(held, first_page, last_page)
     pages = held.pages[first_page - held.first_page : last_page + 1 - held.first_page]
-    return Read(pages, first % page_size, chunk.end - first)
+    return Read(pages, first_page, first % page_size, chunk.end - first)
 
 
 def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:
@@ -208,30 +217,53 @@ def _causal_mask(length: int, num_seen: int, device: torch.device) -> Tensor:
 
 def _view_decodes(
     decodes: Sequence[tuple[int, Chunk]], reach: Reach, kv: PagedKv, in_place: InPlace | OnDevice
-) -> DecodeView | PartsView:
+) -> InPlaceView | PartsView:
     page_size = kv.shape.page_size
     pieces = pieces_of([_read(chunk, reach, page_size) for _, chunk in decodes], page_size)
+    offsets = np.array([offset for offset, _ in decodes])
     if isinstance(in_place, OnDevice):
-        return view_parts(kv, np.array([offset for offset, _ in decodes]), pieces, in_place)
-    readings = np.argsort(pieces.readers, kind="stable")
-    starts = np.searchsorted(pieces.readers[readings], np.arange(len(decodes) + 1))
-    return DecodeView(
-        offsets=torch.tensor([offset for offset, _ in decodes]),
-        pieces=pieces,
-        joins=Joins(readings, starts),
-        shares=_shares(pieces, kv, in_place.num_threads),
+        return view_parts(kv, offsets, pieces, in_place)
+    # To read a page for all, and to multiply it for each.
+    num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
+    of_reader = np.repeat(num_pages * (_READERS_OF_A_READ / num_readers + 1), num_readers)
+    work = np.bincount(pieces.readers, of_reader)
+    num_slots = len(pieces.pages) * page_size
+    return InPlaceView(
+        rows=torch.from_numpy(offsets),
+        reads=pieces,
+        shares=_shares(work, num_slots, kv, in_place.num_threads),
         executor=in_place.executor,
     )
 
 
-def _shares(pieces: Pieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
-    """Items of attend_pages, cut where there is about as much work on either side."""
-    num_kv_heads = kv.shape.num_kv_heads
-    if num_threads == 1:
-        return (range((len(pieces.page_starts) - 1) * num_kv_heads),)
-    num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
-    work = np.cumsum(np.repeat(num_pages * (_READERS_OF_A_READ + num_readers), num_kv_heads))
-    layer_bytes = len(pieces.pages) * kv.shape.layer_numbers * kv.numbers.itemsize
+def _view_span(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv, in_place: InPlace) -> InPlaceView:
+    read = _read(chunk, reach, kv.shape.page_size)
+    positions = np.arange(chunk.start, chunk.end)
+    before = read.first_page * kv.shape.page_size
+    firsts = np.maximum(reach.first_seen(positions), 0) - before
+    ends = positions + 1 - before
+    span = Span(np.asarray(read.pages, np.int64), firsts, ends)
+    work = ends - firsts
+    num_slots = int(work.sum()) // _READERS_OF_A_READ
+    return InPlaceView(
+        rows=slice(offset, offset + len(chunk.token_ids)),
+        reads=span,
+        shares=_shares(work, num_slots, kv, in_place.num_threads),
+        executor=in_place.executor,
+    )
+
+
+def _shares(work: NDArray[Any], num_slots: int, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
+    """Items of attend_pages, cut where there is about as much work on either side.
+
+    `work` is that of each query. All of it takes as long as to read `num_slots`.
+    """
+    num_items = kv.shape.num_kv_heads * len(work)
+    layer_bytes = num_slots * kv.shape.layer_numbers // kv.shape.page_size * kv.numbers.itemsize
     count = max(1, min(num_threads, layer_bytes // _SHARE_BYTES))
-    cuts = np.searchsorted(work, work[-1] * np.arange(1, count) / count, side="right")
-    return tuple(range(start, end) for start, end in pairwise([0, *cuts.tolist(), len(work)]))
+    if count == 1:
+        return (range(num_items),)
+    done = np.cumsum(np.tile(work, kv.shape.num_kv_heads))
+    cuts = np.searchsorted(done, done[-1] * np.arange(1, count) / count, side="left") + 1
+    bounds = dict.fromkeys([0, *cuts.tolist(), num_items])
+    return tuple(range(start, end) for start, end in pairwise(bounds))

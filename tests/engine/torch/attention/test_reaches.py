@@ -23,7 +23,7 @@ from engine.torch.attention.reach_cases import (
     made_of,
 )
 from services.engine.torch.attention import gathered, step_view
-from services.engine.torch.attention.kernels import decode_kernel
+from services.engine.torch.attention.kernels import numba_kernel
 from services.engine.torch.attention.layers import InPlace, Reach
 from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
 from services.engine.torch.attention.paged_kv import PageShape
@@ -120,25 +120,11 @@ def test_a_sink_joins_once(monkeypatch):
     case = several_pieces(softcap=None, has_sinks=True)
     for in_place in (None, InPlace()):
         check(case, in_place)
-    joined = decode_kernel._joined
+    finish = numba_kernel._attend_pieces
     twice = np.float32(math.log(2))
-    monkeypatch.setattr(decode_kernel, "_joined", lambda *args: joined(*args[:3], args[3] + twice))
-    with pytest.raises(AssertionError):
-        check(case, InPlace())
-
-
-def test_a_sink_in_every_piece_is_seen(monkeypatch):
-    case = several_pieces(softcap=None, has_sinks=True)
-    made = made_of(case)
-    attend = decode_kernel._attend_pieces
-
-    def with_sinks(query, numbers, shape, layer, cap, pieces, outputs, log_sums, first, end):
-        attend(query, numbers, shape, layer, cap, pieces, outputs, log_sums, first, end)
-        joint = torch.logaddexp(torch.from_numpy(log_sums), made.sinks)
-        outputs *= torch.exp(torch.from_numpy(log_sums) - joint).numpy()[..., None]
-        log_sums[:] = joint.numpy()
-
-    monkeypatch.setattr(decode_kernel, "_attend_pieces", with_sinks)
+    monkeypatch.setattr(
+        numba_kernel, "_attend_pieces", lambda *args: finish(*args[:7], args[7] + twice, *args[8:])
+    )
     with pytest.raises(AssertionError):
         check(case, InPlace())
 
@@ -159,7 +145,7 @@ def test_pages_inside_windows_are_read_together():
     tables = [[9, 8, 7, 6, 5, own] for own in (1, 2, 3)]
     chunks = [chunk_of(end - 1, 1, pages, reach, 4) for end, pages in zip((22, 22, 24), tables, strict=True)]
     kv = empty(PageShape(1, 1, 4, 8, 8), num_pages=10)
-    pieces = reach_view_of(kv, chunks, InPlace(), reach).decode.pieces
+    pieces = reach_view_of(kv, chunks, InPlace(), reach).decode.reads
     of_pieces = [slice(*bounds) for bounds in pairwise(pieces.page_starts)]
     readers = [tuple(pieces.readers[slice(*bounds)].tolist()) for bounds in pairwise(pieces.reader_starts)]
     reads = np.stack([pieces.pages, pieces.firsts, pieces.ends], axis=1).tolist()

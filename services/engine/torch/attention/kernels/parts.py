@@ -10,12 +10,13 @@ readers only where their query heads are more rows than a program multiplies at 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.torch.attention.kernels.decode_kernel import Ids, Joins, Pieces
+from services.engine.torch.attention.kernels.numba_kernel import Ids, Pieces
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.scores import Scores
 
@@ -63,6 +64,13 @@ class PartsView:
 
 # See triton_kernel.attend_parts: view, query, the pool, layer, scores, output.
 AttendParts = Callable[[PartsView, Tensor, PagedKv, int, Scores, Tensor], None]
+
+
+class Joins(NamedTuple):
+    """Query i has the outputs readings[j] for each j from starts[i] to starts[i + 1]."""
+
+    readings: Ids
+    starts: Ids  # [num_queries + 1]
 
 
 @dataclass(frozen=True, slots=True)

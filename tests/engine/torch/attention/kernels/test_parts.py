@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.torch.attention.paging import empty
-from services.engine.torch.attention.kernels.decode_kernel import Pieces
+from services.engine.torch.attention.kernels.numba_kernel import Pieces
 from services.engine.torch.attention.kernels.parts import cut_pieces, rows_of
 from services.engine.torch.attention.paged_kv import PageShape
 
