@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from services.engine.paged.runner import Chunk, Sampled
+from services.engine.paged.runner import Chunk, Sampled, keep_accepted
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
+from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import Pools
@@ -20,6 +22,9 @@ from services.values.kv import KvLayout, PageId, PoolMemory
 # While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
 # process. Two that are made at once restore each other's state: half precision, or weights untied, for good.
 LOADING = threading.Lock()
+
+# They need no memory but for a moment.
+_MAX_STEP_DRAFTS = 1 << 20
 
 
 class TorchRunner:
@@ -89,7 +94,7 @@ class TorchRunner:
 
     @property
     def max_step_drafts(self) -> int:
-        return 0
+        return _MAX_STEP_DRAFTS
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """See ModelRunner.run. Raises ProtocolError for a chunk that is empty or lacks pages."""
@@ -97,6 +102,7 @@ class TorchRunner:
             return []
         for chunk in chunks:
             _require_pages(chunk, self.layout.page_size)
+            _require_drafts(chunk)
         try:
             results = self._run(chunks)
             finish_step(self._device)
@@ -115,13 +121,13 @@ class TorchRunner:
         return self._pools.read(pages, group)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
+        tokens = [each for chunk in chunks for each in single_tokens(chunk)]
         with torch.inference_mode():
-            sampled = iter(sample(self._forward(chunks), [chunk for chunk in chunks if chunk.sample]))
-        return [(next(sampled),) if chunk.sample else () for chunk in chunks]
-
-    def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Logits after the last token of each chunk that samples, [num_sampled, vocab_size]."""
-        return self._model.logits(self._pools, chunks, _sampled_offsets(chunks))
+            computed = self._model.compute(self._pools, chunks, _sampled_offsets(tokens))
+            sampled = iter(sample(computed.logits, [each for each in tokens if each.sample]))
+            kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
+            computed.keep([len(choices) for choices in kept])
+        return kept
 
     def close(self) -> None:
         """Free the pools and end the threads; the runner cannot run any more."""
@@ -139,6 +145,15 @@ def _require_pages(chunk: Chunk, page_size: int) -> None:
     if not chunk.token_ids or len(chunk.pages) * page_size < chunk.end:
         tokens = f"{len(chunk.token_ids)} tokens at {chunk.start}"
         raise ProtocolError(f"a chunk of {tokens} with {len(chunk.pages)} pages of {page_size}")
+
+
+def _require_drafts(chunk: Chunk) -> None:
+    if chunk.num_drafts and (len(chunk.token_ids) != 1 + chunk.num_drafts or not chunk.sample):
+        raise ProtocolError(f"a chunk of {len(chunk.token_ids)} tokens with {chunk.num_drafts} drafts")
+
+
+def _keep_accepted(chunk: Chunk, sampled: Iterator[Sampled]) -> tuple[Sampled, ...]:
+    return keep_accepted(chunk.drafts, list(islice(sampled, 1 + chunk.num_drafts))) if chunk.sample else ()
 
 
 def _sampled_offsets(chunks: Sequence[Chunk]) -> list[int]:

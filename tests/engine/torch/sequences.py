@@ -45,9 +45,9 @@ class Sequence:
         )
 
     def take(self, chunk, sampled):
-        assert len(sampled) == chunk.sample
-        self.start = chunk.end
-        self.ids += [choice.token_id for choice in sampled]
+        assert bool(sampled) == chunk.sample
+        self.start = chunk.end - chunk.num_drafts + max(0, len(sampled) - 1)
+        self.ids.extend(choice.token_id for choice in sampled)
 
 
 class Carried:

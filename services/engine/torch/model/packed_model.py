@@ -1,6 +1,7 @@
 """A model definition over a packed step: what the runner computes with, and checks at start."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,17 +9,32 @@ from transformers import PreTrainedModel
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
-from services.engine.torch.model.mixers import sequence_rows, wrap
+from services.engine.torch.model.mixers import draft_rows, sequence_rows, wrap
 from services.engine.torch.model.probe import probe
 from services.engine.torch.model.recurrence import Workers, forward_in_place
-from services.engine.torch.model.step_cache import SequenceRows, StepCache
+from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.model.step_cache import Recompute, StepCache
 from services.engine.torch.pools import Pools
 
 # Scans pad a chunk to their own size: so many tokens take less time one by one, where they are computed in
 # place (a layer of hidden size 1024, one thread: two tokens of a delta net 20 ms instead of 31, of Mamba-2 14
 # instead of 88).
 _ONE_BY_ONE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step's `logits` [num_rows, vocab_size], and what of it waits for the choices."""
+
+    logits: Tensor
+    _recomputed: Sequence[Recompute]
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Let the states of each chunk with drafts take in so many of its tokens; it has none before."""
+        for recompute in self._recomputed:
+            recompute(counts)
 
 
 class PackedModel:
@@ -53,15 +69,18 @@ class PackedModel:
         """Chunks of up to so many tokens go through recurrent layers as single tokens."""
         return _ONE_BY_ONE if self.in_place else 1
 
-    def logits(self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int]) -> Tensor:
+    def compute(self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed:
         """Compute a step, store what it keeps, and give the logits after some rows: [len(rows), vocab_size].
 
         Raises ProtocolError where a chunk lacks pages or a slot.
         """
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = self._tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)])
-        cache = StepCache(pools.calls, positions, pools.slots, self._mixer_rows(pools, chunks), self.in_place)
-        cache.view = view_step(pools.layers, chunks, cache)
+        cache = StepCache(pools.calls, positions)
+        if pools.slots is not None:
+            self._place_mixers(cache, pools.slots, chunks)
+        queries = [each for chunk in chunks for each in single_tokens(chunk)]
+        cache.view = view_step(pools.layers, queries, cache)
         kept = self._tensor(rows)
         outputs = self.model(
             input_ids=self._tensor(token_ids)[None],
@@ -72,19 +91,19 @@ class PackedModel:
             paged=cache.view,
         )
         logits: Tensor = outputs.logits[0]
-        return logits if len(logits) == len(rows) else logits[kept]  # some definitions give all of them
+        # Some definitions give all of them.
+        return Computed(logits if len(logits) == len(rows) else logits[kept], cache.recomputed)
 
     def close(self) -> None:
         """End the threads."""
         self._workers.close()
 
-    def _mixer_rows(self, pools: Pools, chunks: Sequence[Chunk]) -> Sequence[SequenceRows]:
-        """Where there are recurrent layers; the slots of sequences that begin are zeroed."""
-        if pools.slots is None:
-            return ()
-        rows = sequence_rows(chunks, pools.slots.num_slots, self.device, self.one_by_one)
-        pools.slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
-        return rows
+    def _place_mixers(self, cache: StepCache, slots: SlotPool, chunks: Sequence[Chunk]) -> None:
+        """Say which rows go on from which slots; those of sequences that begin are zeroed."""
+        cache.slots, cache.in_place = slots, self.in_place
+        cache.parts = sequence_rows(chunks, slots.num_slots, self.device, self.one_by_one)
+        cache.drafts = draft_rows(chunks, self.device)
+        slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

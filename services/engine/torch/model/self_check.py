@@ -241,7 +241,7 @@ class _Check:
         for _, positions in parts:
             rows += range(end, end + len(positions[:ROWS]))
             end += len(positions)
-        logits = iter(self._model.logits(self._pools, chunks, rows).float())
+        logits = iter(self._model.compute(self._pools, chunks, rows).logits.float())
         return [
             [_error(next(logits), sequence.plain[position]) for position in positions[:ROWS]]
             for sequence, positions in parts

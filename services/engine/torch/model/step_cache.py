@@ -4,7 +4,7 @@ Attention is told by it which layer it is, mixers find their states in it. What 
 AttributeError, and so refuses the model when that is probed or checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,23 +42,45 @@ class SequenceRows:
         return len(self.rows) == len(self.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Of the chunks with drafts, those with the most first.
+
+    `rounds[j]` are the rows, int64, of the j-th tokens of as many of them as have one.
+    """
+
+    chunks: Sequence[int]  # of the step
+    slots: Sequence[int]  # of each
+    rounds: Sequence[Tensor]
+
+    def first(self, counts: Sequence[int]) -> tuple[SequenceRows, ...]:
+        """The first counts[i] tokens of chunk i of the step, to be computed one round after another."""
+        parts = []
+        own = [counts[chunk] for chunk in self.chunks]
+        for nth, rows in enumerate(self.rounds[: max(own)]):
+            has_one = [i for i, count in enumerate(own) if count > nth]
+            slots = torch.tensor([self.slots[i] for i in has_one], device=rows.device)
+            parts.append(SequenceRows(rows[has_one], slots))
+        return tuple(parts)
+
+
+# With how many tokens of each of the step's chunks the states are to take in of those with drafts.
+Recompute = Callable[[Sequence[int]], None]
+
+
 class StepCache:
     """Of one step. The states of `layers` are put there before a mixer runs (mixers.py)."""
 
     is_compileable = False
 
-    def __init__(
-        self,
-        calls: Sequence[AttentionCall],
-        positions: Tensor,
-        slots: SlotPool | None = None,
-        parts: Sequence[SequenceRows] = (),
-        in_place: bool = False,
-    ) -> None:
-        """`positions` are int64 [total]; the rest is for mixers."""
-        self.slots = slots
-        self.in_place = in_place
-        self.parts = parts
+    slots: SlotPool | None = None  # with the rest of these, where there are mixers
+    in_place = False
+    parts: Sequence[SequenceRows] = ()
+    drafts: DraftRows | None = None
+
+    def __init__(self, calls: Sequence[AttentionCall], positions: Tensor) -> None:
+        """`positions` are int64 [total]."""
+        self.recomputed: list[Recompute] = []  # of each mixer: its states go on when choices are known
         self.layers = _Layers()
         self.view: StepView | None = None  # which knows this cache
         self._calls = iter(calls)

@@ -115,8 +115,8 @@ def never_copy(monkeypatch):
 def mix_up_the_singles(monkeypatch):
     scatter = mixers._scatter
 
-    def reversed_scatter(mixer, part, cache):
-        scatter(mixer, mixers.SequenceRows(part.rows, part.slots.flip(0)), cache)
+    def reversed_scatter(mixer, part, *where):
+        scatter(mixer, mixers.SequenceRows(part.rows, part.slots.flip(0)), *where)
 
     monkeypatch.setattr(mixers, "_scatter", reversed_scatter)
 
@@ -181,6 +181,6 @@ def test_memory_that_is_short_may_be_there_another_time(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = packed("llama")
-    monkeypatch.setattr(PackedModel, "logits", fail)
+    monkeypatch.setattr(PackedModel, "compute", fail)
     with pytest.raises(Unavailable, match="fails its check at start"):
         check(model, 16, "model")

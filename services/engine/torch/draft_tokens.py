@@ -1,0 +1,50 @@
+"""A chunk with drafts as the single tokens that plain decoding would compute if they are right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.engine.paged.runner import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedHistory(Sequence[int]):
+    """Ids, and drafts behind them. Each token of a chunk has one: a history is long, and not copied."""
+
+    ids: Sequence[int]
+    drafts: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self.drafts)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return [*self.ids, *self.drafts][index]
+
+    def __array__(self, dtype: Any = np.int64, copy: bool | None = None) -> NDArray[Any]:
+        return np.fromiter(chain(self.ids, self.drafts), dtype, len(self))
+
+
+def single_tokens(chunk: Chunk) -> tuple[Chunk, ...]:
+    """Each with the drafts before it in its history. A chunk without drafts stays whole."""
+    if chunk.num_drafts == 0:
+        return (chunk,)
+    return tuple(_single_token(chunk, nth) for nth in range(len(chunk.token_ids)))
+
+
+def _single_token(chunk: Chunk, nth: int) -> Chunk:
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[nth : nth + 1],
+        start=chunk.start + nth,
+        history=DraftedHistory(chunk.history, chunk.drafts[:nth]),
+        num_output_ids=chunk.num_output_ids + nth,
+        num_drafts=0,
+    )

@@ -1,0 +1,37 @@
+import numpy as np
+
+from services.engine.paged.runner import Chunk
+from services.engine.torch.draft_tokens import DraftedHistory, single_tokens
+from services.values.request import SamplingParams
+
+SAMPLING = SamplingParams(seed=3)
+
+
+def test_a_chunk_without_drafts_stays_whole():
+    chunk = Chunk([4, 5], 8, [1], True, SAMPLING, [4, 5])
+    assert single_tokens(chunk) == (chunk,)
+
+
+def test_each_token_has_the_position_and_the_history_that_plain_decoding_would_give_it():
+    ids = [7, 8, 9]
+    chunk = Chunk([9, 20, 21], 2, [1, 3], True, SAMPLING, ids, 1, (0,), slot=5, num_drafts=2)
+    tokens = single_tokens(chunk)
+    assert [(each.token_ids, each.start, each.end) for each in tokens] == [
+        ([9], 2, 3),
+        ([20], 3, 4),
+        ([21], 4, 5),
+    ]
+    assert [(len(each.history), each.num_output_ids) for each in tokens] == [(3, 1), (4, 2), (5, 3)]
+    assert [list(each.history) for each in tokens] == [ids, [*ids, 20], [*ids, 20, 21]]
+    assert all(
+        (each.slot, each.pages, each.sample, each.num_drafts) == (5, [1, 3], True, 0) for each in tokens
+    )
+
+
+def test_a_history_is_not_copied_until_it_is_read():
+    ids = [1, 2, 3]
+    history = DraftedHistory(ids, [9])
+    ids.append(4)
+    assert len(history) == 5
+    assert np.asarray(history, np.int64).tolist() == [1, 2, 3, 4, 9]
+    assert history[-2:] == [4, 9]
