@@ -1,0 +1,93 @@
+"""Where the last three ids of a text stood before: hash chains, as in zlib's deflate (RFC 1951, section 4).
+
+    heads[hash of three ids]  ->  latest position behind such three  ->  the one before it  ->  ...
+
+Others may have the same hash, so whoever walks a chain compares.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+NGRAM = 3  # ids
+NO_ID = -1  # parts texts
+_FEW = 64  # positions from which on numpy is faster
+
+# Odd and below 2**32, so that a product with an id stays within 63 bits.
+_FIRST, _SECOND, _THIRD, _SHIFT = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 13
+
+
+class NgramChains:
+    """Positions are counted from 0. Each that is remembered costs 8 bytes, and so does a head."""
+
+    def __init__(self, num_heads: int, num_kept: int | None = None) -> None:
+        """Both are powers of two. The last `num_kept` positions are remembered; None: all."""
+        self._head_mask = num_heads - 1
+        self._heads = array("q", bytes(8 * num_heads))  # 1 + position; 0: none
+        self._earlier = array("q", bytes(8 * (num_kept or 0)))  # likewise, by position
+        self._num_kept = num_kept
+        self._last = [NO_ID] * NGRAM
+        self.end = 0  # the next position
+
+    @property
+    def size_bytes(self) -> int:
+        return 8 * (len(self._heads) + len(self._earlier))
+
+    def add(self, ids: Sequence[int]) -> None:
+        """They follow what was added before. With `num_kept`: no more than that, and not across a multiple
+        of it."""
+        text = [*self._last, *ids]
+        earlier = self._chain_many(text) if len(ids) > _FEW else self._chain_few(text)
+        if self._num_kept is None:
+            self._earlier += earlier
+        else:
+            first = self.end & self._num_kept - 1
+            self._earlier[first : first + len(ids)] = earlier
+        self._last = text[-NGRAM:]
+        self.end += len(ids)
+
+    def walk(self, a: int, b: int, c: int) -> Iterator[int]:
+        """Positions before which these three may stand, latest first."""
+        position = self._heads[_slot(a, b, c) & self._head_mask] - 1
+        oldest, mask = 0, -1
+        if self._num_kept is not None:
+            oldest, mask = max(0, self.end - self._num_kept), self._num_kept - 1
+        while position >= oldest:
+            yield position
+            position = self._earlier[position & mask] - 1
+
+    def _chain_few(self, text: list[int]) -> "array[int]":
+        earlier = array("q")
+        heads, mask, position = self._heads, self._head_mask, self.end
+        for a, b, c in zip(text, text[1:], text[2:-1], strict=False):
+            slot = _slot(a, b, c) & mask
+            position += 1
+            earlier.append(heads[slot])
+            heads[slot] = position
+        return earlier
+
+    def _chain_many(self, text: list[int]) -> "array[int]":
+        """As `_chain_few`: positions of one slot stand together once sorted, in their order."""
+        ids = np.array(text, dtype=np.int64)
+        slots = _slots(ids) & self._head_mask
+        order = np.argsort(slots.astype(np.int32), kind="stable")
+        slots, positions = slots[order], order + (self.end + 1)
+        is_first = np.concatenate(([True], slots[1:] != slots[:-1]))
+        heads = np.frombuffer(self._heads, dtype=np.int64)
+        earlier = np.empty(len(order), dtype=np.int64)
+        earlier[order] = np.where(is_first, heads[slots], np.concatenate(([0], positions[:-1])))
+        is_last = np.concatenate((is_first[1:], [True]))
+        heads[slots[is_last]] = positions[is_last]
+        return array("q", earlier.tobytes())
+
+
+def _slot(a: int, b: int, c: int) -> int:
+    return (a * _FIRST ^ b * _SECOND ^ c * _THIRD) >> _SHIFT
+
+
+def _slots(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As _slot, of each three in a row but for the last."""
+    mixed = ids[:-3] * _FIRST ^ ids[1:-2] * _SECOND ^ ids[2:-1] * _THIRD
+    return mixed >> _SHIFT

@@ -1,0 +1,104 @@
+"""The latest texts of one salt, found by their n-grams.
+
+They stand in a ring, one after the other, each closed by NO_ID. The ring begins small and doubles; then the
+oldest are overwritten.
+"""
+
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+
+from services.engine.paged.drafts.match import LONGEST, Ids, Match, Trail, common_len
+from services.engine.paged.drafts.ngram_chains import NGRAM, NO_ID, NgramChains
+
+_MOST_COMPARED = 8  # 4 to 32 accept as much, and cost more and more
+
+
+class TextRing:
+    """A position counts all ids ever put in, so it stays the same when the ring grows."""
+
+    def __init__(self, min_ids: int = 1 << 12, max_ids: int = 1 << 17) -> None:
+        """How many it has room for, powers of two; 20 bytes each."""
+        self._max_ids = max_ids
+        self._make(min_ids)
+
+    def __repr__(self) -> str:
+        return f"TextRing(ids={self._chains.end} room={len(self._ids)})"
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 * len(self._ids) + self._chains.size_bytes
+
+    def add(self, text: Ids) -> None:
+        """Of one that is longer than a quarter of the ring, the end."""
+        text = [*text[-(self._max_ids // 4) :], NO_ID]
+        while self._chains.end + len(text) > len(self._ids) < self._max_ids:
+            self._grow()
+        to_edge = -self._chains.end & self._mask
+        if to_edge < len(text):
+            self._put([NO_ID] * to_edge)
+        self._put(text)
+
+    def match(self, ids: Ids, trail: Trail, most: int) -> tuple[Match, Trail] | None:
+        """What mostly followed where the longest part of the end of `ids` stood; up to `most` ids."""
+        if len(ids) < NGRAM:
+            return None
+        length, positions = self._longest(ids, trail, most)
+        guess = self._likeliest(positions, most) if length >= NGRAM else []
+        return (Match(guess, length), Trail(len(ids), positions[0])) if guess else None
+
+    def _make(self, num_ids: int) -> None:
+        self._ids = array("i", [NO_ID]) * num_ids
+        self._chains = NgramChains(num_ids, num_ids)
+        self._mask = num_ids - 1
+
+    def _grow(self) -> None:
+        """Nothing was overwritten so far."""
+        so_far = self._ids[: self._chains.end]
+        self._make(2 * len(self._ids))
+        self._put(so_far)
+
+    def _put(self, ids: Ids) -> None:
+        first = self._chains.end & self._mask
+        self._ids[first : first + len(ids)] = array("i", ids)
+        self._chains.add(ids)
+
+    def _longest(self, ids: Ids, trail: Trail, most: int) -> tuple[int, list[int]]:
+        """How many ids the best places have in common with the end of `ids`, and these places, latest first.
+
+        Where the last match still holds there is no search.
+        """
+        longest, positions = 0, list[int]()
+        for position in self._places(ids, trail):
+            length = common_len(ids, len(ids), self._ids, position & self._mask)
+            if length > longest:
+                longest, positions = length, [position]
+            elif length == longest:
+                positions.append(position)
+            if (
+                length == LONGEST
+                and position == trail.position_at(len(ids))
+                and self._goes_on(position, most)
+            ):
+                break
+        return longest, positions
+
+    def _places(self, ids: Ids, trail: Trail) -> Iterator[int]:
+        yield trail.position_at(len(ids))
+        yield from islice(self._chains.walk(ids[-3], ids[-2], ids[-1]), _MOST_COMPARED)
+
+    def _goes_on(self, position: int, most: int) -> bool:
+        first = position & self._mask
+        return NO_ID not in self._ids[first : first + most]
+
+    def _likeliest(self, positions: list[int], most: int) -> list[int]:
+        """The next id of most of them, then of those who have that one, and so on; of as many the first's."""
+        guess, places = list[int](), [position & self._mask for position in positions]
+        while len(guess) < most:
+            following = [self._ids[place] for place in places if place < len(self._ids)]
+            said = [token_id for token_id in following if token_id != NO_ID]
+            if not said:
+                break
+            guess.append(max(said, key=said.count))
+            places = [p + 1 for p, token_id in zip(places, following, strict=True) if token_id == guess[-1]]
+        return guess
