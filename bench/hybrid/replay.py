@@ -56,6 +56,7 @@ class CountingRunner:
         self.layout = KvLayout(books.page_size, books.page_size, 1, groups=(_FULL, *books.carried))
         self.memory = PoolMemory(0, books.num_pages)
         self.carried_memory: tuple[PoolMemory, ...] = ()
+        self.draft = None
         self.vocab_size = self.max_context_tokens = 1 << 30
         self.max_step_drafts = 0
         self.computed_tokens = self.num_steps = 0

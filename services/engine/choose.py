@@ -45,7 +45,7 @@ def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequ
 def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
     """The decode engine that the settings name, not started. Raises ConfigError."""
     return PagedDecodeEngine(
-        _runner_factory(settings),
+        _runner_factory(settings, Role.DECODE),
         lambda: open_transport(settings.transport, settings.nixl),
         own_id,
         limits=settings.limits(Role.DECODE),
@@ -59,7 +59,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
 def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngine:
     """The prefill engine that the settings name, not started. Raises ConfigError."""
     return PagedPrefillEngine(
-        _runner_factory(settings),
+        _runner_factory(settings, Role.PREFILL),
         lambda: open_transport(settings.transport, replace(settings.nixl, tells_paths=True)),
         own_id,
         limits=settings.limits(Role.PREFILL),
@@ -100,7 +100,7 @@ def _pool_sizes(settings: EngineSettings) -> PoolSizes:
     )
 
 
-def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
+def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
         from services.engine.torch.runner import TorchRunner
 
@@ -115,15 +115,24 @@ def _runner_factory(settings: EngineSettings) -> Callable[[], ModelRunner]:
             self_check=settings.self_check == "on",
         )
     if settings.engine == "fake":
-        from services.engine.fake import FakeRunner, FakeSpeed, parse_carried
-
-        speed = FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s)
-        carried, sizes = parse_carried(settings.fake_carried), _pool_sizes(settings)
-        return lambda: FakeRunner(
-            num_pages=settings.kv_pages,
-            page_size=settings.page_size,
-            speed=speed,
-            carried=carried,
-            carried_units=[sizes.num_units(g, settings.page_size, settings.kv_pages) for g in carried],
-        )
+        return _fake_factory(settings, role)
     raise ConfigError(f"--engine must be torch, fake or sglang, got {settings.engine!r}")
+
+
+def _fake_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
+    from services.engine.fake import FakeRunner, FakeSpeed, parse_carried
+    from services.engine.fake_draft import FakeDraftingRunner, parse_draft
+
+    make_runner: Callable[..., ModelRunner] = FakeRunner
+    if settings.fake_draft:
+        every_chunk, most = role is Role.PREFILL, settings.chunk_size
+        draft = parse_draft(settings.fake_draft, every_chunk=every_chunk, catch_up_tokens=most)
+        make_runner = partial(FakeDraftingRunner, draft)
+    carried, sizes = parse_carried(settings.fake_carried), _pool_sizes(settings)
+    return lambda: make_runner(
+        num_pages=settings.kv_pages,
+        page_size=settings.page_size,
+        speed=FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s),
+        carried=carried,
+        carried_units=[sizes.num_units(g, settings.page_size, settings.kv_pages) for g in carried],
+    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.paged.runner import Chunk, Sampled, keep_accepted
+from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.request import TokenLogprobs
@@ -69,6 +69,7 @@ class FakeRunner:
         self.layout = KvLayout(page_size, page_size * _SLOT_BYTES, FINGERPRINT, groups=(_FULL, *groups))
         self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
         self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
+        self.draft: DraftModel | None = None
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1 + c.num_drafts)
@@ -92,7 +93,7 @@ class FakeRunner:
     def _run_chunk(self, chunk: Chunk) -> tuple[Sampled, ...]:
         page_size, states = self.layout.page_size, list[list[int]]()
         for position, token in enumerate(chunk.token_ids, start=chunk.start):
-            value = self._carry(chunk, position, _mix(token, position))
+            value = self._carry(chunk, position, mix(token, position))
             if position >= chunk.store_from:
                 self.slots[chunk.pages[position // page_size], position % page_size] = value
             states.append([int(pool[chunk.slot, -1]) for pool in self._pools_of(GroupKind.RECURRENT)])
@@ -108,7 +109,7 @@ class FakeRunner:
     def _choose(self, chunk: Chunk, end: int) -> Sampled:
         """After `end` tokens."""
         slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
-        token = _draw(int(slots.sum(dtype=np.uint64)), end, self.vocab_size)
+        token = draw(int(slots.sum(dtype=np.uint64)), end, self.vocab_size)
         wanted = chunk.sampling.logprobs is not None
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
@@ -118,13 +119,13 @@ class FakeRunner:
         for group, pool in zip(self.layout.carried, self.carried_pools, strict=True):
             if group.kind is GroupKind.RECURRENT:
                 assert chunk.slot is not None
-                value = _mix(value ^ (int(pool[chunk.slot, -1]) if position else 0), position)
+                value = mix(value ^ (int(pool[chunk.slot, -1]) if position else 0), position)
                 pool[chunk.slot] = value
                 continue
             tail = next(tails)
-            for seen in range(_first_seen(group, position), position):
+            for seen in range(first_seen(group, position), position):
                 value += int(pool[tail.pages[seen // page_size - tail.first_page], seen % page_size])
-            value = _mix(value & _MASK, position)
+            value = mix(value & _MASK, position)
             pool[tail.pages[position // page_size - tail.first_page], position % page_size] = value
         return value
 
@@ -178,16 +179,16 @@ class FakeModel:
 
     @property
     def next_token(self) -> int:
-        return _draw(self._total & _MASK, len(self.values[0]), VOCAB_SIZE)
+        return draw(self._total & _MASK, len(self.values[0]), VOCAB_SIZE)
 
     def take(self, token: int) -> None:
         position = len(self.values[0])
-        value = _mix(token, position)
+        value = mix(token, position)
         for group, values in zip(self._carried, self.values[1:], strict=True):
             if group.kind is GroupKind.RECURRENT:
-                value = _mix(value ^ (values[-1] if values else 0), position)
+                value = mix(value ^ (values[-1] if values else 0), position)
             else:
-                value = _mix((value + sum(values[_first_seen(group, position) :])) & _MASK, position)
+                value = mix((value + sum(values[first_seen(group, position) :])) & _MASK, position)
             values.append(value)
         self.values[0].append(value)
         self._total += value
@@ -203,13 +204,14 @@ def continuation(ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup]
     return tokens
 
 
-def _first_seen(group: KvGroup, position: int) -> int:
+def first_seen(group: KvGroup, position: int) -> int:
+    """Of a windowed group: the first position that a token at `position` sees."""
     if group.kind is GroupKind.CHUNKED_WINDOW:
         return position // group.window * group.window
     return max(0, position - group.window + 1)
 
 
-def _mix(token: int, position: int) -> int:
+def mix(token: int, position: int) -> int:
     """splitmix64's finalizer over the pair (Steele, Lea, Flood 2014)."""
     x = (token * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 1) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -217,5 +219,6 @@ def _mix(token: int, position: int) -> int:
     return x ^ (x >> 31)
 
 
-def _draw(total: int, length: int, vocab_size: int) -> int:
-    return _mix(total, length) % vocab_size
+def draw(total: int, length: int, vocab_size: int) -> int:
+    """The token after so many, the sum of whose slots is `total`."""
+    return mix(total, length) % vocab_size

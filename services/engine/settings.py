@@ -111,6 +111,11 @@ class EngineSettings(ClusterConfig):
     fake_prompt_token_s: float = setting(
         0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
     )
+    fake_draft: str = setting(
+        "",
+        "engine fake: a draft model, right in a share of positions, as agree:0.8, or with the seconds that a "
+        "draft takes agree:0.8:0.001",
+    )
     fake_carried: str = setting(
         "",
         "engine fake: groups beside full attention, as window:8,chunk:16,state; state:500 weighs 500 tokens",

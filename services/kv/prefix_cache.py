@@ -79,16 +79,19 @@ class PrefixCache:
         protected_share: float = 0.3,
         evict_ahead_pages: int = 0,
         forget: Callable[[Node], None] = lambda node: None,
+        lent: Callable[[Sequence[PageId]], None] = lambda pages: None,
     ) -> None:
         """`protected_share` of the pool, at most, is kept for prefixes that were asked for more than once.
 
         Whenever something must be evicted, `evict_ahead_pages` go on top: they merge with their neighbours,
-        so what is lent next lies in fewer runs. `forget` is told of nodes with a resume point that go.
+        so what is lent next lies in fewer runs. `forget` is told of nodes with a resume point that go, `lent`
+        of pages that are lent.
         """
         self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enabled
         self._evict_ahead_pages = evict_ahead_pages
+        self._note_lent = lent
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages), forget)
         self._sequences: set[SequencePages] = set()  # open or quarantined
@@ -213,6 +216,7 @@ class PrefixCache:
             return False
         self.make_room(num_pages)
         lent = self._allocator.allocate(num_pages)
+        self._note_lent(lent)
         sequence.pages.extend(lent)
         self._private_pages += num_pages
         if num_pages > 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.kv.tails import units_at
 from services.values.errors import ProtocolError
-from services.values.kv import KvLayout, PageId, PageRun
+from services.values.kv import DRAFT, KvLayout, PageId, PageRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +63,22 @@ def pages_covering(start_token: int, end_token: int, page_size: int) -> range:
     return range(start_token // page_size, -(-end_token // page_size))
 
 
-def delta_bytes(decode_prefix_len: int, prompt_len: int, layout: KvLayout) -> int:
-    """Bytes of the whole pages of full attention that hold the delta [decode_prefix_len, prompt_len)."""
-    return len(pages_covering(decode_prefix_len, prompt_len, layout.page_size)) * layout.page_bytes
-
-
 def moved_bytes(decode_prefix_len: int, prompt_len: int, layout: KvLayout) -> tuple[int, ...]:
-    """What a transfer moves of each group: its delta, then what is carried to the prompt's end."""
+    """What a transfer moves of each pool: its delta, what is carried to the prompt's end, the draft's delta.
+
+    `layout` is of what both ranks have."""
     carried = (units_at(group, prompt_len, layout.page_size) * group.unit_bytes for group in layout.carried)
-    return (delta_bytes(decode_prefix_len, prompt_len, layout), *carried)
+    num_pages = len(pages_covering(decode_prefix_len, prompt_len, layout.page_size))
+    draft = (num_pages * group.unit_bytes for group in layout.draft_group)
+    return (num_pages * layout.page_bytes, *carried, *draft)
 
 
 def carried_by_kind(layout: KvLayout, moved: Sequence[int]) -> dict[str, int]:
-    """Of bytes moved by group those carried, by GroupKind's value; a kind without any is absent."""
+    """Of bytes moved by pool those beside full attention's: by GroupKind's value, and DRAFT. A kind without
+    any is absent."""
     by_kind: dict[str, int] = {}
-    for group, size_bytes in zip(layout.carried, moved[1:], strict=True):
+    kinds = [group.kind.value for group in layout.carried] + [DRAFT] * len(layout.draft_group)
+    for kind, size_bytes in zip(kinds, moved[1:], strict=True):
         if size_bytes:
-            by_kind[group.kind.value] = by_kind.get(group.kind.value, 0) + size_bytes
+            by_kind[kind] = by_kind.get(kind, 0) + size_bytes
     return by_kind

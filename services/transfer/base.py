@@ -6,7 +6,8 @@
     close()
 
 One side of a pair may be passive: it only registers, and hands its metadata out. A rank has a pool for each
-group of its KvLayout, in that order; all of them are registered, and moves of several may go in one write.
+group of its KvLayout, in that order, and behind them its draft model's; all of them are registered, and moves
+of several may go in one write.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ class Write(Protocol):
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """By group, in the layout's order."""
+        """Of each pool that both sides have, in the order in which they were registered."""
 
     def poll(self) -> bool:
         """True once every byte has landed in the peer's memory; never blocks.
@@ -74,7 +75,8 @@ class Transport(Protocol):
         """What a peer needs to write to us: opaque, carried in Hello."""
 
     def add_peer(self, metadata: bytes, memories: Sequence[PoolMemory]) -> PeerName:
-        """Learn a peer and its pools, as many as ours and of the same units. Adding it again is free.
+        """Learn a peer and its pools: those that we registered, the last ones of which it may lack. Adding it
+        again is free.
 
         Raises:
             PeerFailed: the metadata is unusable, or the peer cannot be reached.

@@ -27,10 +27,10 @@ class RankPools:
         return tuple(sorted({memory.kind for memory in self.memories}))
 
     def of_peer(self, memories: Sequence[PoolMemory]) -> "RankPools":
-        """A peer's, of the same units. Raises PeerFailed where they are more or fewer."""
-        if len(memories) != len(self.memories):
+        """A peer's, of the same units; it may lack the last ones. Raises PeerFailed for none, or more."""
+        if not 0 < len(memories) <= len(self.memories):
             raise PeerFailed(f"the peer has {len(memories)} pools, we have {len(self.memories)}")
-        return RankPools(tuple(memories), self.unit_bytes)
+        return RankPools(tuple(memories), self.unit_bytes[: len(memories)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def pieces_of(moves: Sequence[PageMove], source: RankPools, target: RankPools) -
         raise ProtocolError("a write needs at least one page or slot")
     table = np.array([(m.group, m.source_page, m.target_page, m.num_pages) for m in moves], dtype=np.int64)
     groups, num_units = table[:, 0], table[:, 3]
-    if groups.min() < 0 or groups.max() >= len(source.memories):
-        raise ProtocolError(f"a move is of no group of the {len(source.memories)} that there are")
+    if groups.min() < 0 or groups.max() >= len(target.memories):
+        raise ProtocolError(f"a move is of no group of the {len(target.memories)} that both have")
     return CopiedPieces(
         groups,
         _extents(groups, table[:, 1], num_units, source),

@@ -1,5 +1,6 @@
 """The first word on a Handshake stream, from either side: who we are and where our pools lie."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.kv.ticket import check_layouts
@@ -19,11 +20,32 @@ class Hello:
     transport: str
     agent_metadata: bytes
     carried_memory: tuple[PoolMemory, ...] = ()  # the pools of the layout's other groups, in its order
+    draft_memory: PoolMemory | None = None  # where the layout has a draft
+
+    @classmethod
+    def of(
+        cls,
+        rank: RankId,
+        layout: KvLayout,
+        memories: Sequence[PoolMemory],
+        transport: str,
+        agent_metadata: bytes,
+    ) -> "Hello":
+        """`memories` are by group, then the draft model's."""
+        carried_end = 1 + len(layout.carried)
+        draft = memories[carried_end] if layout.draft is not None else None
+        memory, *carried = memories[:carried_end]
+        return cls(rank, layout, memory, transport, agent_metadata, tuple(carried), draft)
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
-        """By group."""
-        return (self.memory, *self.carried_memory)
+        """By group, then the draft model's."""
+        draft = (self.draft_memory,) if self.draft_memory is not None else ()
+        return (self.memory, *self.carried_memory, *draft)
+
+    def memories_of(self, shared: KvLayout) -> tuple[PoolMemory, ...]:
+        """Those of what crosses, by `shared`: see KvLayout.shared_with."""
+        return self.memories[: len(shared.unit_bytes)]
 
     def message(self, monotonic_s: float) -> handshake_pb2.HandshakeMessage:
         """To be sent at once: `monotonic_s` is our clock now."""
@@ -36,6 +58,7 @@ class Hello:
             transport=self.transport,
             monotonic_s=monotonic_s,
             carried_memory=[convert.memory_to_proto(memory) for memory in self.carried_memory],
+            draft_memory=convert.memory_to_proto(self.draft_memory) if self.draft_memory else None,
         )
         return handshake_pb2.HandshakeMessage(hello=hello)
 
@@ -56,9 +79,12 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
         pb.transport,
         pb.agent_metadata,
         tuple(convert.memory_from_proto(memory) for memory in pb.carried_memory),
+        convert.memory_from_proto(pb.draft_memory) if pb.HasField("draft_memory") else None,
     )
     if len(hello.carried_memory) != (due := len(hello.layout.carried)):
         raise ProtocolError(f"hello.carried_memory has {len(hello.carried_memory)} pools, its layout {due}")
+    if (hello.draft_memory is None) != (hello.layout.draft is None):
+        raise ProtocolError("hello has draft_memory or its layout a draft, but not both")
     return hello, finite("hello.monotonic_s", pb.monotonic_s)
 
 

@@ -181,7 +181,7 @@ class NixlTransport:
         target = self._descriptors(pieces, pieces.target, theirs)
         with _renaming("the write was refused"):
             handle = self._agent.initialize_xfer("WRITE", source, target, peer)
-        group_bytes = pieces.group_bytes(len(own.memories))
+        group_bytes = pieces.group_bytes(len(theirs.memories))
         write = NixlWrite(self._agent, handle, group_bytes, self._look_at_paths)
         try:
             write.post()

@@ -1,6 +1,6 @@
 """KV as ranks speak of it: pages, blocks, layouts, pools, tickets. Pure. See the glossary in README.md."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType
 
@@ -10,6 +10,7 @@ PageId = NewType("PageId", int)
 BlockHash = NewType("BlockHash", int)  # 64-bit sequence hash of an index block
 
 HANDSHAKE_VERSION = 1  # that this code speaks
+DRAFT = "draft"  # among the kinds of groups, where bytes are told by kind: a draft model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,19 @@ class KvGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftKv:
+    """What a rank's draft model remembers of the tokens of each page, in a pool with the same page ids.
+
+    It crosses where it is equal on both sides, and may be missing on either.
+    """
+
+    model_fingerprint: int
+    group: KvGroup  # full attention
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What two ranks must agree on before KV may cross between them.
+    """What two ranks must agree on before KV may cross between them, and `draft`, on which they need not.
 
     Group 0 is full attention: its pages are what the radix tree and the index know. What the others hold
     is *carried*: it always comes by wire, whatever prefix decode has.
@@ -72,11 +84,12 @@ class KvLayout:
     tp_size: int = 1
     groups: tuple[KvGroup, ...] = ()
     handshake_version: int = HANDSHAKE_VERSION
+    draft: DraftKv | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_bytes < 1:
             raise ValueError(f"page_size and page_bytes must be positive: {self}")
-        if any(group.unit_bytes < 1 for group in self.carried):
+        if any(group.unit_bytes < 1 for group in (*self.carried, *self.draft_group)):
             raise ValueError(f"units of groups beside the first must have bytes: {self}")
 
     @property
@@ -85,9 +98,18 @@ class KvLayout:
         return self.groups[1:]
 
     @property
+    def draft_group(self) -> tuple[KvGroup, ...]:
+        """The draft model's, if there is one: its pool comes behind those of the groups."""
+        return (self.draft.group,) if self.draft is not None else ()
+
+    @property
     def unit_bytes(self) -> tuple[int, ...]:
-        """Of each pool, by group."""
-        return (self.page_bytes, *(group.unit_bytes for group in self.carried))
+        """Of each pool: by group, then the draft model's."""
+        return (self.page_bytes, *(group.unit_bytes for group in (*self.carried, *self.draft_group)))
+
+    def shared_with(self, peer: "KvLayout") -> "KvLayout":
+        """What crosses between the two: of the draft model nothing, unless both have the same."""
+        return self if self.draft == peer.draft else replace(self, draft=None)
 
 
 @dataclass(frozen=True, slots=True)

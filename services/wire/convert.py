@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from services.values.errors import ProtocolError
 from services.values.kv import (
+    DraftKv,
     GroupKind,
     GroupTarget,
     KvGroup,
@@ -132,7 +133,12 @@ def runs_from_proto(pbs: Iterable[handshake_pb2.PageRun]) -> tuple[PageRun, ...]
 
 
 def layout_to_proto(layout: KvLayout) -> handshake_pb2.KvLayout:
-    return message_of(handshake_pb2.KvLayout, layout, groups=map(_group_to_proto, layout.groups))
+    draft = _draft_to_proto(layout.draft) if layout.draft is not None else None
+    return message_of(handshake_pb2.KvLayout, layout, groups=map(_group_to_proto, layout.groups), draft=draft)
+
+
+def _draft_to_proto(draft: DraftKv) -> handshake_pb2.DraftKv:
+    return message_of(handshake_pb2.DraftKv, draft, group=_group_to_proto(draft.group))
 
 
 def _group_to_proto(group: KvGroup) -> handshake_pb2.KvGroup:
@@ -146,7 +152,13 @@ def layout_from_proto(pb: handshake_pb2.KvLayout, handshake_version: int) -> KvL
     for name in ("page_size", "page_bytes", "tp_size"):
         _positive(f"layout.{name}", getattr(pb, name))
     groups = tuple(map(_group_from_proto, pb.groups))
-    return value_of(KvLayout, pb, groups=groups, handshake_version=handshake_version)
+    draft = _draft_from_proto(pb.draft) if pb.HasField("draft") else None
+    return value_of(KvLayout, pb, groups=groups, handshake_version=handshake_version, draft=draft)
+
+
+def _draft_from_proto(pb: handshake_pb2.DraftKv) -> DraftKv:
+    _positive("layout.draft.group.unit_bytes", pb.group.unit_bytes)
+    return value_of(DraftKv, pb, group=_group_from_proto(pb.group))
 
 
 def _group_from_proto(pb: handshake_pb2.KvGroup) -> KvGroup:

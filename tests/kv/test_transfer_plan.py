@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from services.kv.transfer_plan import (
     PageMove,
     carried_by_kind,
-    delta_bytes,
     merge_moves,
     moved_bytes,
     pages_covering,
@@ -78,7 +77,7 @@ def test_pages_covering_refuses(start, end):
 @pytest.mark.parametrize("prefix, prompt, pages", [(0, 9, 3), (8, 9, 1), (8, 8, 0), (4, 12, 2)])
 def test_delta_bytes_counts_whole_pages(prefix, prompt, pages):
     layout = KvLayout(page_size=4, page_bytes=100, model_fingerprint=1)
-    assert delta_bytes(prefix, prompt, layout) == pages * 100
+    assert moved_bytes(prefix, prompt, layout) == (pages * 100,)
 
 
 def group(kind, window=0, unit_bytes=0):

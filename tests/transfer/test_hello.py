@@ -8,6 +8,7 @@ import pytest
 from services.transfer.hello import Hello, check_hello, read_hello
 from services.values.errors import ProtocolError
 from services.values.kv import (
+    DraftKv,
     GroupKind,
     GroupTarget,
     KvGroup,
@@ -41,6 +42,12 @@ HYBRID_HELLO = replace(
     layout=replace(LAYOUT, groups=GROUPS),
     carried_memory=(PoolMemory(0x7F1000000000, 512, "VRAM", 1), PoolMemory(0x7F2000000000, 40, "VRAM", 1)),
 )
+DRAFT_GROUP = KvGroup(GroupKind.FULL_ATTENTION, (0,), 2, 64, "float16", unit_bytes=1 << 14)
+DRAFT_HELLO = replace(
+    HYBRID_HELLO,
+    layout=replace(HYBRID_HELLO.layout, draft=DraftKv(0x8877665544332211, DRAFT_GROUP)),
+    draft_memory=PoolMemory(0x7F3000000000, 4096, "VRAM", 1),
+)
 TICKET = KvTicket(
     room=Room(0x0123456789ABCDEF),
     prefill_generation=Generation(0xFFEEDDCCBBAA9988),
@@ -53,6 +60,7 @@ TICKET = KvTicket(
 MESSAGES = {
     "hello": HELLO.message(1000.25),
     "hello_of_a_hybrid": HYBRID_HELLO.message(1000.25),
+    "hello_with_a_draft": DRAFT_HELLO.message(1000.25),
     "ticket_of_a_hybrid": pb.HandshakeMessage(
         ticket=convert.ticket_to_proto(
             replace(
@@ -116,6 +124,7 @@ def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
     pinned = {name: pb.HandshakeMessage.FromString(m.SerializeToString()) for name, m in MESSAGES.items()}
     assert read_hello(pinned["hello"]) == (HELLO, 1000.25)
     assert read_hello(pinned["hello_of_a_hybrid"]) == (HYBRID_HELLO, 1000.25)
+    assert read_hello(pinned["hello_with_a_draft"]) == (DRAFT_HELLO, 1000.25)
     assert convert.ticket_from_proto(pinned["ticket"].ticket) == TICKET
 
 
@@ -150,6 +159,30 @@ def test_pools_that_no_group_has_are_refused():
     message = replace(HELLO, carried_memory=(PoolMemory(0, 1),)).message(0.0)
     with pytest.raises(ProtocolError, match="carried_memory has 1 pools, its layout 0"):
         read_hello(message)
+
+
+def test_a_draft_and_its_pool_come_together():
+    for part in (replace(DRAFT_HELLO, draft_memory=None), replace(HELLO, draft_memory=PoolMemory(0, 1))):
+        with pytest.raises(ProtocolError, match="but not both"):
+            read_hello(part.message(0.0))
+    message = DRAFT_HELLO.message(0.0)
+    message.hello.layout.draft.group.unit_bytes = 0
+    with pytest.raises(ProtocolError, match=r"draft\.group\.unit_bytes"):
+        read_hello(message)
+
+
+def test_only_the_same_draft_crosses():
+    """Who has none, or another, pairs all the same."""
+    own, group = DRAFT_HELLO.layout, DRAFT_GROUP
+    others = [DraftKv(1, group), DraftKv(own.draft.model_fingerprint, replace(group, dtype="float32")), None]
+    for draft in others:
+        layout = replace(own, draft=draft)
+        check_hello(DRAFT_HELLO, replace(DRAFT_HELLO, layout=layout))
+        for shared in (own.shared_with(layout), layout.shared_with(own)):
+            assert shared == HYBRID_HELLO.layout
+            assert DRAFT_HELLO.memories_of(shared) == HYBRID_HELLO.memories
+    assert own.shared_with(own).unit_bytes == (1 << 20, 1 << 19, 65_011_712, 1 << 14)
+    assert DRAFT_HELLO.memories_of(own) == (*HYBRID_HELLO.memories, DRAFT_HELLO.draft_memory)
 
 
 def test_a_pool_in_memory_of_no_kind_is_refused():

@@ -150,8 +150,21 @@ def test_moves_of_several_groups_are_one_write(transport, source, target, peer):
     assert same(target.snapshot(), expected)
 
 
-def test_a_peer_with_another_number_of_pools_is_refused(transport, target):
-    for memories in (target.memories[:2], [*target.memories, target.memories[0]], []):
+def test_a_peer_may_lack_the_last_pools(transport, source, target):
+    """As one without a draft model does; nothing is written that it lacks."""
+    peer = transport.add_peer(target.metadata, target.memories[:2])
+    expected = copied(source, target.snapshot(), moves := [PageMove(5, 6, 1), PageMove(2, 9, 3, group=1)])
+    write = transport.write(peer, moves)
+    assert write.group_bytes == (512, 3 * 384)
+    finish(write)
+    with pytest.raises(ProtocolError, match="no group of the 2 that both have"):
+        transport.write(peer, [*moves, PageMove(0, 1, 1, group=2)])
+    assert same(target.snapshot(), expected)
+    transport.remove_peer(peer)
+
+
+def test_a_peer_with_more_pools_or_none_is_refused(transport, target):
+    for memories in ([*target.memories, target.memories[0]], []):
         with pytest.raises(PeerFailed, match="we have 3"):
             transport.add_peer(target.metadata, memories)
 

@@ -120,15 +120,23 @@ class EngineCore:
         seq.uncached_tokens = self._carrying.uncached_tokens(seq)
         self._wait(seq)
 
-    def landed(self, seq: Sequence, first_token: Sampled) -> None:
-        """Every page of a RECEIVING sequence is there and its first token is known."""
+    def landed(self, seq: Sequence, first_token: Sampled, *, with_draft: bool = False) -> None:
+        """Every page of a RECEIVING sequence is there and its first token is known; `with_draft`: also every
+        page in the draft model's pool."""
         if seq.phase is not Phase.RECEIVING:
             return  # cancelled meanwhile
+        if with_draft:
+            self._note_received(seq)
         seq.computed = len(seq.ids)
         self._publish(seq)
         self._carrying.note_border(seq)
         seq.phase, seq.first_token = Phase.LANDED, first_token
         self._let_in_landed()
+
+    def _note_received(self, seq: Sequence) -> None:
+        assert seq.pages is not None and self.runner.draft is not None
+        received = seq.pages.pages[seq.stored // self.page_size :]
+        self.runner.draft.received(received, len(seq.ids) - seq.stored)
 
     def renegotiate(self, seq: Sequence, start: int) -> None:
         """Nobody writes a RECEIVING sequence's pages; its delta is to start at `start`, earlier than now.

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
@@ -30,7 +30,7 @@ from services.transfer.base import Transport
 from services.transfer.decode.links import PrefillLink, PrefillLinks
 from services.transfer.decode.room_watch import Landed, RoomWatch
 from services.values.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
-from services.values.kv import PageId
+from services.values.kv import KvLayout, PageId
 from services.values.rank import Plan, RankId, Rendezvous, Room
 from services.values.request import Admitted, GenerationRequest, Output, PrefillResult
 
@@ -61,6 +61,7 @@ class _Received:
     """What came over the isthmus."""
 
     prefill: PrefillResult
+    layout: KvLayout  # of what both ranks have
     group_bytes: tuple[int, ...]
     digested_pages: int
     link_s: float  # until the handshake with the rank stood
@@ -178,10 +179,12 @@ class PagedDecodeEngine(PagedEngine):
         except BaseException:
             delta.give_up()
             raise
-        self.post(DeltaLanded(seq, Sampled(prefill.first_token_id, prefill.first_token_logprobs)))
+        first_token = Sampled(prefill.first_token_id, prefill.first_token_logprobs)
+        self.post(DeltaLanded(seq, first_token, with_draft=link.layout.draft is not None))
         waited_s = time.monotonic() - began
         transfer_s = max(0.0, waited_s - prefill.queue_s - prefill.compute_s)
-        return _Received(prefill, landed.group_bytes, digested_pages, began - reserved_at, transfer_s)
+        link_s = began - reserved_at
+        return _Received(prefill, link.layout, landed.group_bytes, digested_pages, link_s, transfer_s)
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
         """Set the pages aside until nobody can write them any more."""
@@ -199,7 +202,8 @@ class PagedDecodeEngine(PagedEngine):
     ) -> Admitted:
         prompt_tokens = len(seq.request.all_ids)
         prefill = received.prefill if received is not None else None
-        moved = received.group_bytes if received is not None else (0,) * len(self.layout.unit_bytes)
+        layout = received.layout if received is not None else replace(self.layout, draft=None)
+        moved = received.group_bytes if received is not None else (0,) * len(layout.unit_bytes)
         return Admitted(
             prompt_tokens=prompt_tokens,
             decode_prefix_len=first.reused_tokens,
@@ -208,8 +212,8 @@ class PagedDecodeEngine(PagedEngine):
             if prefill is None
             else prefill.computed_tokens,
             kv_bytes_moved=sum(moved),
-            kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, self.layout)),
-            carried_bytes=carried_by_kind(self.layout, moved),
+            kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, layout)),
+            carried_bytes=carried_by_kind(layout, moved),
             decode_queue_s=queue_s + (received.link_s if received is not None else 0.0),
             prefill_queue_s=prefill.queue_s if prefill is not None else 0.0,
             prefill_compute_s=prefill.compute_s if prefill is not None else first.compute_s,
@@ -239,12 +243,14 @@ class _Delta:
         self._want_digests = want_digests
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
         self._watch: RoomWatch | None = None  # of the last ticket
-        self._units: tuple[tuple[PageId, ...], ...] = ()  # that are written into, by group
+        self._units: tuple[tuple[PageId, ...], ...] = ()  # that are written into, by pool
         self.start = 0  # tokens
 
     def send_ticket(self, reserved: Reserved) -> None:
         """Raises PeerFailed when the link has ended; then nothing was sent."""
-        self.start, self._units = reserved.prefix_len, (reserved.delta_pages, *reserved.carried)
+        shadowed = (reserved.delta_pages,) * len(self._link.layout.draft_group)
+        self.start = reserved.prefix_len
+        self._units = (reserved.delta_pages, *reserved.carried, *shadowed)
         ticket = make_ticket(
             self._room,
             self._link.address.id.generation,
@@ -276,7 +282,7 @@ class _Delta:
         Raises what `landed` and `check_digests` raise, and PeerFailed where too little has landed.
         """
         landed = await self.landed()
-        _check_bytes(landed, moved_bytes(self.start, len(self._seq.ids), self._engine.layout))
+        _check_bytes(landed, moved_bytes(self.start, len(self._seq.ids), self._link.layout))
         return landed, await self.check_digests(landed)
 
     async def check_digests(self, landed: Landed) -> int:

@@ -127,9 +127,10 @@ class PagedEngine:
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
-        """The layout's pools, by group."""
+        """The layout's pools, by group, then the draft model's."""
         runner = self._running_core.runner
-        return (runner.memory, *runner.carried_memory)
+        draft = (runner.draft.memory,) if runner.draft is not None else ()
+        return (runner.memory, *runner.carried_memory, *draft)
 
     @property
     def read_pages(self) -> ReadPages:
@@ -251,6 +252,7 @@ class PagedEngine:
             protected_share=settings.protected_share,
             evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
             forget=carried.points.forget,
+            lent=runner.draft.lent if runner.draft is not None else lambda pages: None,
         )
         began = time.monotonic()
         warm_up(runner, cache, carried, self._limits.chunk_size)

@@ -67,8 +67,43 @@ class RunnerFailed(Exception):
     """A step could not be computed, for the reason that is its cause; its KV is undefined."""
 
 
+class DraftModel(Protocol):
+    """A small model beside a runner's own, to draft what that may choose next.
+
+    Its KV is a shadow of the target's: a pool of its own with as many pages, lent by the same ids. It has no
+    books, nobody waits for it, and what it lacks of a sequence it computes or does not draft. It decides how
+    fast tokens come, never which. Called from the engine's thread only.
+    """
+
+    @property
+    def memory(self) -> PoolMemory:
+        """Its pool: page i shadows page i of full attention; `layout.draft` says what one is."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that one draft for each sequence of a batch took lately; 0: not known yet."""
+
+    def lent(self, pages: Sequence[PageId]) -> None:
+        """The target's pages were lent anew: nothing in them is of who has them now."""
+
+    def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
+        """Its KV of so many tokens came by wire into these pages, from the first one's first token on."""
+
+    def propose(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """For each decoding sequence up to so many ids that may follow its newest one.
+
+        A chunk is what it computes next, without drafts: that newest token, `history` with it. None where its
+        KV of the sequence lacks more than a step computes: that is gone on with at each call.
+        """
+
+
 class ModelRunner(Protocol):
     """Called from the engine's thread only, but for `read_pages`."""
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """Where there is one, `run` has it compute prompt chunks, too, and `read_pages` reads its pool as the
+        group behind the layout's last."""
 
     @property
     def layout(self) -> KvLayout: ...

@@ -41,6 +41,7 @@ class Submit:
 class DeltaLanded:
     seq: Sequence
     first_token: Sampled
+    with_draft: bool = False  # the draft model's KV of it, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +210,8 @@ class EngineThread:
                     core.submit(seq)
                 except IsthmusError as error:
                     self._failures.append((seq, Failed(error)))
-            case DeltaLanded(seq, first_token):
-                core.landed(seq, first_token)
+            case DeltaLanded(seq, first_token, with_draft):
+                core.landed(seq, first_token, with_draft=with_draft)
             case Renegotiate(seq, start):
                 core.renegotiate(seq, start)
             case Cancel(seq, quarantine):

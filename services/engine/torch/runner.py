@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from services.engine.paged.runner import Chunk, Sampled, keep_accepted
+from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.draft_tokens import single_tokens
@@ -91,6 +91,10 @@ class TorchRunner:
     @property
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
+
+    @property
+    def draft(self) -> DraftModel | None:
+        return None
 
     @property
     def max_step_drafts(self) -> int:

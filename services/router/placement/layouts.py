@@ -15,14 +15,15 @@ def common_layout(
     """Of the most pairs of a decode and a prefill rank; where there are none, of the most decode ranks.
 
     So the first ranks that a roll-out reaches stay out of plan remote, until it can do more with them than
-    with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees do not
-    count. None: there is no decode rank.
+    with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees and draft
+    models do not count. None: there is no decode rank.
     """
     staying = [rank for rank in decodes if rank.id.key not in draining]
     if staying:
         decodes, prefills = staying, [rank for rank in prefills if rank.id.key not in draining]
     receivers, senders = (
-        Counter(replace(rank.layout, tp_size=1) for rank in ranks) for ranks in (decodes, prefills)
+        Counter(replace(rank.layout, tp_size=1, draft=None) for rank in ranks)
+        for ranks in (decodes, prefills)
     )
 
     def pairs(layout: KvLayout) -> tuple[int, int]:

@@ -7,6 +7,7 @@ above what was learned counts for more than one below, and one that is far off c
 import math
 from dataclasses import dataclass, field
 
+from services.values.kv import DRAFT
 from services.values.rank import RankKey
 from services.values.request import Admitted
 
@@ -115,7 +116,7 @@ def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
     to C + transfer_s and solved for b.
     """
     delta_tokens = max(1, admitted.prompt_tokens - admitted.decode_prefix_len)
-    carried_bytes = sum(admitted.carried_bytes.values())
+    carried_bytes = sum(size for kind, size in admitted.carried_bytes.items() if kind != DRAFT)  # paged, too
     all_bytes = admitted.kv_bytes_moved - carried_bytes
     last_bytes = all_bytes * min(1.0, chunk_tokens / delta_tokens) + carried_bytes
     transfer_s = max(admitted.transfer_s, _MIN_TRANSFER_S)

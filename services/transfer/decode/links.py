@@ -53,9 +53,8 @@ class PrefillLinks:
         clock: Callable[[], float] = time.monotonic,
         open_channel: Callable[[str], grpc.aio.Channel] = channels.open_channel,
     ) -> None:
-        """`memories` are the layout's pools, by group."""
-        memory, *carried = memories
-        self._own = Hello(own_id, layout, memory, transport, agent_metadata, tuple(carried))
+        """`memories` are the layout's pools, as in `Hello.of`."""
+        self._own = Hello.of(own_id, layout, memories, transport, agent_metadata)
         self._clock = clock
         self._open_channel = open_channel
         self._links: dict[RankAddress, PrefillLink] = {}
@@ -143,7 +142,8 @@ class PrefillLinks:
                 raise PeerFailed(f"no link to {address.id}: {error}") from error
             raise
         log.info("kv_link_up prefill=%s endpoint=%s", address.id, address.endpoint)
-        return PrefillLink(address, stream, stamp_s, received_s, self._clock, self._seek)
+        shared = self._own.layout.shared_with(peer.layout)
+        return PrefillLink(address, shared, stream, stamp_s, received_s, self._clock, self._seek)
 
     def _note_life(self, endpoint: str, seen: RankId) -> None:
         """Whoever answers proves that earlier lives of the same rank at the same endpoint are over."""
@@ -187,6 +187,7 @@ class PrefillLink:
     def __init__(
         self,
         address: RankAddress,
+        layout: KvLayout,
         stream: "_Stream",
         stamp_s: float,
         received_s: float,
@@ -194,6 +195,7 @@ class PrefillLink:
         seek: Callable[[RoomWatch], None],
     ) -> None:
         self.address = address
+        self.layout = layout  # of what both sides have
         self._stream = stream
         self._stamp_s = stamp_s  # the peer's clock when it sent its Hello,
         self._received_s = received_s  # and ours, a little later, when that came

@@ -13,10 +13,11 @@ class DeltaDigests:
     """`sources` as a DeltaWrite has them."""
 
     def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
-        self._lanes = lanes_of(ticket, layout.page_size)
+        self._lanes = lanes_of(ticket, layout)
         self._unit_bytes = layout.unit_bytes
         self._sources = sources
-        self.values: list[int] = []  # of the delta's pages in token order, then of what is carried
+        # Of the delta's pages in token order, of what is carried, of the delta's in the draft's pool.
+        self.values: list[int] = []
 
     @property
     def complete(self) -> bool:
@@ -27,6 +28,6 @@ class DeltaDigests:
         lane = next((lane for lane in self._lanes if not lane.done), None)
         if lane is None:
             return False
-        units = lane.take(self._sources, max(1, max_bytes // self._unit_bytes[lane.group]))
-        self.values += [digest_of(content) for content in read_pages(units, lane.group)]
+        units = lane.take(self._sources, max(1, max_bytes // self._unit_bytes[lane.pool]))
+        self.values += [digest_of(content) for content in read_pages(units, lane.pool)]
         return bool(units)

@@ -19,14 +19,15 @@ MAX_POSTS_IN_FLIGHT = 2  # with one alone the path is idle from its end until th
 
 class DeltaWrite:
     def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
-        self._lanes = lanes_of(ticket, layout.page_size)
+        """`layout` is of what both sides have."""
+        self._lanes = lanes_of(ticket, layout)
         self._targets = [pages_of(runs) for runs in (ticket.runs, *(t.runs for t in ticket.targets))]
         self._unit_bytes = layout.unit_bytes
         self._sources = sources
         self._posted: list[tuple[Write, float]] = []  # and when
         self._stopped = False
         self.unsettled = False  # a write has failed, and bytes of it may land still
-        self.group_bytes = (0,) * len(self._unit_bytes)  # of the writes that have landed
+        self.group_bytes = (0,) * len(self._unit_bytes)  # by pool, of the writes that have landed
         self.descriptors = 0
 
     @property
@@ -68,9 +69,9 @@ class DeltaWrite:
         posted again."""
         moves: list[PageMove] = []
         for lane in self._lanes:
-            most = max_bytes // self._unit_bytes[lane.group]
+            most = max_bytes // self._unit_bytes[lane.pool]
             taken = self._take(lane, most if moves else max(1, most))
-            max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.group]
+            max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.pool]
             moves += taken
         with self._noting_unsettled():
             self._posted.append((transport.write(peer, moves), now_s))
@@ -80,7 +81,7 @@ class DeltaWrite:
         offset = lane.next - lane.first
         units = lane.take(self._sources, most)
         targets = self._targets[lane.group][offset : offset + len(units)]
-        return merge_moves(units, targets, lane.group)
+        return merge_moves(units, targets, lane.pool)
 
     def poll(self) -> bool:
         """True when a write has landed since the last call.

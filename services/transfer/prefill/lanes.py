@@ -4,13 +4,14 @@ full attention   [ held by decode | taken .......... | final | not yet computed 
                  0                ^ first            ^ next                     ^ end
 the others       [ taken | final once the prompt is computed )                   a tail, a state
                  0 = first                                   ^ end
+the draft model  as full attention: the same pages, of its own pool
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.kv.transfer_plan import pages_covering
-from services.values.kv import KvTicket, PageId
+from services.values.kv import KvLayout, KvTicket, PageId
 
 
 @dataclass(slots=True)
@@ -29,12 +30,13 @@ class Sources:
 
 @dataclass(slots=True)
 class Lane:
-    """Units [next, end) of one group's sources are still to be taken, each once and in token order."""
+    """Units [next, end) of a group's sources are still to be taken, each once and in token order."""
 
-    group: int
+    group: int  # whose sources, and targets
     first: int
     end: int
     next: int
+    pool: int  # that they are of, on either side
 
     @property
     def done(self) -> bool:
@@ -50,11 +52,13 @@ class Lane:
         return units
 
 
-def lanes_of(ticket: KvTicket, page_size: int) -> list[Lane]:
-    """By group."""
-    delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, page_size)
-    lanes = [Lane(0, delta.start, delta.stop, next=delta.start)]
+def lanes_of(ticket: KvTicket, layout: KvLayout) -> list[Lane]:
+    """One for each pool of what both sides have."""
+    delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, layout.page_size)
+    lanes = [Lane(0, delta.start, delta.stop, next=delta.start, pool=0)]
     for target in ticket.targets:
         num_units = sum(run.num_pages for run in target.runs)
-        lanes.append(Lane(target.group, 0, num_units, next=0))
+        lanes.append(Lane(target.group, 0, num_units, next=0, pool=target.group))
+    if layout.draft is not None:
+        lanes.append(replace(lanes[0], pool=len(lanes)))
     return lanes

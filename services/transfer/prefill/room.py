@@ -10,7 +10,7 @@ from services.transfer.base import PeerName
 from services.transfer.prefill.delta_digests import DeltaDigests
 from services.transfer.prefill.delta_write import DeltaWrite
 from services.transfer.prefill.lanes import Sources
-from services.values.kv import HitKind, KvTicket, PoolMemory
+from services.values.kv import HitKind, KvLayout, KvTicket, PoolMemory
 from services.values.rank import RankId, Room
 from services.wire.isthmus.v1 import handshake_pb2
 
@@ -45,7 +45,7 @@ class RoomEnd:
 
     outcome: Outcome
     error: str | None
-    group_bytes: tuple[int, ...] = ()  # moved, by group; empty: nothing was begun
+    group_bytes: tuple[int, ...] = ()  # moved, by pool; empty: nothing was begun
     descriptors: int = 0
     seconds: float = 0.0  # since ticket and request were both there
 
@@ -71,7 +71,8 @@ class Link:
     """One Handshake stream; `send` is safe from any thread and does not raise."""
 
     decode: RankId
-    memories: tuple[PoolMemory, ...]  # by group
+    layout: KvLayout  # of what both sides have
+    memories: tuple[PoolMemory, ...]  # that it describes
     send: Send
     agent_metadata: bytes
     peer: PeerName | None = None  # None: the transport has not reached it, or a write to it has failed since

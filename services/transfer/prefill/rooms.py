@@ -91,7 +91,9 @@ class RoomTable:
     # -- what decode says -----------------------------------------------------------------------------
 
     def link_up(self, link_id: int, hello: Hello, send: Send) -> None:
-        link = self._links[link_id] = Link(hello.rank, hello.memories, send, hello.agent_metadata)
+        shared = self._layout.shared_with(hello.layout)
+        memories = hello.memories_of(shared)
+        link = self._links[link_id] = Link(hello.rank, shared, memories, send, hello.agent_metadata)
         try:
             self._peers.reach(link)
         except PeerFailed as error:  # its tickets are told
@@ -259,7 +261,7 @@ class RoomTable:
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
             self._peers.reach(link)
-            check_ticket(ticket, prompt_len, self._layout, link.memories, self._own_id.generation)
+            check_ticket(ticket, prompt_len, link.layout, link.memories, self._own_id.generation)
         except StartsWithinPage as late:
             room.link, room.earlier_start = link, late.start
             return RoomEvent.LATE_TICKET, str(late)
@@ -384,10 +386,11 @@ class RoomTable:
                 _stop_writes(room)
 
     def _start_writes(self, room: PrefillRoom) -> None:
-        assert room.ticket is not None
-        room.delta = DeltaWrite(room.ticket, self._layout, room.sources)
+        assert room.ticket is not None and room.link is not None
+        layout = room.link.layout
+        room.delta = DeltaWrite(room.ticket, layout, room.sources)
         if room.ticket.want_digests:
-            room.digests = DeltaDigests(room.ticket, self._layout, room.sources)
+            room.digests = DeltaDigests(room.ticket, layout, room.sources)
         room.began_s = self._clock()
 
     def _finish(self, room: PrefillRoom) -> None:

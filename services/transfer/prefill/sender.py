@@ -58,8 +58,8 @@ class KvSender:
         heard_s: Callable[[], float] | None = None,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """`memories` are the layout's pools, by group. A post may take `max_post_s`, or longer while others
-        to its decode rank land. `heard_s` is as for RoomTable; it may be asked by any thread.
+        """`memories` are as in `Hello.of`. A post may take `max_post_s`, or longer while others to its decode
+        rank land. `heard_s` is as for RoomTable; it may be asked by any thread.
 
         `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
         nothing can be sent any more.
@@ -262,9 +262,7 @@ class KvSender:
             self._end(rooms, transport)
 
     def _make_hello(self, transport: Transport) -> Hello:
-        memory, *carried = self._memories
-        metadata = transport.metadata()
-        return Hello(self._own_id, self._layout, memory, transport.name, metadata, tuple(carried))
+        return Hello.of(self._own_id, self._layout, self._memories, transport.name, transport.metadata())
 
     def _serve(self, rooms: RoomTable) -> None:
         idle_turns = 0

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.paged.core_rank import Prefill, Rank
-from services.engine.fake import FakeRunner, _mix, continuation
+from services.engine.fake import FakeRunner, continuation, mix
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.runner import Sampled
 from services.engine.paged.sequence import Phase, Sequence
@@ -80,7 +80,7 @@ def test_a_half_done_prefill_is_offered_to_the_second_room_too():
         assert [o.start_token for o in offers] == [0, *(o.end_token for o in offers[:-1])]
         assert offers[-1].end_token == 18
         slots = rank.runner.slots[[page for o in offers for page in o.pages]].reshape(-1)[:18]
-        assert [int(slot) for slot in slots] == [_mix(token, token) for token in range(18)]
+        assert [int(slot) for slot in slots] == [mix(token, token) for token in range(18)]
     assert rank.computed_tokens == 18 + 2
     for seq in rooms:
         rank.core.room_ended(seq)
@@ -283,7 +283,7 @@ def test_either_role_is_exact_and_balances(data):
                     start = offered.start_token + number * page_size
                     for position in range(start, min(start + page_size, offered.end_token)):
                         slot = rank.runner.slots[page, position % page_size]
-                        assert slot == _mix(ids[position], position)
+                        assert slot == mix(ids[position], position)
 
     actions = ["submit", "submit", "step", "step", "step", "land", "cancel", "unquarantine", "end_room"]
     for _ in range(data.draw(st.integers(1, 40))):

@@ -7,6 +7,7 @@ import pytest
 from router.placement.known_cluster import LAYOUT, REMOTE, Router, of_other_layout
 from services.router.placement.decision import Nowhere
 from services.router.placement.layouts import common_layout
+from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Plan
 from services.values.registration import Registration
 
@@ -54,6 +55,15 @@ def test_layouts_that_differ_in_their_tp_degrees_count_as_one():
     router.placer.set_ranks(of_other_layout(router.decodes, 2)[:2] + old, of_other_layout(router.prefills, 1))
     excluded = router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
     assert {str(rank.id.key) for rank in excluded} == {"decode/0", "decode/1", "prefill/0"}
+
+
+def test_layouts_that_differ_in_their_draft_models_count_as_one():
+    router = Router(4, 2)
+    group = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 8, "float32", unit_bytes=64)
+    drafting = replace(LAYOUT, draft=DraftKv(7, group))
+    with_draft = [replace(rank, layout=drafting) for rank in router.decodes[2:]]
+    router.placer.set_ranks(router.decodes[:2] + with_draft, router.prefills)
+    assert not router.placer.explain(router.asked(plans=REMOTE), 0.5).excluded
 
 
 A, B = LAYOUT, replace(LAYOUT, page_bytes=1 << 19)

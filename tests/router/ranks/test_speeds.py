@@ -109,6 +109,12 @@ def test_what_is_carried_beside_the_delta_tells_the_same_bandwidth(bandwidth, co
         assert balance.bandwidth(P0, D0) == pytest.approx(bandwidth, rel=1e-3)
 
 
+def test_a_drafts_pages_go_with_those_of_the_delta(balance):
+    balance.observe_admitted(D0, P0, moved(2e8))
+    balance.observe_admitted(D0, P1, replace(moved(2e8), carried_bytes={"draft": 10 * MIB}))
+    assert balance.bandwidth(P0, D0) == balance.bandwidth(P1, D0)
+
+
 def test_a_link_falls_back_to_its_prefill_rank_then_to_all(balance):
     balance.observe_admitted(D0, P0, moved(2e8))
     balance.observe_admitted(D0, P1, moved(1e9))

@@ -62,7 +62,7 @@ class HandshakeMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ticket: _Optional[_Union[KvTicket, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s", "tp_rank", "engine_memory", "writer_rank", "carried_memory")
+    __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s", "tp_rank", "engine_memory", "writer_rank", "carried_memory", "draft_memory")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class Hello(_message.Message):
     ENGINE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     WRITER_RANK_FIELD_NUMBER: _ClassVar[int]
     CARRIED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     version: int
     rank: _common_pb2.RankId
     layout: KvLayout
@@ -85,7 +86,8 @@ class Hello(_message.Message):
     engine_memory: EngineMemory
     writer_rank: int
     carried_memory: _containers.RepeatedCompositeFieldContainer[PoolMemory]
-    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ..., tp_rank: _Optional[int] = ..., engine_memory: _Optional[_Union[EngineMemory, _Mapping]] = ..., writer_rank: _Optional[int] = ..., carried_memory: _Optional[_Iterable[_Union[PoolMemory, _Mapping]]] = ...) -> None: ...
+    draft_memory: PoolMemory
+    def __init__(self, version: _Optional[int] = ..., rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., memory: _Optional[_Union[PoolMemory, _Mapping]] = ..., transport: _Optional[str] = ..., monotonic_s: _Optional[float] = ..., tp_rank: _Optional[int] = ..., engine_memory: _Optional[_Union[EngineMemory, _Mapping]] = ..., writer_rank: _Optional[int] = ..., carried_memory: _Optional[_Iterable[_Union[PoolMemory, _Mapping]]] = ..., draft_memory: _Optional[_Union[PoolMemory, _Mapping]] = ...) -> None: ...
 
 class EngineMemory(_message.Message):
     __slots__ = ("agent_name", "kv", "kv_layer_ids", "aux_addresses", "device_id", "tp_size", "engine_rank", "opaque")
@@ -125,18 +127,28 @@ class MemoryRegion(_message.Message):
     def __init__(self, address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("page_size", "page_bytes", "model_fingerprint", "tp_size", "groups")
+    __slots__ = ("page_size", "page_bytes", "model_fingerprint", "tp_size", "groups", "draft")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_bytes: int
     model_fingerprint: int
     tp_size: int
     groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
-    def __init__(self, page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., model_fingerprint: _Optional[int] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
+    draft: DraftKv
+    def __init__(self, page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., model_fingerprint: _Optional[int] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., draft: _Optional[_Union[DraftKv, _Mapping]] = ...) -> None: ...
+
+class DraftKv(_message.Message):
+    __slots__ = ("model_fingerprint", "group")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: int
+    group: KvGroup
+    def __init__(self, model_fingerprint: _Optional[int] = ..., group: _Optional[_Union[KvGroup, _Mapping]] = ...) -> None: ...
 
 class KvGroup(_message.Message):
     __slots__ = ("kind", "layer_ids", "num_kv_heads", "head_dim", "dtype", "v_head_dim", "window", "unit_bytes")
