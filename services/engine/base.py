@@ -81,6 +81,11 @@ class Engine(Protocol):
     def tells_resume_points(self) -> bool:
         """Whether `cache_events` say which blocks are resumable, where the layout carries tails or states."""
 
+    @property
+    def tells_pairs(self) -> bool:
+        """Whether `cache_events` name blocks of pairs of tokens (kv/block_hash.py); known once it has
+        started."""
+
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         """What the radix tree gained and lost, from the first page on. One consumer."""
         yield CacheEvents()

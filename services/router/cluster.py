@@ -14,7 +14,7 @@ from functools import partial
 from services.index.pins import PinWriter
 from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import Mirror, RankState, RankView
-from services.kv.block_hash import scope_seed, sequence_hashes
+from services.kv.block_hash import BlockChains, pair_hashes, scope_seed, sequence_hashes
 from services.net.tls import TlsConfig
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
@@ -26,7 +26,6 @@ from services.router.placement.pool_ends import length_means
 from services.router.ranks.balance import Balance, Liveness, RankNow
 from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
-from services.values.kv import BlockHash
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.registration import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
@@ -53,11 +52,11 @@ class HashedPrompt:
 
     ids: "array[int]"  # "I"
     seed: int
-    hashes: tuple[BlockHash, ...]
+    chains: BlockChains
     most_tokens: int | None = None  # with the answer; None: nobody says
 
 
-_SHORTEST = HashedPrompt(array("I", [0]), 0, ())
+_SHORTEST = HashedPrompt(array("I", [0]), 0, BlockChains(()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +232,7 @@ class Cluster:
     def check_room(self, max_wait_s: float) -> None:
         """Raises NoCapacity if requests wait longer than that wherever they can go."""
         self._refresh()
-        self._placer.check_waits(Asked((), 1, self._known_plans, max_wait_s=max_wait_s))
+        self._placer.check_waits(Asked(_SHORTEST.chains, 1, self._known_plans, max_wait_s=max_wait_s))
 
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
@@ -272,7 +271,7 @@ class Cluster:
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
         """A request went out: count it, and pin its conversation."""
         chosen = placed.decision.chosen
-        self._placer.sent(request_id, placed.prompt.hashes, len(placed.prompt.ids), placed.decision)
+        self._placer.sent(request_id, placed.prompt.chains, len(placed.prompt.ids), placed.decision)
         if conversation_id:
             prefill = chosen.prefill
             name, prefill_id = self._pin_name(conversation_id), prefill.id if prefill is not None else None
@@ -280,12 +279,12 @@ class Cluster:
 
     def admitted(self, request_id: str, placed: Placed, admitted: Admitted) -> None:
         """The decode rank said what it really had: learn from it, and correct the index."""
-        self._placer.outcomes.admitted(request_id, placed.prompt.hashes, placed.decision.chosen, admitted)
+        self._placer.outcomes.admitted(request_id, placed.prompt.chains, placed.decision.chosen, admitted)
 
     def finished(self, placed: Placed, all_ids: "array[int]") -> None:
         """A request ended well: its decode rank will soon say that it holds prompt and answer."""
         prompt = placed.prompt
-        self._placer.outcomes.finished(prompt.hashes, placed.decision.chosen, all_ids, prompt.seed)
+        self._placer.outcomes.finished(prompt.chains, placed.decision.chosen, all_ids, prompt.seed)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""
@@ -317,9 +316,10 @@ class Cluster:
         return view if view is not None and view.registration.id == life else None
 
     def _hash(self, ids: "array[int]", tenant: str, more_tokens: int | None) -> HashedPrompt:
-        seed = scope_seed(self._settings.model_name, tenant)
-        hashes = tuple(sequence_hashes(ids, self._settings.placer.index_block, seed))
-        return HashedPrompt(ids, seed, hashes, None if more_tokens is None else len(ids) + more_tokens)
+        seed, index_block = scope_seed(self._settings.model_name, tenant), self._settings.placer.index_block
+        pairs = tuple(pair_hashes(ids, index_block, seed)) if self._placer.wants_pairs else ()
+        chains = BlockChains(tuple(sequence_hashes(ids, index_block, seed)), pairs)
+        return HashedPrompt(ids, seed, chains, None if more_tokens is None else len(ids) + more_tokens)
 
     def _asked(
         self,
@@ -331,7 +331,7 @@ class Cluster:
         self._refresh()
         self._placer.set_share(Share(*self._mirror.place_among_routers()))
         return Asked(
-            prompt.hashes,
+            prompt.chains,
             len(prompt.ids),
             self._plans(),
             pinned=self._pinned(conversation_id),

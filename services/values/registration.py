@@ -15,6 +15,9 @@ NO_CACHE = "no-cache"
 # Of a rank of either role whose layout carries tails or states, and whose engine does not tell where it keeps
 # them: wherever it holds a prefix counts as resumable, until its answers say otherwise.
 NO_RESUME_POINTS = "no-resume-points"
+# Of a rank of either role whose radix tree has pairs of tokens for keys: its blocks are named by the chain of
+# pairs (kv/block_hash.py).
+PAIR_BLOCKS = "pair-blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +44,7 @@ class Registration:
     def tells_resume_points(self) -> bool:
         """Else it can go on computing wherever it holds, as far as is known."""
         return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities
+
+    @property
+    def has_pair_blocks(self) -> bool:
+        return PAIR_BLOCKS in self.capabilities

@@ -7,13 +7,20 @@ from services.engine.paged.decode import PagedDecodeEngine
 from services.engine.paged.engine import PagedEngine
 from services.prefill.role import prefill_roles
 from services.process.supervisor import rank_commands
+from services.rank import main as rank_main
 from services.rank.config import RankConfig
 from services.rank.main import own_rank_id
 from services.settings.flags import load, to_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Plan, Role
-from services.values.registration import NO_CACHE, NO_MOVED_PENALTIES, NO_RESUME_POINTS, REMOTE_ONLY
+from services.values.registration import (
+    NO_CACHE,
+    NO_MOVED_PENALTIES,
+    NO_RESUME_POINTS,
+    PAIR_BLOCKS,
+    REMOTE_ONLY,
+)
 
 
 def config_of(*flags):
@@ -78,6 +85,16 @@ def test_a_rank_whose_engine_does_not_say_where_it_can_go_on_says_that(monkeypat
     for make_roles in (decode_roles, prefill_roles):
         (role,) = make_roles(config_of(), [own_rank_id(config_of())])
         assert role.capabilities == (NO_RESUME_POINTS,)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_rank_registers_what_its_started_engine_says_of_its_blocks(monkeypatch, pairs):
+    (role,) = decode_roles(config_of("--decode-cache=off"), [own_rank_id(config_of())])
+    monkeypatch.setattr(PagedEngine, "tells_pairs", pairs)
+    for name in ("layout", "max_context_tokens", "model_context_tokens"):
+        monkeypatch.setattr(type(role.engine), name, None)
+    registered = rank_main._registration(config_of(), role, None)
+    assert registered.capabilities == (NO_CACHE, PAIR_BLOCKS)[: 1 + pairs]
 
 
 @pytest.mark.parametrize(

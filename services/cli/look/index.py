@@ -19,6 +19,7 @@ _LISTING_TIMEOUT_S = 10.0
 _BASE = ("rank", "role", "state", "generation", "blocks", "resumable", "epoch", "sequence", "record age")
 _OF_RESUMING = {"resumable", "resume trust"}  # shown where a rank tells where it can go on computing
 _WHEREVER_IT_HOLDS = "all"
+_OF_PAIRS = " of pairs"  # of tokens: see RankStatus.pair_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
         convert.role_from_proto(rank.role).value,
         rank.state,
         f"{rank.rank.generation:016x}",
-        rank.index_blocks,
+        _blocks(rank.index_blocks, rank.pair_blocks),
         rank.resumable_blocks if rank.HasField("resumable_blocks") else _WHEREVER_IT_HOLDS,
         rank.epoch,
         rank.next_sequence,
@@ -129,7 +130,7 @@ def format_ranks(mirror: Mirror) -> str:
                 registration.role.value,
                 view.condition,
                 f"{registration.id.generation:016x}",
-                mirror.index.num_blocks(key),
+                _blocks(mirror.index.num_blocks(key), registration.has_pair_blocks),
                 mirror.index.resume_points.num_blocks(key) if tells else _WHEREVER_IT_HOLDS,
                 progress.epoch,
                 progress.next_seq,
@@ -141,6 +142,10 @@ def format_ranks(mirror: Mirror) -> str:
         )
     headings = (*_BASE, "pages", "endpoint", "model")
     return _table(headings, rows, resuming) if rows else "no rank is registered"
+
+
+def _blocks(count: int, of_pairs: bool) -> str:
+    return f"{count}{_OF_PAIRS * of_pairs}"
 
 
 def _age(age_s: float, current: bool) -> str:

@@ -99,6 +99,7 @@ class PagedEngine:
     """Starts and stops the thread, routes its events to the requests' mailboxes."""
 
     tells_resume_points = True
+    tells_pairs = False
 
     def __init__(self, make_runner: Callable[[], ModelRunner], limits: Limits, cache: CacheSettings) -> None:
         self._make_runner = make_runner

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from services.index.read.prefix_index import PrefixIndex
+from services.kv.block_hash import BlockChains
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
@@ -49,7 +50,7 @@ class PlacerSettings:
     weights: PriceWeights
 
 
-_SHORTEST = Asked((), 1, frozenset(Plan))
+_SHORTEST = Asked(BlockChains(()), 1, frozenset(Plan))
 _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
 
 
@@ -95,6 +96,7 @@ class Placer:
         self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
         self._telling: frozenset[RankKey] = frozenset()
+        self._paired: frozenset[RankKey] = frozenset()  # their blocks are of pairs
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 
@@ -108,6 +110,13 @@ class Placer:
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
         self._telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
         self.outcomes.telling = self._telling
+        self._paired = frozenset(rank.id.key for rank in ranks if rank.has_pair_blocks)
+        self.outcomes.paired = self._paired
+
+    @property
+    def wants_pairs(self) -> bool:
+        """Some rank's blocks are named by a prompt's chain of pairs."""
+        return bool(self._paired)
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -211,7 +220,7 @@ class Placer:
 
     def _resumed(self, telling: dict[RankKey, int], asked: Asked) -> dict[RankKey, tuple[int, int]]:
         """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
-        hashes, balance, block_tokens = asked.hashes, self._balance, self._settings.index_block
+        hashes, balance, block_tokens = asked.chains.tokens, self._balance, self._settings.index_block
         now = balance.clock()
         # The last token is always computed, so nobody goes on behind it.
         furthest = (asked.prompt_tokens - 1) // block_tokens
@@ -226,9 +235,9 @@ class Placer:
         return resumed
 
     def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
-        depths = self._index.match_all(asked.hashes)
+        by_token, by_pair = map(self._index.match_all, (asked.chains.tokens, asked.chains.pairs))
         for key, rank in side.ranks.items():
-            yield key, rank, depths.get(key, 0)
+            yield key, rank, (by_pair if key in self._paired else by_token).get(key, 0)
 
     def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
         """Those that may win."""
@@ -239,13 +248,14 @@ class Placer:
         for key in self._promising(side, side.order, asked):
             if key not in seen and key in side.ranks:
                 seen.add(key)
-                yield key, side.ranks[key], self._index.match(key, asked.hashes)
+                yield key, side.ranks[key], self._index.match(key, self._hashes(key, asked))
 
     def _promising(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
-        hashes, balance = asked.hashes, self._balance
+        balance, chains = self._balance, (asked.chains.tokens, asked.chains.pairs)
         if asked.pinned is not None:
             yield asked.pinned
-        yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
+        for hashes in chains:
+            yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
         least_loaded = (key for key in order if self._may_serve(side.ranks[key], asked))
         yield from islice(least_loaded, _LEAST_LOADED)
         if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
@@ -260,6 +270,13 @@ class Placer:
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
         if self._telling:
             yield from self._resuming(side, order, asked)
+        for hashes in chains:
+            yield from self._holding(side, order, asked, hashes)
+
+    def _holding(
+        self, side: _Side, order: LoadOrder, asked: Asked, hashes: Sequence[BlockHash]
+    ) -> Iterator[RankKey]:
+        """Those that hold more of this chain than all before them."""
         longest, ranks, taken = 0, iter(order), set[RankKey]()
         while longest < len(hashes):
             holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
@@ -279,7 +296,8 @@ class Placer:
     def _resuming(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
         """Those that can go on, or soon will, further into the prompt than all before them."""
         guesses, points = self._balance.resume_guesses, self._index.resume_points
-        for found in (guesses.along(asked.hashes, self._balance.clock()), points.along(asked.hashes)):
+        hashes = asked.chains.tokens
+        for found in (guesses.along(hashes, self._balance.clock()), points.along(hashes)):
             taken: set[RankKey] = set()
             for _, ranks in islice(found, _DEEPEST):
                 # One of those that were taken goes on further than all of these.
@@ -358,13 +376,14 @@ class Placer:
         """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
         balance, block_tokens = self._balance, self._settings.index_block
         trusted = balance.trust.worth(rank, blocks * block_tokens, balance.clock())
-        return max(trusted, balance.predicted_match(rank, asked.hashes) * block_tokens)
+        return max(trusted, balance.predicted_match(rank, self._hashes(rank, asked)) * block_tokens)
 
-    def sent(
-        self, request_id: str, hashes: Sequence[BlockHash], prompt_tokens: int, decision: Decision
-    ) -> None:
+    def _hashes(self, rank: RankKey, asked: Asked) -> Sequence[BlockHash]:
+        return asked.chains.of(rank in self._paired)
+
+    def sent(self, request_id: str, chains: BlockChains, prompt_tokens: int, decision: Decision) -> None:
         """The request went out. What becomes of it is for `outcomes`."""
-        self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen)
+        self.outcomes.sent(request_id, chains, prompt_tokens, decision.chosen)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
         """Tails and states at a prompt's end."""

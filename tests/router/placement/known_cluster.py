@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from services.index.read.prefix_index import PrefixIndex
+from services.kv.block_hash import BlockChains
 from services.router.placement.candidates import Asked
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
@@ -80,8 +81,12 @@ class Router:
         return self.placer.place(self.asked(num_blocks, **changes), 0.5)
 
     def asked(self, num_blocks: int = 40, **changes) -> Asked:
-        asked = Asked(HASHES[:num_blocks], num_blocks * BLOCK + 7, BOTH)
+        asked = Asked(chains(num_blocks), num_blocks * BLOCK + 7, BOTH)
         return replace(asked, **changes)
+
+
+def chains(num_blocks: int = 40) -> BlockChains:
+    return BlockChains(HASHES[:num_blocks])
 
 
 def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:

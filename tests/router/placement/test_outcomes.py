@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted
+from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted, chains
 from services.values.rank import Plan
 from services.values.registration import NO_CACHE
 
@@ -15,8 +15,8 @@ def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
     for number in range(30):
         router.holds(liar, 40)
         decision = router.placer.place(router.asked(tried=router.all_but(liar)), 0.5)
-        router.placer.sent(str(number), HASHES, 2_567, decision)
-        router.placer.outcomes.admitted(str(number), HASHES, decision.chosen, admitted(0))
+        router.placer.sent(str(number), chains(), 2_567, decision)
+        router.placer.outcomes.admitted(str(number), chains(), decision.chosen, admitted(0))
         router.placer.outcomes.ended(str(number))
         router.now += 7  # what was predicted has ended
     router.holds(liar, 40)
@@ -30,9 +30,9 @@ def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
 
 def run_one(router: Router, decode_prefix_len: int):
     decision = router.place(num_blocks=20)
-    router.placer.sent("a", HASHES[:20], 20 * BLOCK + 7, decision)
+    router.placer.sent("a", chains(20), 20 * BLOCK + 7, decision)
     yield
-    router.placer.outcomes.admitted("a", HASHES[:20], decision.chosen, admitted(decode_prefix_len))
+    router.placer.outcomes.admitted("a", chains(20), decision.chosen, admitted(decode_prefix_len))
     yield
 
 
@@ -64,12 +64,12 @@ def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows()
     router = Router(1, 2)
     remote = frozenset({Plan.REMOTE})
     first = router.place(plans=remote)
-    router.placer.sent("a", HASHES, 2_567, first)
+    router.placer.sent("a", chains(), 2_567, first)
     prefill = first.chosen.prefill
     assert router.balance.predicted_match(prefill.id.key, HASHES) == 40
     assert router.index.match(prefill.id.key, HASHES) == 0  # never mixed
     assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
-    router.placer.outcomes.admitted("a", HASHES, first.chosen, admitted(0, 0, Plan.REMOTE))
+    router.placer.outcomes.admitted("a", chains(), first.chosen, admitted(0, 0, Plan.REMOTE))
     assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
     router.now += 60
     assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
@@ -84,9 +84,9 @@ def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
     for index in range(2):
         others = router.all_but(router.decodes[index], router.prefills[index])
         decision = router.place(plans=plans, tried=others)
-        router.placer.sent("a", HASHES, 2_567, decision)
-        router.placer.outcomes.admitted("a", HASHES, decision.chosen, admitted(0, 0, plan))
-        router.placer.outcomes.finished(HASHES, decision.chosen, range(42 * BLOCK), 0)
+        router.placer.sent("a", chains(), 2_567, decision)
+        router.placer.outcomes.admitted("a", chains(), decision.chosen, admitted(0, 0, plan))
+        router.placer.outcomes.finished(chains(), decision.chosen, range(42 * BLOCK), 0)
         router.placer.outcomes.ended("a")
         used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
         predicted = {router.balance.predicted_match(rank.id.key, HASHES) for rank in used}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.placement.known_cluster import BLOCK, HASHES, Router
+from router.placement.known_cluster import BLOCK, Router, chains
 from services.router.placement.price import PriceWeights
 from services.router.ranks.shares import Share
 from services.values.rank import Plan, RankKey
@@ -11,9 +11,9 @@ from services.values.rank import Plan, RankKey
 def test_requests_that_come_at_once_spread_over_many_idle_ranks():
     router = Router(40, 20)
     for number in range(40):
-        asked = router.asked(1, hashes=(), plans=frozenset({Plan.REMOTE}))
+        asked = router.asked(1, chains=chains(0), plans=frozenset({Plan.REMOTE}))
         decision = router.placer.place(asked, number / 40)
-        router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+        router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
     assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {1}
     assert {router.balance.now(rank.id.key).running for rank in router.prefills} == {2}
     for number in range(40):
@@ -29,9 +29,9 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(deco
             router = Router(decodes, prefills, PriceWeights())
             router.placer.set_share(Share(index, 2))
             for number in range(2):
-                asked = router.asked(1, hashes=(), plans=frozenset({plan}))
+                asked = router.asked(1, chains=chains(0), plans=frozenset({plan}))
                 decision = router.placer.place(asked, 0.5)
-                router.placer.sent(str(number), (), asked.prompt_tokens, decision)
+                router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
                 chosen.append(getattr(decision.chosen, side).id.key)
         assert len(set(chosen)) == 4, plan
 
@@ -43,7 +43,7 @@ def test_a_hot_prefix_spreads_when_its_rank_is_busy():
     for number in range(80):  # at once, each with 40 blocks in common and 200 tokens of its own
         asked = router.asked(prompt_tokens=40 * BLOCK + 200)
         decision = router.placer.place(asked, number / 80)
-        router.placer.sent(str(number), HASHES, asked.prompt_tokens, decision)
+        router.placer.sent(str(number), chains(), asked.prompt_tokens, decision)
         chosen.append(decision.chosen.decode.id.rank)
     assert chosen[0] == 0
     assert set(chosen) == {0, 1, 2, 3}

@@ -16,6 +16,7 @@ from router.placement.known_cluster import (
     STATE_BYTES,
     Router,
     admitted,
+    chains,
 )
 from services.values.rank import Plan
 from services.values.registration import NO_RESUME_POINTS
@@ -31,7 +32,7 @@ def hybrid(decodes: int, prefills: int) -> Router:
 
 def send(router: Router, request_id: str, num_blocks: int = 40, **changes):
     decision = router.place(num_blocks, **changes)
-    router.placer.sent(request_id, HASHES[:num_blocks], num_blocks * BLOCK + 7, decision)
+    router.placer.sent(request_id, chains(num_blocks), num_blocks * BLOCK + 7, decision)
     return decision.chosen
 
 
@@ -99,7 +100,7 @@ def test_each_role_is_held_to_its_own_promise():
         router.holds(router.prefills[0], 40, 40)
         chosen = send(router, str(number), plans=REMOTE)
         found = admitted(40 * BLOCK, 0, Plan.REMOTE)  # the state was gone
-        router.placer.outcomes.admitted(str(number), HASHES, chosen, found)
+        router.placer.outcomes.admitted(str(number), chains(), chosen, found)
         router.placer.outcomes.ended(str(number))
         router.now += 7  # what was predicted has ended
     balance = router.balance
@@ -118,7 +119,7 @@ def test_under_plan_local_decode_is_held_to_where_it_was_to_go_on():
     rank = router.decodes[0]
     router.holds(rank, 40, 5, 40)
     chosen = send(router, "a", plans=LOCAL)
-    router.placer.outcomes.admitted("a", HASHES, chosen, admitted(5 * BLOCK))
+    router.placer.outcomes.admitted("a", chains(), chosen, admitted(5 * BLOCK))
     assert router.balance.resume_trust.of(rank.id.key, router.now) < 1.0
     assert router.balance.trust.of(rank.id.key, router.now) == 1.0
 
@@ -130,7 +131,7 @@ def test_the_index_is_corrected_in_the_kind_that_was_wrong():
         router.holds(rank, 40, 5, 20, 40)
     chosen = send(router, "a", plans=REMOTE)
     found = admitted(30 * BLOCK, 5 * BLOCK, Plan.REMOTE)
-    router.placer.outcomes.admitted("a", HASHES, chosen, found)
+    router.placer.outcomes.admitted("a", chains(), chosen, found)
     points = router.index.resume_points
     assert router.index.match(prefill.id.key, HASHES) == 40
     assert points.deepest(HASHES, {prefill.id.key: 40}) == {prefill.id.key: 5}
@@ -141,7 +142,7 @@ def test_the_index_is_corrected_in_the_kind_that_was_wrong():
 def test_a_prompt_that_ends_with_a_block_can_soon_be_gone_on_from_at_the_block_before():
     router = hybrid(1, 0)
     decision = router.place(plans=LOCAL, prompt_tokens=40 * BLOCK)
-    router.placer.sent("a", HASHES, 40 * BLOCK, decision)
+    router.placer.sent("a", chains(), 40 * BLOCK, decision)
     for prompt_tokens in (40 * BLOCK, PROMPT):
         soon = router.place(plans=LOCAL, prompt_tokens=prompt_tokens).chosen.decode
         assert (soon.hit_tokens, soon.resume_tokens) == (40 * BLOCK, 39 * BLOCK)
@@ -154,7 +155,7 @@ def test_what_is_computed_somewhere_can_soon_be_gone_on_from_there():
     assert (soon.hit_tokens, soon.resume_tokens, soon.matched_resume_tokens) == (40 * BLOCK, 40 * BLOCK, 0)
     shorter = router.place(num_blocks=39, plans=REMOTE).chosen.prefill  # it ends where no state will be
     assert (shorter.hit_tokens, shorter.resume_tokens) == (39 * BLOCK, 0)
-    router.placer.outcomes.admitted("a", HASHES, first, admitted(0, 0, Plan.REMOTE))
+    router.placer.outcomes.admitted("a", chains(), first, admitted(0, 0, Plan.REMOTE))
     received = router.place(plans=LOCAL).chosen.decode  # the state that came is of no block's end
     assert (received.hit_tokens, received.resume_tokens) == (40 * BLOCK, 0)
     router.now += 60
@@ -168,11 +169,11 @@ def test_decode_can_soon_go_on_at_the_last_block_that_the_answer_passed(plan, nu
     router = hybrid(1, 1)
     decode = router.decodes[0].id.key
     chosen = send(router, "a", 38, plans=frozenset({plan}))
-    prompt = HASHES[:38]
+    prompt = chains(38)
     found = replace(admitted(0, 0, plan), prompt_tokens=38 * BLOCK + 7)
     router.placer.outcomes.admitted("a", prompt, chosen, found)
     router.placer.outcomes.finished(prompt, chosen, range(38 * BLOCK + 7 + num_tokens), 0)
     guesses = router.balance.resume_guesses
-    found = [depth for depth, ranks in guesses.along(prompt, router.now) if decode in ranks]
+    found = [depth for depth, ranks in guesses.along(prompt.tokens, router.now) if decode in ranks]
     assert found == ([38] if plan is Plan.LOCAL else [])
     assert guesses._points.num_blocks(decode) == (soon > 0)

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
 from services.router.links.decode_client import DecodeRankLost, OutputStream
 from services.router.openai.answer import isthmus_json
@@ -86,7 +87,7 @@ class Travelled:
         return 10_000
 
     async def hash(self, ids, tenant, more_tokens):
-        return HashedPrompt(ids, 0, ())
+        return HashedPrompt(ids, 0, BlockChains(()))
 
     def place(self, prompt, conversation_id, excluded, max_wait_s):
         number, self._placed = self._placed, self._placed + 1
@@ -212,7 +213,7 @@ async def test_what_generated_nothing_has_no_usage(character_tokenizer):
 
     async def hash(ids, tenant, more_tokens):
         assert generator.abort("mine")
-        return HashedPrompt(ids, 0, ())
+        return HashedPrompt(ids, 0, BlockChains(()))
 
     cluster.hash = hash
     request = generation_pb2.GenerateRequest(text="abc", request_id="mine")

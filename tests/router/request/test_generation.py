@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
+from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
 from services.router.links.decode_client import DecodeRankLost, OutputStream
 from services.router.request.generation import Generator
@@ -78,7 +79,7 @@ class LosingCluster:
         return 100
 
     async def hash(self, ids, tenant, more_tokens):
-        return HashedPrompt(ids, 0, ())
+        return HashedPrompt(ids, 0, BlockChains(()))
 
     def siblings(self, ranks):
         return ranks  # each is a worker of its own
