@@ -8,51 +8,143 @@ import sys
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.service import settings
+from services.engine.sglang.service import speculation
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
-from services.kv.block_hash import scope_seed, sequence_hashes
+from services.index.read.prefix_index import PrefixIndex
+from services.kv.block_hash import pair_hashes, scope_seed, sequence_hashes
 from services.values.kv import CacheEvents
+from services.values.rank import Generation, RankId
 
 PAGE = 4
 TOKENS = list(range(100, 117))
+TREES = ("radix", "rust", "python")
 SCRIPT = f"""
-import array, json, msgspec
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+import array, json, msgspec, random, torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import _RESERVED_ALIASES
 
-def events(is_eagle):
-    tree = RadixCache.create_simulated(page_size={PAGE}, enable_kv_cache_events=True)
-    tree.is_eagle = is_eagle
-    tree.insert(InsertParams(key=RadixKey(array.array("q", {TOKENS}))))
+class Pool:
+    device, page_size = torch.device("cpu"), {PAGE}
+
+    def free(self, *indices, **where):
+        pass
+
+    free_segment = free
+
+def made(kind, is_eagle):
+    unified = kind != "radix"
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=Pool(),
+        page_size={PAGE},
+        is_eagle=is_eagle,
+        enable_kv_cache_events=True,
+        tree_components=(ComponentType.FULL,) if unified else None,
+        tree_core_backend=kind if unified else None,
+    )
+    return UnifiedRadixCache(params) if unified else RadixCache(params)
+
+def key(tokens):
+    return RadixKey(array.array("q", tokens))
+
+def grow(tree, tokens):
+    tree.insert(InsertParams(key=key(tokens), value=torch.arange(len(tokens))))
+
+def matched(tree, tokens):
+    return int(tree.match_prefix(MatchPrefixParams(key=key(tokens))).device_prefix_len)
+
+def events(tree):
     return [msgspec.to_builtins(event) for event in tree.take_events()]
 
+def drawn(rng, most):
+    return [rng.randrange(2) for _ in range(rng.randrange(2, most))]
+
+def lived(kind, is_eagle):
+    # Steps of growth and eviction: what was told, and what prompts find then.
+    rng, tree, steps = random.Random(7), made(kind, is_eagle), []
+    for _ in range(60):
+        if rng.random() < 0.4:
+            tree.evict(EvictParams(num_tokens=rng.randrange(1, 20)))
+        else:
+            grow(tree, drawn(rng, 40))
+        told = events(tree)
+        prompts = [drawn(rng, 45) for _ in range(20)]
+        steps.append([told, [[prompt, matched(tree, prompt)] for prompt in prompts]])
+    return steps
+
+def one(kind, is_eagle):
+    tree = made(kind, is_eagle)
+    grow(tree, {TOKENS})
+    return [bool(getattr(tree, "tree_core", tree).is_eagle), events(tree)]
+
+cases = {{kind: [[one(kind, e), lived(kind, e)] for e in (False, True)] for kind in {TREES}}}
 paired = [algorithm.name for algorithm in SpeculativeAlgorithm if algorithm.is_eagle()]
-print(json.dumps([paired + sorted(_RESERVED_ALIASES), events(False), events(True)]))
+print(json.dumps([paired, cases]))
 """
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """Names of the algorithms; events of a tree of tokens, and of one of pairs."""
+    """Names of the algorithms whose keys are pairs; by tree, of tokens and of pairs: a tree, and a life."""
     environment = sglang_settings(tmp_path_factory.mktemp("model")).environment(os.environ)
     command = [sys.executable, "-c", SCRIPT]
     asked = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(asked.stdout.splitlines()[-1])
 
 
-def test_every_kind_of_speculation_whose_keys_are_pairs_is_refused(told):
-    assert set(told[0]) == set(settings._KEYED_BY_PAIRS)
+def rebuilder(paired, index_block=2 * PAGE):
+    tree = TreeEventRebuilder("m", PAGE, index_block)
+    tree.paired = paired
+    return tree
 
 
-def test_a_tree_of_tokens_has_the_hashes_of_the_index(told):
-    tree = TreeEventRebuilder("m", PAGE, 2 * PAGE)
-    assert list(tree.rebuild(told[1]).stored) == sequence_hashes(TOKENS, 2 * PAGE, scope_seed("m"))
+@pytest.mark.parametrize("kind", TREES)
+def test_a_tree_of_tokens_has_the_hashes_of_the_index(told, kind):
+    is_eagle, events = told[1][kind][False][0]
+    tree = rebuilder(is_eagle)
+    assert list(tree.rebuild(events).stored) == sequence_hashes(TOKENS, 2 * PAGE, scope_seed("m"))
     assert not tree.unreadable
 
 
-def test_a_tree_of_pairs_has_none_and_is_counted(told):
-    tree = TreeEventRebuilder("m", PAGE, 2 * PAGE)
-    assert tree.rebuild(told[2]) == CacheEvents(cleared=True)  # SGLang begins so
-    assert tree.unreadable.total() == 1
+@pytest.mark.parametrize("kind", TREES)
+def test_a_tree_of_pairs_has_the_hashes_of_pairs(told, kind):
+    is_eagle, events = told[1][kind][True][0]
+    tree = rebuilder(is_eagle)
+    assert list(tree.rebuild(events).stored) == pair_hashes(TOKENS, 2 * PAGE, scope_seed("m"))
+    assert is_eagle and not tree.unreadable
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_tree_that_did_not_say_that_its_keys_are_pairs_is_counted(told, kind):
+    tree = rebuilder(False)
+    assert tree.rebuild(told[1][kind][True][0][1]) == CacheEvents(cleared=True)  # SGLang begins so
+    assert tree.unreadable.total() >= 1
+
+
+@pytest.mark.parametrize("index_block", [PAGE, 2 * PAGE])
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("kind", TREES)
+def test_the_index_promises_what_the_tree_finds(told, kind, paired, index_block):
+    """Over growth and eviction: never a block more, and none less."""
+    tree, index, rank = rebuilder(paired, index_block), PrefixIndex(), RankId("d", 0, Generation(1))
+    index.apply_snapshot(rank, ())
+    hashes_of, seen = pair_hashes if paired else sequence_hashes, set()
+    for events, probes in told[1][kind][paired][1]:
+        news = tree.rebuild(events)
+        if news.cleared:
+            index.apply_snapshot(rank, ())
+        index.apply_delta(rank, news.stored, news.removed)
+        for prompt, matched in probes:
+            hashes = hashes_of(prompt, index_block, scope_seed("m"))
+            assert index.match(rank.key, hashes) == matched // index_block
+            seen.add(matched)
+    assert not tree.unreadable and len(seen) > 3
+
+
+def test_the_algorithms_whose_keys_are_pairs_are_those_that_we_know(told):
+    assert set(told[0]) == set(speculation.KEYED_BY_PAIRS)

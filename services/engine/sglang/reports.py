@@ -41,6 +41,7 @@ class Active:
     num_layers: int
     state_kinds: list[str]  # SGLang's words for what it keeps beside the KV
     carried: list[dict[str, Any]]  # the layout's groups beside full attention, by `group_fields`
+    keys_are_pairs: bool  # of its radix tree: of neighbouring tokens
     topology: dict[str, Any]  # SGLang's own description of a prefill rank
 
 

@@ -38,6 +38,7 @@ ACTIVE = Active(
     num_layers=2,
     state_kinds=["swa"],
     carried=[group_fields(WINDOW)],
+    keys_are_pairs=True,
     topology={"attn_tp_size": 1},
 )
 

@@ -84,7 +84,9 @@ class _Inbox:
 class IsthmusKVManager(NixlKVManager):
     """One per process of SGLang's that holds KV."""
 
-    window_size = 0  # tokens before its own that a windowed layer sees; set by the plugin's hook
+    # Set by the plugin's hook:
+    window_size = 0  # tokens before its own that a windowed layer sees
+    keys_are_pairs = False  # of the radix tree
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self._settings = PluginSettings.from_environment()
@@ -221,6 +223,7 @@ class IsthmusKVManager(NixlKVManager):
             num_layers=len(self._layout().groups[0].layer_ids),
             state_kinds=[component.kind for component in self._components()],
             carried=[group_fields(group) for group in self._layout().carried],
+            keys_are_pairs=self.keys_are_pairs,
             topology=self._topology,
         )
 

@@ -30,7 +30,7 @@ def register() -> None:
     )
     for queue in ("decode.DecodePreallocQueue", "prefill.PrefillBootstrapQueue"):
         target = f"sglang.srt.disaggregation.{queue}._init_kv_manager"
-        HookRegistry.register(target, _note_window, HookType.BEFORE)
+        HookRegistry.register(target, _note_scheduler, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
@@ -62,8 +62,13 @@ def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, 
     decode_request.kv_receiver.prompt_len = len(request.origin_input_ids)
 
 
-def _note_window(queue: Any) -> None:
-    """The manager that the queue is about to make is not told it."""
+def _note_scheduler(queue: Any) -> None:
+    """The manager that the queue is about to make is not told of its scheduler.
+
+    Whether keys are pairs is the tree's to say, not the algorithm's: with recurrent layers they never are.
+    """
     from services.engine.sglang.inside.manager import IsthmusKVManager
 
+    tree = queue.scheduler.tree_cache
     IsthmusKVManager.window_size = int(queue.scheduler.sliding_window_size or 0)
+    IsthmusKVManager.keys_are_pairs = bool(getattr(tree, "tree_core", tree).is_eagle)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.engine.settings import EngineSettings
+from services.engine.sglang.service import speculation
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
@@ -76,7 +77,6 @@ _UNSUPPORTED_SIZES = {
     "--nnodes": "the service must be on the host of all processes of its SGLang",
 }
 # Their values are looked at.
-_SPECULATION = "--speculative-algorithm"
 _ALLOCATION = "--disaggregation-decode-allocation-policy"
 _RETRACTION = "--disaggregation-decode-retraction-backup"
 _CONTEXT = "--context-length"
@@ -94,8 +94,8 @@ _KNOWN = (
     *_UNSUPPORTED,
     *_UNSUPPORTED_FAMILIES,
     *_UNSUPPORTED_SIZES,
+    *speculation.FLAGS,
     *(
-        _SPECULATION,
         _ALLOCATION,
         _RETRACTION,
         _CONTEXT,
@@ -124,10 +124,6 @@ _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
-# speculative/spec_info.py, is_eagle(): these, and NEXTN, which is EAGLE's other name (spec_registry.py).
-_KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
-# arg_groups/speculative_hook.py: with the decode radix cache EAGLE, EAGLE3 and this one.
-_SPECULATIVE = ("DSPARK",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +139,8 @@ class SglangSettings:
         for text in self.engine.engine_arg:
             _check_argument(text)
         _check_values(_values(self.engine.engine_arg))
+        if self.role is Role.DECODE and self.engine.has_cache(self.role):
+            speculation.check_decode_cache(_values(self.engine.engine_arg))
         if self.engine.transport != "nixl":
             raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
         if not Path(self.engine.model).is_dir():
@@ -201,7 +199,7 @@ class SglangSettings:
         whatever comes behind it.
         """
         reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
-        aside = max(2 * self.engine.page_size, reserved if self.role is Role.DECODE else 0)
+        aside = max(2 * self.engine.page_size, reserved if self.role is Role.DECODE else 0, self._draft_slots)
         pool_pages = self.engine.kv_pages - -(-aside // self.engine.page_size)
         if pool_pages < 1:
             raise ConfigError(
@@ -221,6 +219,12 @@ class SglangSettings:
             return [], {}
         return [f"{_CONTEXT}={context}"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
+    @property
+    def _draft_slots(self) -> int:
+        """Token slots that a running sequence keeps for drafts, behind those that its tokens fill."""
+        values = _values(self.engine.engine_arg)
+        return speculation.draft_slots(values, self.engine.page_size) if self.role is Role.DECODE else 0
+
     def _number(self, flag: str, default: int) -> int:
         text = _values(self.engine.engine_arg).get(flag, str(default))
         if not text.isdecimal():
@@ -229,8 +233,15 @@ class SglangSettings:
 
     def _cache_arguments(self) -> list[str]:
         if self.role is Role.DECODE:
-            return ["--disaggregation-decode-enable-radix-cache"] if self.engine.has_cache(self.role) else []
+            cache = ["--disaggregation-decode-enable-radix-cache"] if self.engine.has_cache(self.role) else []
+            return cache + self._reserve_arguments()
         return [] if self.engine.has_cache(self.role) else ["--disable-radix-cache"]
+
+    def _reserve_arguments(self) -> list[str]:
+        """SGLang admits a sequence where so much is left for its growth: less than it keeps for drafts, and
+        what is admitted is soon retracted. The user's own word comes later, and counts."""
+        slots = self._draft_slots
+        return [f"{_RESERVED}={slots}"] if slots > _RESERVED_DECODE_TOKENS else []
 
     def _device_arguments(self) -> list[str]:
         if self.engine.device != "cpu":
@@ -335,8 +346,6 @@ def _values(engine_args: tuple[str, ...]) -> dict[str, str]:
 
 
 def _check_values(values: Mapping[str, str]) -> None:
-    if _SPECULATION in values:
-        _check_speculation(values[_SPECULATION])
     if values.get(_ALLOCATION, "early") != "early":
         raise ConfigError(f"{_ALLOCATION}: SGLang's NIXL backend knows only early")
     if values.get(_RETRACTION) == "host_pool":
@@ -344,17 +353,3 @@ def _check_values(values: Mapping[str, str]) -> None:
     for flag, reason in REFUSED_SIZES.items():
         if values.get(flag, "1") != "1":
             raise ConfigError(f"--engine-arg={flag}={values[flag]}: {reason}")
-
-
-def _check_speculation(algorithm: str) -> None:
-    name = algorithm.upper()  # as SGLang reads it
-    if name in _KEYED_BY_PAIRS:
-        raise ConfigError(
-            f"--engine-arg={_SPECULATION}={algorithm}: SGLang's radix trees then have pairs of tokens for "
-            "keys, of which the index's hashes cannot be made"
-        )
-    if name not in _SPECULATIVE:
-        raise ConfigError(
-            f"--engine-arg={_SPECULATION}={algorithm}: with the decode radix cache and this index SGLang "
-            f"can only do {', '.join(_SPECULATIVE)}"
-        )

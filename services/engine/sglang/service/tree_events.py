@@ -1,6 +1,7 @@
 """SGLang's radix tree events to ours. Pure.
 
-    BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent
+    BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent; of a tree whose keys
+                                               are pairs, the second of each pair (kv/block_hash.py)
     node at the end of an index block -------> stored: the block's sequence hash, chained from the root
     BlockRemoved(hashes) --------------------> removed, where such a node goes
     AllBlocksCleared ------------------------> cleared
@@ -10,11 +11,11 @@ SGLang's hashes are names to us and nothing more; ours are computed anew from to
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.kv.block_hash import extend_hash, scope_seed
+from services.kv.block_hash import extend_hash, pair_seed, scope_seed
 from services.values.errors import ProtocolError
 from services.values.kv import BlockHash, CacheEvents
 
@@ -55,7 +56,11 @@ class _News:
 
 
 class TreeEventRebuilder:
-    """Of one DP rank. Memory: a node per page that the tree holds."""
+    """Of one DP rank. Memory: a node per page that the tree holds.
+
+    `paired`: the tree's keys are pairs, as it has said before its first event, and as the rank is registered.
+    Each event shows it again; one of the other kind cannot be read, for nobody would look for its blocks.
+    """
 
     def __init__(self, model: str, page_size: int, index_block: int) -> None:
         if index_block % page_size:
@@ -63,6 +68,7 @@ class TreeEventRebuilder:
         self._model = model
         self._page_size = page_size
         self._index_block = index_block
+        self.paired = False
         self._nodes: dict[int, _Node] = {}
         self.unreadable: Counter[str] = Counter()  # events that could not be read, by kind
 
@@ -130,10 +136,10 @@ class TreeEventRebuilder:
             raise ProtocolError("pages and tokens are not of one number")
 
     def _store(self, event: Mapping[str, Any]) -> Iterable[BlockHash]:
-        node = self._parent(event)
+        first, tokens = self._tokens(event["token_ids"])
+        node = self._parent(event, first)
         if node is None:
             return  # below a page that we were never told of: its hash cannot be known
-        tokens = event["token_ids"]
         for number, name in enumerate(event["block_hashes"]):
             page = tokens[number * self._page_size : (number + 1) * self._page_size]
             node = self._child(node, page)
@@ -143,13 +149,26 @@ class TreeEventRebuilder:
                 assert node.block is not None
                 yield node.block
 
-    def _parent(self, event: Mapping[str, Any]) -> _Node | None:
+    def _tokens(self, keys: Sequence[Any]) -> tuple[int, list[int]]:
+        """The first token, and those that the keys add to the blocks. Raises ProtocolError."""
+        pairs = [key for key in keys if isinstance(key, Sequence)]
+        if bool(pairs) is not self.paired or len(pairs) not in (0, len(keys)):
+            raise ProtocolError(f"{len(pairs)} of a page's {len(keys)} keys are pairs, unlike its tree's")
+        if not pairs:
+            return keys[0], list(keys)
+        firsts, seconds = map(list, zip(*pairs, strict=True))
+        if firsts[1:] != seconds[:-1]:
+            raise ProtocolError("pairs are not of neighbours")
+        return firsts[0], seconds
+
+    def _parent(self, event: Mapping[str, Any], first_token: int) -> _Node | None:
         parent = event.get("parent_block_hash")
         if parent is not None:
             return self._nodes.get(parent)
-        return _Node(None, (), scope_seed(self._model, event.get("cache_salt") or ""))
+        seed = scope_seed(self._model, event.get("cache_salt") or "")
+        return _Node(None, (), pair_seed(first_token, seed) if self.paired else seed)
 
-    def _child(self, parent: _Node, page: list[int]) -> _Node:
+    def _child(self, parent: _Node, page: Sequence[int]) -> _Node:
         tokens = (*parent.open_tokens, *page)
         if len(tokens) < self._index_block:
             return _Node(parent.block, tokens, parent.seed)

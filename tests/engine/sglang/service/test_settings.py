@@ -1,6 +1,7 @@
 """What SGLang is started with, and what is refused beforehand."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -80,17 +81,42 @@ def test_what_cannot_work_is_refused_with_its_name(tmp_path, argument):
         settings(tmp_path, engine_arg=(argument,))
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "eagle3", "NEXTN", "FROZEN_KV_MTP"])
-def test_trees_whose_keys_are_pairs_of_tokens_are_refused_with_the_reason(tmp_path, algorithm):
-    """tests/sglang/test_radix_keys.py asks SGLang itself which they are."""
-    with pytest.raises(ConfigError, match=f"--speculative-algorithm={algorithm}: .* pairs of tokens"):
-        settings(tmp_path, engine_arg=(f"--speculative-algorithm={algorithm}",))
+ALGORITHM = "--speculative-algorithm"
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "NGRAM", "DFLASH", "UNO", "NONE", "a-plugin's"])
-def test_speculation_that_sglang_cannot_do_here_is_refused(tmp_path, algorithm):
-    with pytest.raises(ConfigError, match="only do DSPARK"):
-        settings(tmp_path, engine_arg=(f"--speculative-algorithm={algorithm}",))
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "eagle3", "NEXTN", "DSPARK"])
+def test_speculation_that_sglang_does_with_its_decode_cache_passes(tmp_path, algorithm):
+    own = settings(tmp_path, engine_arg=(f"{ALGORITHM}={algorithm}",))
+    assert f"{ALGORITHM}={algorithm}" in own.arguments(7000)
+
+
+REFUSED = ["STANDALONE", "NGRAM", "DFLASH", "FROZEN_KV_MTP", "UNO", "NONE", "", "a-plugin's"]
+
+
+@pytest.mark.parametrize("algorithm", REFUSED)
+def test_speculation_that_sglang_refuses_with_its_decode_cache_is_refused_there_alone(tmp_path, algorithm):
+    argument = (f"{ALGORITHM}={algorithm}",)
+    with pytest.raises(
+        ConfigError, match=f"{ALGORITHM}={algorithm}: .* EAGLE, EAGLE3, NEXTN and DSPARK only"
+    ):
+        settings(tmp_path, engine_arg=argument)
+    settings(tmp_path, engine_arg=argument, decode_cache="off")
+    settings(tmp_path, engine_arg=argument, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize("flag", ["--speculative-draft-model-path", "--speculative-draft-model"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "nextn"])
+def test_an_assistant_of_gemma_4_makes_another_algorithm_of_it(tmp_path, algorithm, flag):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    arguments = (f"{ALGORITHM}={algorithm}", f"{flag}={draft}")
+    with pytest.raises(ConfigError, match=f"config.json of the draft {draft}"):
+        settings(tmp_path, engine_arg=arguments)
+    for architecture, refused in (("LlamaForCausalLMEagle", False), ("Gemma4AssistantForCausalLM", True)):
+        (draft / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        with pytest.raises(ConfigError, match="FROZEN_KV_MTP with this draft") if refused else nullcontext():
+            settings(tmp_path, engine_arg=arguments)
+    settings(tmp_path, engine_arg=arguments, role=Role.PREFILL)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +165,6 @@ def test_a_device_that_is_none_is_refused(tmp_path, device):
 @pytest.mark.parametrize(
     "argument",
     [
-        "--speculative-algorithm=DSPARK",
         "--disaggregation-decode-retraction-backup=cpu_tensor",
         "--pp-size=1",
         "--nnodes=1",
@@ -211,6 +236,30 @@ def test_each_process_of_a_tensor_parallel_rank_has_its_cores(tmp_path, monkeypa
         settings(tmp_path, engine_arg=("--tp-size=two",)).environment({})
 
 
+EAGLE = "--speculative-algorithm=EAGLE"
+# Four draft tokens in a chain.
+CHAIN = (
+    EAGLE,
+    "--num-reserved-decode-tokens=0",
+    "--speculative-num-steps=3",
+    "--speculative-eagle-topk=1",
+    "--speculative-num-draft-tokens=4",
+)
+
+
+def test_more_is_reserved_where_drafts_take_more(tmp_path):
+    def reserved(*more, **changes):
+        arguments = settings(tmp_path, engine_arg=(EAGLE, *more), **changes).arguments(7000)
+        return [text for text in arguments if text.startswith("--num-reserved-decode-tokens")]
+
+    assert reserved() == []  # SGLang's own is enough
+    assert reserved("--speculative-eagle-topk=8") == [f"--num-reserved-decode-tokens={2 * 8 * 32 + 16}"]
+    assert reserved("--speculative-eagle-topk=8", role=Role.PREFILL) == []
+    assert reserved("--speculative-eagle-topk=8", "--num-reserved-decode-tokens=9")[-1].endswith("=9")
+    with pytest.raises(ConfigError, match="--speculative-eagle-topk must be a number"):
+        reserved("--speculative-eagle-topk=many")
+
+
 @pytest.mark.parametrize(
     "changes,expected",
     [
@@ -220,6 +269,11 @@ def test_each_process_of_a_tensor_parallel_rank_has_its_cores(tmp_path, monkeypa
         ({"kv_pages": 64, "engine_arg": ("--num-reserved-decode-tokens=100",)}, 1024 - 112),
         ({"kv_pages": 64, "engine_arg": ("--num-reserved-decode-tokens=0",)}, 1024 - 32),
         ({"kv_pages": 64, "role": Role.PREFILL}, 1024 - 32),
+        # Pages of 16: what SGLang keeps for drafts behind a sequence's tokens, where that is more.
+        ({"kv_pages": 64, "engine_arg": (EAGLE, "--num-reserved-decode-tokens=0")}, 1024 - (2 * 4 * 32 + 16)),
+        ({"kv_pages": 64, "engine_arg": (EAGLE,)}, 1024 - 512),
+        ({"kv_pages": 64, "engine_arg": CHAIN}, 1024 - (2 * 4 + 8 + 16)),
+        ({"kv_pages": 64, "engine_arg": CHAIN, "role": Role.PREFILL}, 1024 - 32),
     ],
 )
 def test_what_can_wait_for_ever_is_beyond_the_context(tmp_path, changes, expected):

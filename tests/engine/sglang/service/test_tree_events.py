@@ -122,7 +122,7 @@ def test_what_was_removed_before_an_event_that_cannot_be_read_is_told():
     assert events == CacheEvents(removed=tuple(sequence_hashes(tokens, BLOCK, scope_seed("m"))))
 
 
-def test_a_tree_of_pairs_is_told_of_as_empty_and_not_cleared_again_and_again():
+def test_pairs_of_a_tree_that_said_tokens_are_told_of_as_empty_and_not_cleared_again_and_again():
     tree = rebuilder()
     events = [tree.rebuild([pairs(list(range(start, start + 8)))]) for start in (0, 8, 16)]
     assert events == [CacheEvents()] * 3 and tree.num_pages == 0

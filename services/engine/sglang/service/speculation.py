@@ -1,0 +1,88 @@
+"""Which of SGLang's speculations run on which role, and the draft's checkpoint. Pure but for the paths.
+
+                            on decode, with its radix cache    on decode, without    on prefill
+EAGLE, EAGLE3, NEXTN        yes                                yes                   yes
+DSPARK                      yes                                yes                   yes
+all others                  no                                 SGLang decides        SGLang decides
+
+By the name after aliases, as SGLang compares it (arg_groups/speculative_hook.py): NEXTN is EAGLE, and both
+are FROZEN_KV_MTP where the draft is an assistant of Gemma 4's.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.values.errors import ConfigError
+
+ALGORITHM = "--speculative-algorithm"
+DRAFT_PATHS = ("--speculative-draft-model-path", "--speculative-draft-model")
+# speculative/spec_info.py, is_eagle(). (NEXTN is no algorithm of its own.)
+KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")
+_STEPS, _TOP_K = "--speculative-num-steps", "--speculative-eagle-topk"
+_DRAFT_TOKENS, _BLOCK = "--speculative-num-draft-tokens", "--speculative-dspark-block-size"
+FLAGS = (ALGORITHM, *DRAFT_PATHS, _STEPS, _TOP_K, _DRAFT_TOKENS, _BLOCK)
+# Where nothing is said: the most that SGLang chooses by itself, for Llama (_auto_choose_speculative_params).
+_USUAL = {_STEPS: 5, _TOP_K: 4, _DRAFT_TOKENS: 8, _BLOCK: 0}
+_WITH_DECODE_CACHE = ("EAGLE", "EAGLE3", "DSPARK")
+_GEMMA_4_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+
+
+def algorithm(values: Mapping[str, str]) -> str:
+    """The name after aliases, of flags and their values; empty: none. Raises as `draft_config`."""
+    name = values.get(ALGORITHM, "").upper()  # as SGLang reads it
+    if name not in ("NEXTN", "EAGLE"):
+        return name
+    assists = set(draft_config(values).get("architectures") or ()) & set(_GEMMA_4_ASSISTANTS)
+    return "FROZEN_KV_MTP" if assists else "EAGLE"
+
+
+def check_decode_cache(values: Mapping[str, str]) -> None:
+    """Of a decode rank that keeps a radix cache. Raises ConfigError for what SGLang refuses there."""
+    name = algorithm(values)
+    if ALGORITHM in values and name not in _WITH_DECODE_CACHE:
+        said = values[ALGORITHM]
+        meant = "" if said.upper() == name else f", which is {name} with this draft"
+        raise ConfigError(
+            f"--engine-arg={ALGORITHM}={said}{meant}: with the decode radix cache SGLang speculates with "
+            "EAGLE, EAGLE3, NEXTN and DSPARK only; take one of them, or --decode-cache=off"
+        )
+
+
+def draft_slots(values: Mapping[str, str], page_size: int) -> int:
+    """Token slots that a sequence keeps behind its tokens, whole pages: what two steps may take, for the next
+    is prepared while one runs (mem_cache/allocation_sizing.py). 0: no speculation.
+
+    Raises ConfigError for a flag that is no number.
+    """
+    if ALGORITHM not in values:
+        return 0
+    steps, top_k, draft_tokens, block = (_number(values, flag) for flag in _USUAL)
+    chain = steps
+    if page_size > 1 and top_k > 1:  # each branch begins within a page, and has pages of its own
+        chain = -(-(page_size - 1 + steps) // page_size) * page_size
+    slots = 2 * max(chain * top_k, draft_tokens, block + 1)
+    return -(-slots // page_size) * page_size + page_size
+
+
+def _number(values: Mapping[str, str], flag: str) -> int:
+    text = values.get(flag, str(_USUAL[flag]))
+    if not text.isdecimal():
+        raise ConfigError(f"--engine-arg={flag} must be a number, got {text!r}")
+    return int(text)
+
+
+def draft_config(values: Mapping[str, str]) -> Mapping[str, Any]:
+    """config.json of the draft's checkpoint; empty where it has none of its own, or is none on this disk.
+
+    Raises ConfigError when it cannot be read.
+    """
+    path = next((Path(values[flag]) for flag in DRAFT_PATHS if flag in values), None)
+    if path is None or not path.is_dir():
+        return {}
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config.json of the draft {path} cannot be used: {error!r}") from error
+    return config if isinstance(config, dict) else {}
