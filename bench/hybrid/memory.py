@@ -4,13 +4,13 @@ Everything is told in tokens of attention: a state weighs so many of them, and s
 
     least of all groups   a request has its own copy of its context, and one state or tail
     per group             a context is there once for all who share it; a request has its own question and
-                          answer, and all that its reserve in the pools comes to
+                          answer, and all that is set aside for it in the pools
 """
 
 from dataclasses import dataclass
 
 from bench.cache_workload import Workload
-from services.kv.carried.pool_sizes import units_of_a_sequence
+from services.kv.carried.pool_sizes import units_for
 from services.kv.tails import units_at
 from services.values.kv import GroupKind, KvGroup
 
@@ -54,13 +54,12 @@ class Memory:
         longest = 4 * self.group.window + 2 * self.page_size  # a state weighs the same everywhere
         return round(units_at(self.group, longest, self.page_size) * self.group.unit_bytes / self.token_bytes)
 
-    @property
-    def reserve_units(self) -> int:
-        return units_of_a_sequence(self.group, self.page_size, self.chunk_size, self.page_size)
+    def units_for(self, running: int) -> int:
+        return units_for(self.group, self.page_size, self.chunk_size, running)
 
-    @property
-    def reserve_tokens(self) -> int:
-        return round(self.reserve_units * self.group.unit_bytes / self.token_bytes)
+    def set_aside(self, running: int) -> int:
+        """Tokens, for so many that run."""
+        return round(self.units_for(running) * self.group.unit_bytes / self.token_bytes)
 
     def total_tokens(self, shape: Shape, held: int) -> int:
         """The memory that holds so many requests where nothing is shared."""
@@ -74,13 +73,14 @@ class Memory:
     def shared(self, shape: Shape, held: int) -> Division:
         """As many requests as fit, clients permitting; pages have the rest."""
         total = self.total_tokens(shape, held)
-        contexts = shape.groups_at_once * self._rounded(shape.context)
-        of_one = self._rounded(shape.own) + self.reserve_tokens
-        running = max(1, min(shape.concurrency, (total - contexts) // of_one))
-        return self._division(running, (total - running * self.reserve_tokens) // self.page_size)
+        left = total - shape.groups_at_once * self._rounded(shape.context)
+        counts = range(1, shape.concurrency + 1)
+        fitting = [n for n in counts if n * self._rounded(shape.own) + self.set_aside(n) <= left]
+        running = max(fitting, default=1)
+        return self._division(running, (total - self.set_aside(running)) // self.page_size)
 
     def _division(self, running: int, num_pages: int) -> Division:
-        units = running * self.reserve_units
+        units = self.units_for(running)
         is_state = self.group.kind is GroupKind.RECURRENT
         return Division(running, num_pages, units if is_state else None, None if is_state else units)
 

@@ -5,7 +5,7 @@ from bench.hybrid.models import Model
 from bench.hybrid.replay import Books, DecodeRank, PrefillRank, replay
 from bench.hybrid.workload import points_in_use
 from bench.report import Row
-from services.kv.carried.pool_sizes import units_of_a_sequence
+from services.kv.carried.pool_sizes import units_for
 from services.kv.tails import units_at
 
 _RUNNING = 16
@@ -15,8 +15,8 @@ _CHUNK = 512
 
 def hit_row(model: Model, workload: Workload, num_pages: int, page_size: int, seed: int) -> Row:
     """Decode ranks that differ by what they carry, with as many pages and the least of units."""
-    reserve = units_of_a_sequence(model.group, page_size, _CHUNK, page_size)
-    ours = DecodeRank(Books((model.group,), (_RUNNING * reserve,), num_pages, page_size, _CHUNK, _RUNNING))
+    units = units_for(model.group, page_size, _CHUNK, _RUNNING)
+    ours = DecodeRank(Books((model.group,), (units,), num_pages, page_size, _CHUNK, _RUNNING))
     attention = DecodeRank(Books((), (), num_pages, page_size, _CHUNK, _RUNNING))
     for rank in (ours, attention):
         replay(workload, rank, seed)
@@ -60,8 +60,7 @@ def _computed(
     model: Model, workload: Workload, points: int, num_pages: int, page_size: int, seed: int
 ) -> int:
     of_a_point = units_at(model.group, 4 * max(model.group.window, page_size), page_size)
-    running = _RUNNING * units_of_a_sequence(model.group, page_size, _CHUNK, page_size)
-    units = running + points * of_a_point
+    units = units_for(model.group, page_size, _CHUNK, 2 * _RUNNING) + points * of_a_point
     rank = PrefillRank(Books((model.group,), (units,), num_pages, page_size, _CHUNK, _RUNNING))
     replay(workload, rank, seed)
     return rank.computed_tokens

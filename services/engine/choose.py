@@ -96,7 +96,6 @@ def _pool_sizes(settings: EngineSettings) -> PoolSizes:
         num_slots=settings.state_slots,
         max_running_requests=settings.max_running_requests,
         chunk_size=settings.chunk_size,
-        index_block=settings.index_block,
     )
 
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from services.kv.carried.pool_sizes import PoolSizes, units_of_a_sequence
+from services.kv.carried.pool_sizes import PoolSizes, units_for
 from services.kv.tails import units_at
 from services.model.layer_groups import AttentionGroup, LayerGroups
 
-_LIMITS = PoolSizes()
+_CHUNK_SIZE = PoolSizes().chunk_size
 
 
 def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
@@ -17,10 +17,9 @@ def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
     return max(units_at(group, position, page_size) for position in positions)
 
 
-def most_running_pages(window: AttentionGroup, page_size: int) -> int:
-    """Of a windowed group: what a sequence takes, with the default --chunk-size and --index-block."""
-    group = window.in_layout("float32", page_size)
-    return units_of_a_sequence(group, page_size, _LIMITS.chunk_size, _LIMITS.index_block)
+def running_pages(window: AttentionGroup, page_size: int, running: int) -> int:
+    """Of a windowed group: what so many sequences take, with the default --chunk-size."""
+    return units_for(window.in_layout("float32", page_size), page_size, _CHUNK_SIZE, running)
 
 
 def tail_bytes(window: AttentionGroup, dtype: str, page_size: int, tp_size: int = 1) -> int:
@@ -45,7 +44,7 @@ class CarriedPools:
     resume_points: int
 
     def window_pages(self, window: AttentionGroup) -> int:
-        running = self.running * most_running_pages(window, self.page_size)
+        running = running_pages(window, self.page_size, self.running)
         return running + self.resume_points * most_tail_pages(window, self.page_size)
 
     def window_bytes(self, window: AttentionGroup) -> int:
@@ -53,8 +52,8 @@ class CarriedPools:
 
     @property
     def slots(self) -> int:
-        """Two a sequence: its own, and the one that it leaves at the last border."""
-        return 2 * self.running + self.resume_points if self.groups.recurrent else 0
+        """One a sequence: what it leaves at the last border is one of the resume points."""
+        return self.running + self.resume_points if self.groups.recurrent else 0
 
     @property
     def slot_bytes(self) -> int:

@@ -63,11 +63,9 @@ class Carrying:
             seq.borders = [border for border in seq.borders if border > seq.computed]
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Where its chunk up to `end` must stop for a border; its tails have pages up to there."""
+        """Where its chunk up to `end` must stop for a border, or because its tails have pages up to there."""
         assert seq.carried is not None
-        end = min([end, *seq.borders[:1]])
-        self._books.extend(seq.carried, end)
-        return end
+        return self._books.extend(seq.carried, min([end, *seq.borders[:1]]))
 
     def most_ahead(self, seq: Sequence, most: int) -> int:
         """How many tokens behind its newest one a step may compute, of `most`: past a border it would lose

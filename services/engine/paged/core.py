@@ -222,6 +222,8 @@ class EngineCore:
         """End every computing sequence: the runner failed and their KV cannot be trusted."""
         failed = [s for s in self._active if s.phase in _RUNNING]
         for seq in failed:
+            assert seq.carried is not None
+            self.carried.trim(seq.carried, seq.computed)  # its room may stay open
             self.cancel(seq)
         return failed
 
@@ -295,8 +297,12 @@ class EngineCore:
     def _admit(self) -> bool:
         """True when a sequence came in."""
         admitted = False
-        while self._gate and self._batch_may_grow() and self.carried.may_open():
-            seq = self._gate.next(self._active, self._may_receive())
+        while self._gate and self._batch_may_grow():
+            seq = self._gate.next(
+                self._active,
+                may_receive=self.carried.may_open(computes=False) and self._may_receive(),
+                may_compute=self.carried.may_open(computes=True),
+            )
             if seq is None:
                 break
             if self._gate.reserve(seq):

@@ -6,17 +6,21 @@
     sequence:  resume | receive --> extend, trim, save (any number of times) --> close
                                                                       \\-> quarantine --> end_quarantine
 
-Rule 1: for each open sequence so much of each pool is set aside as it can ever hold. So it always gets what
-        it needs: resume points are evicted for it, never another sequence.
+Rule 1: for each open sequence so much of each pool is set aside as it takes to go on by a token, wherever it
+        is; and for the chunks of a step, all together, what one of full size takes beyond that. So it always
+        gets what it needs: resume points are evicted for it, then what others have saved, never a sequence.
 Rule 2: a page of a tail that a resume point holds lies before the point, whole, and is never written again.
 Rule 3: a state is written by one sequence alone. Whoever else wants it has a copy in another slot.
+
+What a sequence has saved at the last border it passed is its own, and may be lost: then there is no resume
+point when it ends.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.kv.carried.pool_sizes import units_of_a_sequence
+from services.kv.carried.pool_sizes import units_of_a_chunk, units_of_a_sequence
 from services.kv.carried.resume_points import ResumePoints, SavedPoint
 from services.kv.carried.unit_pool import UnitPool
 from services.kv.radix_tree import Node
@@ -45,6 +49,7 @@ class SequenceCarried:
     position: int  # that it goes on at: a resume point's, or 0
     slot: PageId | None
     tails: list[Tail]  # by windowed group
+    computes: bool = True  # its ids, here; else somebody else writes what is carried at their end
     resumed: int = 0  # the resume point that it went on from last
     saved: SavedPoint | None = None
     quarantined: bool = False
@@ -55,7 +60,11 @@ class _Pool:
     index: int  # of the group in the layout's `carried`
     group: KvGroup
     units: UnitPool
-    reserve: int  # units set aside for each open sequence
+    of_sequence: int  # units set aside for each open sequence
+    of_chunks: int  # and for the chunks of a step beyond those
+
+    def has_room(self, num_sequences: int) -> bool:
+        return num_sequences * self.of_sequence + self.of_chunks <= self.units.num_units
 
 
 class CarriedCache:
@@ -82,7 +91,8 @@ class CarriedCache:
                 index,
                 group,
                 UnitPool(units),
-                units_of_a_sequence(group, layout.page_size, chunk_size, index_block),
+                units_of_a_sequence(group, layout.page_size),
+                units_of_a_chunk(group, layout.page_size, chunk_size),
             )
             for index, (group, units) in enumerate(zip(layout.carried, num_units, strict=True))
         ]
@@ -91,7 +101,7 @@ class CarriedCache:
         self._windowed = [pool for pool in self._pools if pool.group.kind.is_windowed]
         recurrent = [pool for pool in self._pools if pool.group.kind is GroupKind.RECURRENT]
         self._recurrent = recurrent[0] if recurrent else None
-        self._sequences: set[SequenceCarried] = set()
+        self._sequences: dict[SequenceCarried, None] = {}  # in the order in which they were opened
         self.points = ResumePoints(self._drop_point)
 
     def __repr__(self) -> str:
@@ -107,10 +117,13 @@ class CarriedCache:
         """Sequences neither closed nor in quarantine."""
         return sum(not seq.quarantined for seq in self._sequences)
 
-    def may_open(self) -> bool:
-        """Whether there is room for one more sequence."""
-        count = len(self._sequences) + 1
-        return all(count * pool.reserve <= pool.units.num_units for pool in self._pools)
+    def may_open(self, *, computes: bool) -> bool:
+        """Whether there is room for one more sequence.
+
+        Beside others one that computes counts as two: without resume points each would compute all.
+        """
+        count = 1 + computes + sum(1 + seq.computes for seq in self._sequences)
+        return not self._sequences or all(pool.has_room(count) for pool in self._pools)
 
     def resumable(self, node: Node | None, matched: int) -> int:
         """Where a sequence that matched `matched` tokens, down to `node`, would go on; not a use."""
@@ -126,10 +139,11 @@ class CarriedCache:
         if not self._pools:
             return self._opened(SequenceCarried(matched, None, []))
         seq = self._opened(SequenceCarried(0, None, [Tail() for _ in self._windowed]))
+        self.points.use(node)  # so that it is not the first to be evicted for this
         try:
             if self._recurrent is not None:
                 seq.slot = self._take(self._recurrent, 1)[0]
-            self._go_to(seq, self.points.use(node))
+            self._go_to(seq, self.points.deepest(node))
         except BaseException:
             self._end(seq)
             raise
@@ -137,7 +151,7 @@ class CarriedCache:
 
     def receive(self, prompt_len: int) -> SequenceCarried:
         """Begin a sequence whose tails and state at `prompt_len` somebody else writes."""
-        seq = SequenceCarried(prompt_len, None, [])
+        seq = SequenceCarried(prompt_len, None, [], computes=False)
         for pool in self._windowed:
             pages = tail_pages(pool.group, prompt_len, self._page_size)
             seq.tails.append(Tail(self._first_page(pool, prompt_len), self._take(pool, len(pages))))
@@ -156,12 +170,18 @@ class CarriedCache:
         self._go_to(seq, self.points.use(node))
         return True
 
-    def extend(self, seq: SequenceCarried, end: int) -> None:
-        """Have pages in its tails for all positions before `end`."""
+    def extend(self, seq: SequenceCarried, end: int) -> int:
+        """Have pages in its tails for all positions before `end`, or for as many as other chunks of the step
+        leave room for: one at least. Returns the end of those.
+        """
+        for pool, tail in zip(self._windowed, seq.tails, strict=True):
+            if end > (tail.first_page + pool.of_sequence) * self._page_size:
+                end = min(end, (tail.first_page + self._most_pages(pool, seq)) * self._page_size)
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             missing = -(-end // self._page_size) - tail.end_page
             if missing > 0:
                 tail.pages += self._take(pool, missing)
+        return end
 
     def skip(self, seq: SequenceCarried, position: int) -> None:
         """It goes on at `position`, whatever is in its units: for who only tries that."""
@@ -170,14 +190,13 @@ class CarriedCache:
             tail.first_page, tail.pages = self._first_page(pool, position), []
 
     def trim(self, seq: SequenceCarried, position: int) -> None:
-        """It is at `position`: let go of pages that no window reaches any more."""
+        """It is at `position`: let go of pages that no window reaches any more, and of those behind it."""
         seq.position = position
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
-            first = self._first_page(pool, position)
-            gone = max(0, min(first, tail.end_page) - tail.first_page)
-            pool.units.drop(tail.pages[:gone])
-            del tail.pages[:gone]
-            tail.first_page = max(tail.first_page, first)
+            first = max(tail.first_page, self._first_page(pool, position))
+            start, end = first - tail.first_page, -(-position // self._page_size) - tail.first_page
+            pool.units.drop(tail.pages[:start] + tail.pages[end:])
+            tail.first_page, tail.pages = first, tail.pages[start:end]
 
     def units_of(self, seq: SequenceCarried) -> tuple[tuple[PageId, ...], ...]:
         """What is carried at `seq.position`, by group, in token order."""
@@ -193,11 +212,12 @@ class CarriedCache:
     # -- resume points ----------------------------------------------------------------------------
 
     def note_border(self, seq: SequenceCarried) -> None:
-        """It stands on a border, trimmed, and will go on: keep what is needed to come back to it."""
+        """It stands on a border, trimmed, and will go on: keep what is needed to come back to it.
+
+        Where sequences hold all states, nothing is kept.
+        """
         if self._pools:
-            saved, seq.saved = seq.saved, None
-            if saved is not None:
-                self._drop_point(saved)
+            self._drop_saved(seq)
             seq.saved = self._save(seq)
 
     def keep_border(self, seq: SequenceCarried, node: Node) -> None:
@@ -250,8 +270,11 @@ class CarriedCache:
                     f"{pool.group.kind}: unit {unit} is held {held[PageId(unit)]} times, counted {counted}"
                 )
             for seq in self._sequences:
-                own = len(set(self._units_of_sequence(pool, seq)))
-                assert own <= pool.reserve, f"{pool.group.kind}: a sequence holds {own} of {pool.reserve}"
+                own = len(self._units_of_sequence(pool, seq))
+                assert own <= pool.of_sequence, (
+                    f"{pool.group.kind}: a sequence holds {own} of {pool.of_sequence}"
+                )
+            assert pool.has_room(len(self._sequences)), f"{pool.group.kind}: more are open than may be"
         self.points.check()
         books = self.books()
         assert all(of_pool.balanced for of_pool in books), f"the books do not balance: {books}"
@@ -260,7 +283,7 @@ class CarriedCache:
     # ---------------------------------------------------------------------------------------------
 
     def _opened(self, seq: SequenceCarried) -> SequenceCarried:
-        self._sequences.add(seq)
+        self._sequences[seq] = None
         return seq
 
     def _go_to(self, seq: SequenceCarried, point: SavedPoint | None) -> None:
@@ -285,10 +308,12 @@ class CarriedCache:
         for pool, pages in zip(self._windowed, tails, strict=True):
             pool.units.share(pages)
 
-    def _save(self, seq: SequenceCarried) -> SavedPoint:
+    def _save(self, seq: SequenceCarried) -> SavedPoint | None:
         slot = None
         if self._recurrent is not None and seq.slot is not None:
-            slot = self._take(self._recurrent, 1)[0]
+            if not self._evict_points(self._recurrent, 1):
+                return None
+            slot = self._recurrent.units.take(1)[0]
             try:
                 self._copy_slot(seq.slot, slot)
             except BaseException:
@@ -298,11 +323,38 @@ class CarriedCache:
         self._hold(tails)
         return SavedPoint(seq.position, slot, tails)
 
+    def _most_pages(self, pool: _Pool, seq: SequenceCarried) -> int:
+        """That its tail may have now: all but what is set aside for others, or taken by their chunks."""
+        place = self._windowed.index(pool)
+        others = [len(other.tails[place].pages) for other in self._sequences if other is not seq]
+        return pool.units.num_units - sum(max(pool.of_sequence, num_pages) for num_pages in others)
+
     def _take(self, pool: _Pool, num_units: int) -> list[PageId]:
-        """Evicts resume points where units are short; by Rule 1 that is enough."""
-        while pool.units.free_units < num_units and self.points.evict():
+        """Of what is set aside for a sequence: by Rule 1 it is there, or only resume points and what
+        sequences have saved hold it.
+        """
+        while not self._evict_points(pool, num_units) and self._drop_least_saved():
             pass
         return pool.units.take(num_units)
+
+    def _evict_points(self, pool: _Pool, num_units: int) -> bool:
+        """Until so many units are free; False: there are fewer, and no more points."""
+        while pool.units.free_units < num_units:
+            if not self.points.evict():
+                return False
+        return True
+
+    def _drop_least_saved(self) -> bool:
+        """What saves least where it becomes a resume point. False: nobody has saved anything."""
+        saved = [(seq.saved.position - seq.resumed, seq) for seq in self._sequences if seq.saved is not None]
+        if saved:
+            self._drop_saved(min(saved, key=lambda each: each[0])[1])
+        return bool(saved)
+
+    def _drop_saved(self, seq: SequenceCarried) -> None:
+        saved, seq.saved = seq.saved, None
+        if saved is not None:
+            self._drop_point(saved)
 
     def _drop_point(self, point: SavedPoint) -> None:
         for pool, pages in zip(self._windowed, point.tails, strict=True):
@@ -320,30 +372,28 @@ class CarriedCache:
         return max(1, sum(sizes))
 
     def _end(self, seq: SequenceCarried) -> None:
-        if seq.saved is not None:
-            self._drop_point(seq.saved)
-            seq.saved = None
+        self._drop_saved(seq)
         for pool, tail in zip(self._windowed, seq.tails, strict=False):
             pool.units.drop(tail.pages)
             tail.pages = []
         if self._recurrent is not None and seq.slot is not None:
             self._recurrent.units.drop([seq.slot])
             seq.slot = None
-        self._sequences.remove(seq)
+        del self._sequences[seq]
 
     def _require(self, seq: SequenceCarried, *, quarantined: bool) -> None:
         if seq not in self._sequences or seq.quarantined is not quarantined:
             raise ProtocolError(f"not {'quarantined' if quarantined else 'open'}: {seq}")
 
     def _holdings(self, pool: _Pool) -> list[list[PageId]]:
-        points = [self._units_of_point(pool, point) for point in self.points]
+        saved = [seq.saved for seq in self._sequences if seq.saved is not None]
+        points = [self._units_of_point(pool, point) for point in (*self.points, *saved)]
         return points + [self._units_of_sequence(pool, seq) for seq in self._sequences]
 
     def _units_of_sequence(self, pool: _Pool, seq: SequenceCarried) -> list[PageId]:
-        saved = self._units_of_point(pool, seq.saved) if seq.saved is not None else []
         if pool is self._recurrent:
-            return saved + ([seq.slot] if seq.slot is not None else [])
-        return saved + (seq.tails[self._windowed.index(pool)].pages if seq.tails else [])
+            return [seq.slot] if seq.slot is not None else []
+        return list(seq.tails[self._windowed.index(pool)].pages)
 
     def _units_of_point(self, pool: _Pool, point: SavedPoint) -> list[PageId]:
         if pool is self._recurrent:
@@ -355,7 +405,10 @@ class CarriedCache:
         quarantined: set[PageId] = set()
         of_sequences: set[PageId] = set()
         for seq in self._sequences:
-            (quarantined if seq.quarantined else of_sequences).update(self._units_of_sequence(pool, seq))
+            held = quarantined if seq.quarantined else of_sequences
+            held.update(self._units_of_sequence(pool, seq))
+            if seq.saved is not None:
+                held.update(self._units_of_point(pool, seq.saved))
         return PageBooks(
             total=pool.units.num_units,
             free=pool.units.free_units,
@@ -367,8 +420,8 @@ class CarriedCache:
 
 
 def _require_room(pool: _Pool) -> None:
-    if pool.units.num_units < pool.reserve:
+    if not pool.has_room(1):
         raise ConfigError(
             f"a pool of {pool.units.num_units} units for {pool.group.kind.value} layers does not hold one "
-            f"sequence, which needs up to {pool.reserve}"
+            f"sequence, which needs up to {pool.of_sequence + pool.of_chunks}"
         )

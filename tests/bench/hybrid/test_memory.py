@@ -34,7 +34,9 @@ def test_no_side_has_more_than_the_memory(model):
 
 def test_what_a_request_carries():
     assert memory_of(fake_hybrid(450)).carried_tokens == 450
-    assert memory_of(fake_hybrid(450)).reserve_tokens == 900
+    assert memory_of(fake_hybrid(450)).set_aside(2) == 900
+    # Of a window of 128 three pages a request, and for chunks of 512 eight at once.
+    assert memory_of(fake_windowed(128, PAGE_SIZE)).set_aside(2) == (2 * 3 + 8) * PAGE_SIZE
     assert memory_of(fake_windowed(128, PAGE_SIZE)).carried_tokens == 128
 
 

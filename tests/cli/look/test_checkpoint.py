@@ -14,7 +14,7 @@ from exactness.model_configs import (
     QWEN3_5_35B_A3B,
 )
 from services.cli.look import check
-from services.cli.look.carried_bytes import most_running_pages, most_tail_pages
+from services.cli.look.carried_bytes import most_tail_pages, running_pages
 from services.cli.look.checkpoint import CheckpointConfig, report
 from services.kv.tails import tail_pages
 from services.model.layer_groups import layer_groups
@@ -85,7 +85,7 @@ def test_no_tail_is_longer_and_one_is_as_long(checkpoint, page_size):
     group = window.in_layout("bfloat16", page_size)
     lengths = [len(tail_pages(group, position, page_size)) for position in range(3 * window.window)]
     assert max(lengths) == most_tail_pages(window, page_size)
-    assert most_tail_pages(window, page_size) <= most_running_pages(window, page_size)
+    assert most_tail_pages(window, page_size) <= running_pages(window, page_size, 1)
 
 
 def test_who_serves_it_is_the_exit_code(capsys, tmp_path):

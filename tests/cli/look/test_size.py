@@ -113,23 +113,23 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(tmp_path, capsys):
 
 
 def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
-    """Two slots for each of 4 sequences that run on a rank, one for each resume point."""
+    """A slot for each of 4 sequences that run on a rank, and for each resume point."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
     flags = ("--conversations=64", "--concurrency=8", "--ranks=2", "--resume-points=20", "--pool-gib=4")
     lines = lines_of(capsys, tmp_path, *flags)
     assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
     assert lines[3:6] == [
         "a state            61.9 MiB: 30 recurrent layers",
-        "its pool           --state-slots=28 on each decode rank: 1.7 GiB per GPU "
+        "its pool           --state-slots=24 on each decode rank: 1.5 GiB per GPU "
         "(4 running, 20 resume points)",
         "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB per GPU",
     ]
-    pages = (4 * 2**30 - 28 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
+    pages = (4 * 2**30 - 24 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
     assert lines[6].startswith(f"4 GiB per GPU      --kv-pages={pages}: ")
 
 
 def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
-    """A tail of 127 tokens lies on three pages of 64 at most; with a chunk of 512 tokens it is eleven."""
+    """A tail of 127 tokens lies on three pages of 64 at most; a chunk of 512 tokens takes eight more."""
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
     lines = lines_of(capsys, tmp_path, "--resume-points=10")
     assert lines[3:5] == [
@@ -143,7 +143,7 @@ def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
 def test_what_is_beside_the_pages_must_fit_too(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
     flags = [f"--model={tmp_path}", "--weights-gib=10", "--kv-pages=1", "--reserve-gib=0"]
-    assert run([*flags, "--resume-points=98", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
+    assert run([*flags, "--resume-points=99", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
     assert "beside the pages   6.0 GiB" in capsys.readouterr().out.splitlines()
-    assert run([*flags, "--resume-points=98", "--gpu-gib=16"]) == 1
+    assert run([*flags, "--resume-points=99", "--gpu-gib=16"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("what is beside the pages is too much")

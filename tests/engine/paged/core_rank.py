@@ -8,7 +8,7 @@ from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Offered, Reserved, Token
 from services.engine.paged.sequence import Sequence
 from services.kv.carried.carried_cache import CarriedCache
-from services.kv.carried.pool_sizes import units_of_a_sequence
+from services.kv.carried.pool_sizes import units_for
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tails import tail_pages
 from services.values.kv import GroupKind
@@ -59,13 +59,13 @@ class Rank:
         max_step_drafts=1024,
         **limits,
     ):
-        """The pools of what is carried have room for so many sequences, at once or as resume points."""
+        """The pools of what is carried have room for so many sequences that receive."""
         self.now = 0.0
         self.computed_tokens = 0
         self.runner_fails = False
         self.groups = carried
         block = block_pages * page_size
-        units = [room_for * units_of_a_sequence(g, page_size, chunk_size, block) for g in carried]
+        units = [units_for(group, page_size, chunk_size, room_for) for group in carried]
         self.runner = FakeRunner(
             num_pages=num_pages,
             page_size=page_size,

@@ -4,7 +4,8 @@ import pytest
 
 from engine.paged.core_rank import Prefill, Rank
 from services.engine.fake import fake_state, fake_window
-from services.engine.paged.runner import Sampled
+from services.engine.paged.queue.admission import Patience
+from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 
 CARRIED = [(fake_state(),), (fake_window(6),), (fake_window(3), fake_state())]
@@ -126,12 +127,77 @@ def test_a_retracted_sequence_goes_on_from_the_last_border_it_passed():
     assert [rank.tokens[seq] for seq in seqs] == [rank.expected(prompt, 26) for prompt in prompts]
 
 
-def test_no_more_come_in_than_there_are_states_for():
-    rank = Rank(num_pages=64, carried=(fake_state(),), room_for=2)
-    seqs = [rank.submit([i] * 6, 4) for i in range(5)]
+@pytest.mark.parametrize(("receives", "waiting"), [(True, 1), (False, 3)])
+def test_no_more_come_in_than_there_are_states_for(receives, waiting):
+    """One to go on at for each; those that compute take room for as many resume points, too."""
+    rank = Rank(num_pages=64, carried=(fake_state(),), room_for=4)
+    seqs = [rank.submit([i] * 6, 4, receives=receives) for i in range(5)]
     rank.step()
-    assert sum(seq.phase is Phase.WAITING for seq in seqs) == 3
+    assert sum(seq.phase is Phase.WAITING for seq in seqs) == waiting
+    if not receives:
+        rank.run(seqs)
+
+
+def test_who_has_no_room_to_compute_is_passed_by_those_that_receive_as_often_as_others_are():
+    rank = Rank(num_pages=64, carried=(fake_state(),), room_for=4, patience=Patience(1, 1e9))
+    receiving = [rank.submit([i] * 6, 2, receives=True) for i in range(3)]
+    rank.step()
+    computes = rank.submit([3] * 6, 2)
+    receiving += [rank.submit([i] * 6, 2, receives=True) for i in (4, 5)]
+    rank.step()
+    assert [seq.phase for seq in (computes, *receiving[3:])] == [
+        Phase.WAITING,
+        Phase.RECEIVING,
+        Phase.WAITING,
+    ]
+    for seq in receiving[:2]:
+        rank.core.cancel(seq)
+    rank.step()
+    assert (computes.phase, receiving[4].phase) == (Phase.COMPUTING, Phase.WAITING)
+    rank.run([computes])
+    rank.step()
+    assert receiving[4].phase is Phase.RECEIVING
+
+
+def test_what_one_has_saved_is_given_up_for_one_that_comes_in():
+    """Both answers are right; only the one that kept what it saved leaves a resume point."""
+    rank = Rank(num_pages=64, carried=(fake_state(),), room_for=3)
+    prompts = [[i] * 8 for i in range(3)]
+    seqs = [rank.submit(prompts[i], 6, receives=True) for i in (0, 1)]
+    rank.step()
+    land(rank, *seqs)
+    rank.step()
+    assert [seq.carried.saved is None for seq in seqs] == [False, True]  # there are three states
+    seqs.append(rank.submit(prompts[2], 6, receives=True))
+    rank.step()
+    assert seqs[0].carried.saved is None
+    land(rank, seqs[2])
     rank.run(seqs)
+    assert [rank.tokens[seq] for seq in seqs] == [rank.expected(prompt, 6) for prompt in prompts]
+
+
+def land(rank, *seqs):
+    for seq in seqs:
+        reserved, ids = rank.reserved[seq], seq.request.all_ids
+        first = Prefill(rank.runner).run(ids, reserved.delta_pages, reserved.prefix_len, reserved.carried)
+        rank.core.landed(seq, Sampled(first))
+
+
+def test_a_failed_step_leaves_no_chunk_behind_in_a_rooms_pages():
+    rank = Rank(num_pages=64, chunk_size=12, carried=(fake_window(3),), room_for=6)
+    for room in range(2):
+        rank.submit(range(room, 30 + room), room=room)
+        rank.runner_fails = True
+        with pytest.raises(RunnerFailed):
+            rank.core.step()
+        rank.core.fail_active()
+        rank.core.check()
+    rank.runner_fails = False
+    assert rank.core.carried.num_open == 2
+    seq = rank.submit(range(50, 80), 1)
+    rank.step()
+    assert seq.computed == 12
+    rank.run([seq])
 
 
 def test_the_index_hears_of_resume_points_that_come_and_go(rank):

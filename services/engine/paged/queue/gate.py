@@ -31,7 +31,11 @@ class Gate:
         self._rate = QueueRate()
         self._output_estimate = OutputEstimate(expected_output)
         self._news = 0
-        self._blocked_at = (-1, True)  # the news by which nobody could be let in, and whether to receive
+        self._blocked_at = (
+            -1,
+            True,
+            True,
+        )  # the news by which nobody could be let in, and who might have been
         self.reserved_pages = 0  # for the growth of those that run, when last looked at
         self.overtakes = 0
 
@@ -73,17 +77,18 @@ class Gate:
 
     # -- who comes in -----------------------------------------------------------------------------
 
-    def next(self, active: Collection[Sequence], may_receive: bool = True) -> Sequence | None:
-        """Who would come in beside `active`; None: nobody has room, or only one that would receive."""
-        blocked = (self._news, True), (self._news, may_receive)
-        if not self._queue or self._blocked_at in blocked:
+    def next(
+        self, active: Collection[Sequence], *, may_receive: bool = True, may_compute: bool = True
+    ) -> Sequence | None:
+        """Who would come in beside `active`; None: nobody has room, or only one that may not."""
+        if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
         growth = Growth([self._growing(seq) for seq in active], self._cache.page_size)
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
         def fits(seq: Sequence, waiting: Waiting) -> bool:
-            if seq.receives and not may_receive:
+            if not (may_receive if seq.receives else may_compute):
                 return False
             if not active or waiting.num_pages > available:
                 return waiting.num_pages <= available
@@ -94,8 +99,14 @@ class Gate:
 
         seq = self._queue.next(self._weigh, fits, looks_small, self._clock())
         if seq is None:
-            self._blocked_at = (self._news, may_receive)
+            self._blocked_at = (self._news, may_receive, may_compute)
         return seq
+
+    def _is_blocked(self, may_receive: bool, may_compute: bool) -> bool:
+        """Nobody may, or since the last news nobody has come in though all might have that may now."""
+        news, received, computed = self._blocked_at
+        same = news == self._news and may_receive <= received and may_compute <= computed
+        return same or not (may_receive or may_compute)
 
     def reserve(self, seq: Sequence) -> bool:
         """Take whom `next` has named in: lock its cached prefix, take pages for the rest.
