@@ -374,9 +374,9 @@ class EngineCore:
         """Its newest token, and what is proposed to follow as far as that can be and has pages."""
         ids = proposal.ids if proposal is not None else ()
         ids = usable_drafts(seq, ids, self._most_drafts(seq), self.runner.vocab_size)
-        ids = ids[: self._grow_ahead(seq, len(ids))]
+        end = len(seq.ids) + self._grow_ahead(seq, len(ids))
+        ids = ids[: self._carrying.chunk_end(seq, end) - len(seq.ids)]
         seq.proposal = replace(proposal, ids=ids) if proposal is not None and ids else None
-        self._carrying.chunk_end(seq, len(seq.ids) + len(ids))
         return chunk_of(seq, 1, self.page_size, ids)
 
     def _grow_ahead(self, seq: Sequence, num_drafts: int) -> int:

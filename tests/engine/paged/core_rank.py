@@ -6,6 +6,7 @@ from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Offered, Reserved, Token
+from services.engine.paged.runner import Sampled
 from services.engine.paged.sequence import Sequence
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.carried.pool_sizes import units_for
@@ -131,6 +132,16 @@ class Rank:
                     if event.finished is not None:
                         self.finished[seq] = event.finished
         self.core.check()
+
+    def land(self, *seqs) -> None:
+        """A prefill rank has written what they receive."""
+        for seq in seqs:
+            reserved = self.reserved[seq]
+            first = Prefill(self.runner).run(
+                seq.ids, reserved.delta_pages, reserved.prefix_len, reserved.carried
+            )
+            self.core.landed(seq, Sampled(first))
+        self.take()
 
     def let_run(self, num_requests) -> None:
         """At once, from now on."""

@@ -165,22 +165,15 @@ def test_what_one_has_saved_is_given_up_for_one_that_comes_in():
     prompts = [[i] * 8 for i in range(3)]
     seqs = [rank.submit(prompts[i], 6, receives=True) for i in (0, 1)]
     rank.step()
-    land(rank, *seqs)
+    rank.land(*seqs)
     rank.step()
     assert [seq.carried.saved is None for seq in seqs] == [False, True]  # there are three states
     seqs.append(rank.submit(prompts[2], 6, receives=True))
     rank.step()
     assert seqs[0].carried.saved is None
-    land(rank, seqs[2])
+    rank.land(seqs[2])
     rank.run(seqs)
     assert [rank.tokens[seq] for seq in seqs] == [rank.expected(prompt, 6) for prompt in prompts]
-
-
-def land(rank, *seqs):
-    for seq in seqs:
-        reserved, ids = rank.reserved[seq], seq.request.all_ids
-        first = Prefill(rank.runner).run(ids, reserved.delta_pages, reserved.prefix_len, reserved.carried)
-        rank.core.landed(seq, Sampled(first))
 
 
 def test_a_failed_step_leaves_no_chunk_behind_in_a_rooms_pages():

@@ -99,6 +99,19 @@ def test_drafts_without_a_page_are_not_tried():
     assert rank.tokens[decoding] == rank.expected([1], 7)
 
 
+def test_drafts_without_a_windows_page_are_not_tried():
+    """What others need to go on by a token stays for them."""
+    rank, guesses = make_rank(repeat(8), carried=(fake_window(3),), block_pages=8, chunk_size=1, room_for=2)
+    asked = [([1] * 6, 20), ([2] * 6, 40)]
+    seqs = [rank.submit(prompt, answer, receives=True) for prompt, answer in asked]
+    rank.step()
+    rank.land(*seqs)
+    rank.run(seqs)
+    assert [rank.tokens[seq] for seq in seqs] == [rank.expected(*each) for each in asked]
+    # Two pages each; the second has all four when the first has ended.
+    assert [max(drafts for drafts, _ in guesses.noted[seq]) for seq in seqs] == [5, 8]
+
+
 def test_who_drafts_is_told_of_every_end():
     rank, guesses = make_rank(repeat(2), max_running=1)
     done, cancelled, waiting = (rank.submit(range(i, i + 4), 6) for i in range(3))

@@ -16,10 +16,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.paged.core_rank import Guesses, Prefill, Rank
+from engine.paged.core_rank import Guesses, Rank
 from services.engine.fake import fake_state, fake_window
 from services.engine.paged.queue.admission import Patience
-from services.engine.paged.runner import RunnerFailed, Sampled
+from services.engine.paged.runner import RunnerFailed
 from services.engine.paged.sequence import Phase
 from services.values.kv import GroupKind
 
@@ -70,7 +70,7 @@ class CoreMachine(RuleBasedStateMachine):
             drafting=None if drafts is None else self._guesses(drafts),
             **settings,
         )
-        self.core, self.prefill = self.rank.core, Prefill(self.rank.runner)
+        self.core = self.rank.core
         self.sent, self.rooms, self.quarantined = [], [], []
         self._watch_evictions()
 
@@ -134,10 +134,7 @@ class CoreMachine(RuleBasedStateMachine):
         self._land(self.pick(self.in_phase(Phase.RECEIVING), number))
 
     def _land(self, seq):
-        reserved = self.rank.reserved[seq]
-        first = self.prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len, reserved.carried)
-        self.core.landed(seq, Sampled(first))
-        self.rank.take()
+        self.rank.land(seq)
 
     @rule(number=ANY, garbled=st.booleans())
     @precondition(lambda self: self.in_phase(Phase.RECEIVING))
