@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from engine.torch.sequences import GREEDY, Carried, PageTables, Sequence, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
@@ -18,6 +19,7 @@ from services.values.request import SamplingParams
 # Full attention, a window, chunks, a delta net, Mamba-2 beside attention in each layer.
 FAMILIES = ["llama", "gemma3", "llama4", "qwen3_5", "falcon_h1"]
 RECURRENT = ["qwen3_5", "falcon_h1"]
+ROUNDED = ["llama4"]  # torch's product of experts gives a row other bits in another batch
 SAMPLED = SamplingParams(
     temperature=0.9,
     top_p=0.95,
@@ -116,8 +118,22 @@ def guesses(kind, expected, chance):
 
 
 def check_as_plain(family, runner, guessing, length, sampling):
-    alone, _ = plain(family, length, sampling)
-    assert guessing.output_ids[:MAX_TOKENS] == alone.output_ids[:MAX_TOKENS]
+    alone, kv = plain(family, length, sampling)
+    if family in ROUNDED:
+        assert_near(guessing.choices[:MAX_TOKENS], alone.choices[:MAX_TOKENS])
+        return
+    assert guessing.choices[:MAX_TOKENS] == alone.choices[:MAX_TOKENS]
+    shared = min(alone.start, guessing.start)
+    assert torch.equal(kv_before(runner, guessing)[:shared], kv[:shared])
+    both = guessing.states.keys() & alone.states.keys()
+    assert len(both) > 3
+    assert [guessing.states[at] for at in both] == [alone.states[at] for at in both]
+
+
+def assert_near(choices, expected):
+    assert [choice.token_id for choice in choices] == [choice.token_id for choice in expected]
+    logprobs = [[each.logprobs.logprob for each in both if each.logprobs] for both in (choices, expected)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
 
 
 def verified(family, kinds=tuple(PROMPTS), seed=0):

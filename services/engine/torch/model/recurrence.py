@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn import functional
+from torch.nn.functional import silu
 
 from services.engine.torch.model.recurrence_kernel import delta_rule, mamba2
 from services.engine.torch.model.slots import StatesInPlace
@@ -24,7 +25,22 @@ _DELTA_RULE = {"query", "key", "value", "g", "beta", "initial_state"}
 _MAMBA2 = {"state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z"}
 # What one more thread must find to do, to be worth waking.
 _SHARE_NUMBERS = 1 << 20
+_LARGE = 20.0  # whose softplus it is itself, to float32
 _EPSILON = 1e-6  # of a vector's length, when it is made one
+
+
+class _RowByRow:
+    """torch.nn.functional, but for what gives a number other bits where others stand beside it.
+
+    Its vectors take 32 numbers at a time, and what is left over one by one, by another formula.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return _softplus if name == "softplus" else getattr(functional, name)
+
+
+def _softplus(numbers: Tensor) -> Tensor:
+    return torch.where(numbers > _LARGE, numbers, numbers.exp().log1p())
 
 
 class Workers:
@@ -57,6 +73,8 @@ def forward_in_place(module: nn.Module, workers: Workers) -> Callable[..., Any] 
     if not replaced:
         return None
     own = {**plain.__globals__, **replaced}
+    if own.get("F") is functional:
+        own["F"] = _RowByRow()
     anew = FunctionType(plain.__code__, own, plain.__name__, plain.__defaults__, plain.__closure__)
     anew.__kwdefaults__ = plain.__kwdefaults__
     return MethodType(anew, module)
@@ -150,7 +168,7 @@ class _Mamba2:
             state.scatter(states)
             return output
         step = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
-        step = (softplus(step) if dt_softplus else step).float()
+        step = (_softplus(step) if dt_softplus else step).float()
         scaled = hidden_states.float() * step[..., None]
         parts = (scaled, (step * A[:, 0, 0].float()).exp(), B.float(), C.float())
         inputs = [part.contiguous().numpy() for part in parts]
