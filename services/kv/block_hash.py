@@ -66,6 +66,14 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack_tokens(packed: bytes) -> list[int]:
+    """What was packed."""
+    token_ids = array("I", packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
 def extend_packed(parent: BlockHash | None, packed_block: bytes | memoryview, seed: int) -> BlockHash:
     """The sequence hash of the block of packed tokens that follows `parent` (None: the first one)."""
     local = xxh3_64_intdigest(packed_block, seed)

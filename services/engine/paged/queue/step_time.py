@@ -1,6 +1,7 @@
 """What a step costs, learned from the steps made: so that a target for the time between tokens can be held.
 
     decode step   ~  fixed + per_sequence * batch        a line through recent steps, older ones fade
+    drafts        ~  that, and per_draft for each that is verified
     mixed step    ~  that, and prompt_tokens / rate on top
 
 Pure; the caller measures.
@@ -18,45 +19,60 @@ _MIN_PROMPT_SAMPLE = 16  # fewer tokens tell more of the step than of the rate
 _MOST = 3.0
 
 
+# What is not known of a draft's cost: a step of R rows costs as R + 8, and such a guess counts for so much.
+_FIXED_ROWS = 8.0
+_GUESS_WEIGHT = 8.0  # steps with one draft more or less than the others
+_TRUSTED_WEIGHT = 40.0  # from which on what was measured is kept for later
+_MOST_FIXED_ROWS = 1000.0
+_FORGETTING = 0.001  # of what was kept, by a step that tells nothing: so that what cost much is tried again
+
+
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over decode steps: x the batch size, y the seconds."""
+    """Weighted sums over decode steps: x the batch size, d the drafts, y the seconds."""
 
     weight: float = 0.0
     x: float = 0.0
+    d: float = 0.0
     y: float = 0.0
     xx: float = 0.0
+    xd: float = 0.0
+    dd: float = 0.0
     xy: float = 0.0
+    dy: float = 0.0
 
-    def add(self, x: float, y: float) -> None:
-        for name, value in (("weight", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
+    def add(self, x: float, d: float, y: float) -> None:
+        products = (1.0, x, d, y, x * x, x * d, d * d, x * y, d * y)
+        for name, value in zip(self.__slots__, products, strict=True):
             setattr(self, name, _FADING * getattr(self, name) + value)
 
 
 class StepTimes:
     def __init__(self) -> None:
         self._sums = _Sums()
+        self._fixed_rows = _FIXED_ROWS
         self._prompt_tokens = 0.0
         self._prompt_s = 0.0
 
     def __repr__(self) -> str:
         return f"StepTimes(batch_of_8={self.decode_s(8):.4f}s prompt={self.prompt_tokens_per_s:.0f}/s)"
 
-    def note(self, num_decoding: int, prompt_tokens: int, took_s: float) -> None:
+    def note(self, num_decoding: int, prompt_tokens: int, took_s: float, num_drafts: int = 0) -> None:
         """A step was made."""
-        if (expected_s := self._expected_s(num_decoding, prompt_tokens)) > 0:
+        if (expected_s := self._expected_s(num_decoding, prompt_tokens, num_drafts)) > 0:
             took_s = min(took_s, _MOST * expected_s)
         if prompt_tokens == 0:
-            self._sums.add(num_decoding, took_s)
+            self._sums.add(num_decoding, num_drafts, took_s)
+            self._keep_fixed_rows()
         elif prompt_tokens >= _MIN_PROMPT_SAMPLE:
             # At least a tenth is the prompt's: an expectation that is off must not make the rate infinite.
-            prompt_s = max(took_s - self.decode_s(num_decoding), 0.1 * took_s)
+            prompt_s = max(took_s - self.decode_s(num_decoding, num_drafts), 0.1 * took_s)
             self._prompt_tokens = _FADING * self._prompt_tokens + prompt_tokens
             self._prompt_s = _FADING * self._prompt_s + prompt_s
 
-    def _expected_s(self, num_decoding: int, prompt_tokens: int) -> float:
+    def _expected_s(self, num_decoding: int, prompt_tokens: int, num_drafts: int) -> float:
         """0 where one of its parts was never measured."""
-        rate, decode_s = self.prompt_tokens_per_s, self.decode_s(num_decoding)
+        rate, decode_s = self.prompt_tokens_per_s, self.decode_s(num_decoding, num_drafts)
         if (num_decoding and decode_s == 0) or (prompt_tokens and rate == 0):
             return 0.0
         return decode_s + (prompt_tokens / rate if prompt_tokens else 0.0)
@@ -66,10 +82,27 @@ class StepTimes:
         """Of steps that compute prompts and nothing else; 0: not measured."""
         return self._prompt_tokens / self._prompt_s if self._prompt_s > 0 else 0.0
 
-    def decode_s(self, batch: int) -> float:
-        """Expected of a step of single tokens; 0 when nothing was measured, or for no batch."""
+    def decode_s(self, batch: int, num_drafts: int = 0) -> float:
+        """Expected of a step of single tokens and drafts; 0 when nothing was measured, or for no batch."""
+        if not batch or self._sums.weight == 0:
+            return 0.0
         mean_batch, mean_s = self._means()
-        return max(0.0, mean_s + (self._slope() or 0.0) * (batch - mean_batch)) if batch else 0.0
+        drafts_s = self.draft_s * (num_drafts - self._sums.d / self._sums.weight)
+        return max(0.0, mean_s + (self._slope() or 0.0) * (batch - mean_batch) + drafts_s)
+
+    @property
+    def draft_s(self) -> float:
+        """What each draft adds to a step; 0 when nothing was measured.
+
+        The fewer drafts there were, or the more evenly, the more it is what the steps that were would have it
+        be if they consisted of rows that cost the same, and so many fixed ones.
+        """
+        if (sums := self._sums).weight == 0:
+            return 0.0
+        spread, told_s = self._of_drafts_alone()
+        rows = self._fixed_rows + (sums.x + sums.d) / sums.weight
+        guess_s = sums.y / sums.weight / rows
+        return max(0.0, told_s + _GUESS_WEIGHT * guess_s) / (spread + _GUESS_WEIGHT)
 
     def allows(self, batch: int, target_s: float, receiving: int = 0) -> bool:
         """Whether a batch of that size is expected to hold the target; one always may.
@@ -87,11 +120,11 @@ class StepTimes:
         extra_s = receiving * mean_s / mean_batch if slope is None else 0.0
         return batch - receiving <= known and self.decode_s(batch) + extra_s <= target_s
 
-    def chunk_tokens(self, num_decoding: int, target_s: float | None, limit: int) -> int:
-        """Prompt tokens that a step may compute beside `num_decoding` single tokens."""
+    def chunk_tokens(self, num_decoding: int, target_s: float | None, limit: int, num_drafts: int = 0) -> int:
+        """Prompt tokens that a step may compute beside `num_decoding` single tokens and drafts."""
         if target_s is None or num_decoding == 0:
             return limit
-        spare_s = target_s - self.decode_s(num_decoding)
+        spare_s = target_s - self.decode_s(num_decoding, num_drafts)
         return max(min(_MIN_CHUNK, limit), min(limit, int(spare_s * self.prompt_tokens_per_s)))
 
     def effective_tokens_per_s(self, num_decoding: int, chunk_tokens: int) -> float:
@@ -110,7 +143,37 @@ class StepTimes:
         if (sums := self._sums).weight == 0:
             return None
         mean_batch, mean_s = self._means()
-        spread = sums.xx / sums.weight - mean_batch**2
+        spread = self._spread()
         if spread < _MIN_SPREAD:
             return None
-        return max(0.0, (sums.xy / sums.weight - mean_batch * mean_s) / spread)
+        with_drafts = (sums.xd - mean_batch * sums.d) / sums.weight
+        drafts_s = self.draft_s * with_drafts
+        return max(0.0, (sums.xy / sums.weight - mean_batch * mean_s - drafts_s) / spread)
+
+    def _spread(self) -> float:
+        """Variance of the batch size."""
+        sums = self._sums
+        return sums.xx / sums.weight - (sums.x / sums.weight) ** 2
+
+    def _of_drafts_alone(self) -> tuple[float, float]:
+        """Sums of squares of the drafts, and of them and the seconds, about their means: without what the
+        batch size says of them."""
+        sums = self._sums
+        squares, told_s = sums.dd - sums.d**2 / sums.weight, sums.dy - sums.d * sums.y / sums.weight
+        if (spread := self._spread()) < _MIN_SPREAD:
+            return max(0.0, squares), told_s
+        by_batch = (sums.xd - sums.x * sums.d / sums.weight) / (spread * sums.weight)
+        with_batch_s = sums.xy - sums.x * sums.y / sums.weight
+        squares -= by_batch**2 * spread * sums.weight
+        return max(0.0, squares), told_s - by_batch * with_batch_s
+
+    def _keep_fixed_rows(self) -> None:
+        """Of a draft's cost what will still hold where there were none for long, or another batch."""
+        sums = self._sums
+        spread, _ = self._of_drafts_alone()
+        if spread < _TRUSTED_WEIGHT:
+            self._fixed_rows += _FORGETTING * (_FIXED_ROWS - self._fixed_rows)
+            return
+        rows, mean_s = (sums.x + sums.d) / sums.weight, sums.y / sums.weight
+        fixed = mean_s / self.draft_s - rows if self.draft_s > 0 else _MOST_FIXED_ROWS
+        self._fixed_rows = min(_MOST_FIXED_ROWS, max(0.0, fixed))

@@ -98,3 +98,55 @@ def test_who_has_become_slower_is_believed():
         times.note(4, 0, took_s)
     assert times.prompt_tokens_per_s == pytest.approx(32, rel=0.1)
     assert times.decode_s(4) == pytest.approx(1.0, rel=0.1)
+
+
+def with_drafts(steps, draft_s=0.001, fixed_s=0.010, per_sequence_s=0.002):
+    times = StepTimes()
+    for batch, drafts in steps:
+        times.note(batch, 0, fixed_s + per_sequence_s * batch + draft_s * drafts, drafts)
+    return times
+
+
+@pytest.mark.parametrize("steps", [[(1, 0), (1, 5)] * 20, [(16, 0), (15, 3), (16, 9), (12, 1)] * 20])
+def test_learns_what_drafts_cost(steps):
+    times = with_drafts(steps)
+    assert times.draft_s == pytest.approx(0.001, rel=0.1)
+    batch = steps[0][0]
+    assert times.decode_s(batch) == pytest.approx(0.010 + 0.002 * batch, rel=0.03)
+    assert times.decode_s(batch, 10) == pytest.approx(0.020 + 0.002 * batch, rel=0.05)
+
+
+def test_what_a_sequence_costs_is_not_laid_on_its_drafts():
+    """Its context is read once, whoever many drafts it has."""
+    steps = [(batch, drafts) for batch in (1, 2, 3, 4) for drafts in (0, 1, 4)] * 5
+    times = with_drafts(steps, draft_s=0.0001, per_sequence_s=0.02)
+    assert times.draft_s == pytest.approx(0.0001, rel=0.3)
+    assert times.decode_s(8) == pytest.approx(0.17, rel=0.02)
+
+
+def test_before_any_drafts_rows_are_alike_and_eight_are_fixed():
+    assert StepTimes().draft_s == 0.0
+    assert learned([1] * 5, 0.008, 0.001).draft_s == pytest.approx(0.001)
+    assert learned([16] * 5, 0.008, 0.001).draft_s == pytest.approx(0.001)
+
+
+def test_what_drafts_cost_is_kept_while_there_are_none_or_always_as_many():
+    dear = with_drafts([(1, 0), (1, 5)] * 20, draft_s=0.006)
+    cheap = with_drafts([(1, 0), (1, 5)] * 20, draft_s=0.0001)
+    for _ in range(300):
+        dear.note(1, 0, 0.012)
+        cheap.note(1, 0, 0.0125, 5)
+    assert dear.draft_s > 0.002  # unmeasured it would be 1.3 ms
+    assert cheap.draft_s < 0.0005
+    for _ in range(5000):
+        dear.note(1, 0, 0.012)
+    assert dear.draft_s < 0.0015  # may be tried again
+
+
+def test_drafts_count_beside_a_prompt():
+    times = with_drafts([(4, 0), (4, 8)] * 20)
+    for _ in range(20):
+        times.note(4, 64, 0.018 + 0.008 + 0.064, 8)
+    assert times.prompt_tokens_per_s == pytest.approx(1000, rel=0.05)
+    assert times.chunk_tokens(4, 0.126, 512, 8) == pytest.approx(100, rel=0.1)
+    assert times.chunk_tokens(4, 0.126, 512) == pytest.approx(108, rel=0.1)

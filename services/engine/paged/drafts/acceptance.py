@@ -1,0 +1,58 @@
+"""How often a draft is right: of each sequence lately, before that of the rank. Pure.
+
+A draft behind a wrong one says nothing. So a guess of which m ids were right tells of m that were and, unless
+it was right to its end, of one that was not. It does so verified or not: what the sequence goes on with shows
+what the guess was worth. So a source that is wrong can be listened to without a row for it, and comes back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Kind = tuple[str, int]  # source, and the length of its match by its bits: 3, 4..7, 8..15, 16
+
+_SEQUENCE_FADING, _RANK_FADING = 0.95, 0.995  # of a guess's weight, per later one
+_PRIOR_WEIGHT = 1.5  # drafts of a sequence that count for as much as what the rank has seen
+_UNKNOWN = 0.5
+
+
+@dataclass(slots=True)
+class _Counts:
+    right: float = 0.0
+    tried: float = 0.0
+
+    def add(self, right: int, tried: int, fading: float) -> None:
+        self.right = fading * self.right + right
+        self.tried = fading * self.tried + tried
+
+    def share(self, prior: float, weight: float) -> float:
+        return (self.right + weight * prior) / (self.tried + weight)
+
+
+class Acceptance:
+    """Of a sequence, or of all of a rank where there is no `rank`."""
+
+    def __init__(self, rank: "Acceptance | None" = None) -> None:
+        self._rank = rank
+        self._fading = _RANK_FADING if rank is None else _SEQUENCE_FADING
+        self._counts: dict[Kind, _Counts] = {}
+
+    def note(self, kind: Kind, right: int, tried: int) -> None:
+        """The rank is told, too."""
+        self._counts.setdefault(kind, _Counts()).add(right, tried, self._fading)
+        if self._rank is not None:
+            self._rank.note(kind, right, tried)
+
+    def chance(self, kind: Kind) -> float:
+        """Of a draft behind right ones to be right."""
+        prior = self._rank.chance(kind) if self._rank is not None else _UNKNOWN
+        counts = self._counts.get(kind)
+        return counts.share(prior, _PRIOR_WEIGHT) if counts is not None else prior
+
+
+def count_right(guess: Sequence[int], actual: Sequence[int]) -> tuple[int, int]:
+    """How many of the first ids of a guess were right, and how many of them that tells of."""
+    for index, (guessed, token_id) in enumerate(zip(guess, actual, strict=False)):
+        if guessed != token_id:
+            return index, index + 1
+    compared = min(len(guess), len(actual))
+    return compared, compared

@@ -1,0 +1,61 @@
+"""What others went on with after the very same ids, as far as the radix tree has it, which is only read."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from services.engine.paged.drafts.match import Match
+from services.kv.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
+from services.kv.radix_tree import Node
+
+WHOLE_PREFIX = 32  # the length of such a match, beside those of n-grams
+_MOST_COMPARED = 64  # children: a popular prompt has thousands
+
+
+class Siblings:
+    """Of one sequence."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._under: Node | None = None
+        self._followed: Node | None = None  # a child of `_under`
+        self._seen = 0  # children of `_under` of which none goes on alike
+
+    def match(self, under: Node | None, ids: Sequence[int], most: int) -> Match | None:
+        """Up to `most` ids; `under` is the node of the sequence's last page in the tree."""
+        if under is None:
+            return None
+        page_size = self._page_bytes // TOKEN_BYTES
+        node, open_ids = _descend(under, pack_tokens(ids[under.depth * page_size :]), self._page_bytes)
+        if node is not self._under:
+            self._under, self._followed, self._seen = node, None, 0
+        child = self._find(node, open_ids) if node is not None else None
+        return Match(_read(child, len(open_ids), most), WHOLE_PREFIX) if child is not None else None
+
+    def _find(self, node: Node, open_ids: bytes) -> Node | None:
+        """The latest child that begins like that. Who was followed so far is asked first, and all are asked
+        anew only where there are others."""
+        if self._followed is not None and self._followed.key.startswith(open_ids):
+            return self._followed
+        if self._followed is None and len(node.children) == self._seen:
+            return None
+        latest = islice(reversed(node.children.values()), _MOST_COMPARED)
+        self._followed = next((child for child in latest if child.key.startswith(open_ids)), None)
+        self._seen = len(node.children)
+        return self._followed
+
+
+def _descend(node: Node, open_ids: bytes, page_bytes: int) -> tuple[Node | None, bytes]:
+    """Down by whole pages that the sequence has not published yet; None: the tree does not have them."""
+    below: Node | None = node
+    while below is not None and len(open_ids) >= page_bytes:
+        below, open_ids = below.children.get(open_ids[:page_bytes]), open_ids[page_bytes:]
+    return below, open_ids
+
+
+def _read(child: Node, offset: int, most: int) -> Sequence[int]:
+    """What `child`'s page has from `offset` bytes on, and then the latest page behind it."""
+    packed, end = child.key[offset:], most * TOKEN_BYTES
+    while len(packed) < end and child.children:
+        child = next(reversed(child.children.values()))
+        packed += child.key
+    return unpack_tokens(packed[:end])

@@ -1,0 +1,69 @@
+"""Drafts by sequence are those with the most tokens for the step's seconds: against all there are."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
+
+SECONDS = st.floats(0.001, 1.0)
+CANDIDATES = st.lists(st.builds(Candidate, st.integers(0, 3), st.floats(0.0, 1.0)), min_size=1, max_size=3)
+
+
+def tokens(candidates, counts, batch):
+    chances = zip(candidates, counts, strict=True)
+    return batch + sum(c.chance**j for c, count in chances for j in range(1, count + 1))
+
+
+def rate(candidates, counts, batch, cost):
+    guess_s = sum(c.guess_s * count for c, count in zip(candidates, counts, strict=True))
+    return tokens(candidates, counts, batch) / (cost.plain_s + cost.draft_s * sum(counts) + guess_s)
+
+
+@given(candidates=CANDIDATES, others=st.integers(0, 3), plain_s=SECONDS, draft_s=SECONDS)
+def test_none_give_more_tokens_a_second(candidates, others, plain_s, draft_s):
+    batch, cost = len(candidates) + others, StepCost(plain_s, draft_s)
+    counts = share_rows(candidates, batch, 99, cost)
+    best = max(
+        rate(candidates, each, batch, cost) for each in product(*(range(c.most + 1) for c in candidates))
+    )
+    assert rate(candidates, counts, batch, cost) == pytest.approx(best)
+
+
+@given(
+    candidates=CANDIDATES,
+    max_drafts=st.integers(0, 4),
+    plain_s=SECONDS,
+    draft_s=st.floats(0.0, 0.3),
+    limit_s=SECONDS,
+)
+def test_bounds_hold(candidates, max_drafts, plain_s, draft_s, limit_s):
+    counts = share_rows(candidates, 3, max_drafts, StepCost(plain_s, draft_s, limit_s))
+    assert sum(counts) <= max_drafts
+    assert all(0 <= count <= c.most for count, c in zip(counts, candidates, strict=True))
+    assert not any(counts) or plain_s + draft_s * sum(counts) <= limit_s
+
+
+def test_at_one_sequence_all_that_are_likely_and_none_that_never_are():
+    cost = StepCost(plain_s=0.010, draft_s=0.0011)  # of a row at batch 1, on a CPU
+    assert share_rows([Candidate(5, 0.95)], 1, 99, cost) == [5]
+    assert share_rows([Candidate(5, 0.05)], 1, 99, cost) == [0]
+    assert share_rows([Candidate(5, 0.4)], 1, 99, cost) == [2]
+
+
+def test_where_rows_cost_what_sequences_do_only_what_is_nearly_sure():
+    cost = StepCost(plain_s=0.024, draft_s=0.001)  # 16 sequences, of 1 ms each
+    shares = share_rows([Candidate(5, 0.9), Candidate(5, 0.3)], 16, 99, cost)
+    assert shares == [3, 0]
+
+
+def test_what_is_dear_to_guess_is_not():
+    cost = StepCost(plain_s=0.010, draft_s=0.001)
+    assert share_rows([Candidate(5, 0.8, guess_s=0.009)], 1, 99, cost) == [0]
+    assert share_rows([Candidate(5, 0.8, guess_s=0.001)], 1, 99, cost) == [4]
+
+
+def test_nothing_before_a_step_was_measured():
+    assert share_rows([Candidate(5, 0.9)], 1, 99, StepCost(0.0, 0.0)) == [0]

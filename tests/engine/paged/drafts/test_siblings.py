@@ -1,0 +1,69 @@
+"""What the radix tree has behind the very same ids: against everything that was put into it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.paged.drafts.siblings import Siblings
+from services.kv.radix_tree import RadixTree
+
+PAGE = 4
+TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=PAGE, max_size=5 * PAGE), max_size=4)
+
+
+class Tree:
+    def __init__(self):
+        self.tree, self.pages = RadixTree(PAGE, PAGE, "m"), iter(range(10**6))
+
+    def insert(self, ids, salt=""):
+        """Whole pages of them; returns the deepest node."""
+        whole = ids[: len(ids) // PAGE * PAGE]
+        pages = [next(self.pages) for _ in range(len(whole) // PAGE)]
+        return self.tree.insert(self.tree.root(salt), whole, pages).node
+
+
+@given(
+    texts=TEXTS, ids=st.lists(st.integers(0, 1), min_size=1, max_size=3 * PAGE), published=st.integers(0, 3)
+)
+def test_it_is_what_some_text_goes_on_with_after_the_same_ids(texts, ids, published):
+    tree = Tree()
+    under = tree.insert(ids[: published * PAGE])
+    for text in texts:
+        tree.insert(text)
+    match = Siblings(PAGE).match(under, ids, 3)
+    whole = [text[: len(text) // PAGE * PAGE] for text in texts]
+    going_on = [text[len(ids) :] for text in whole if text[: len(ids)] == ids and len(text) > len(ids)]
+    assert (match is not None) == bool(going_on)
+    if match is not None:
+        assert any(text[: len(match.ids)] == list(match.ids) for text in going_on)
+        assert len(match.ids) <= 3
+
+
+def test_who_was_followed_is_followed_on_and_the_latest_otherwise():
+    tree, siblings = Tree(), Siblings(PAGE)
+    root = tree.tree.root("")
+    assert siblings.match(root, [1], 3) is None
+    tree.insert([1, 2, 3, 4])
+    assert list(siblings.match(root, [1], 3).ids) == [2, 3, 4]
+    tree.insert([1, 2, 5, 6])
+    assert list(siblings.match(root, [1, 2], 3).ids) == [3, 4]
+    assert list(siblings.match(root, [1, 2, 5], 3).ids) == [6]
+    assert siblings.match(root, [1, 2, 9], 3) is None
+    tree.insert([1, 2, 9, 7])
+    assert list(siblings.match(root, [1, 2, 9], 3).ids) == [7]
+
+
+def test_it_reads_on_into_the_pages_behind():
+    tree = Tree()
+    under = tree.insert([1, 2, 3, 4])
+    tree.insert([*range(1, 13)])
+    assert list(Siblings(PAGE).match(under, [*range(1, 8)], 5).ids) == [8, 9, 10, 11, 12]
+
+
+def test_only_those_of_the_same_salt():
+    tree = Tree()
+    tree.insert([1, 2, 3, 4], salt="other")
+    assert Siblings(PAGE).match(tree.tree.root("own"), [1], 3) is None
+
+
+def test_without_a_cache_there_is_nothing():
+    assert Siblings(PAGE).match(None, [1], 3) is None
