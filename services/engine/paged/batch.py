@@ -54,8 +54,8 @@ def lacks_slot(seq: Sequence, page_size: int) -> bool:
 
 def computes_towards(other: Sequence, seq: Sequence) -> bool:
     """Whether `other`, who computes as well, will keep a resume point that saves `seq` what is before it."""
-    border = next((border for border in reversed(other.borders) if border < len(seq.ids)), 0)
-    return border > seq.computed and seq.ids[:border] == other.ids[:border]
+    common = other.common.get(seq, 0)
+    return any(seq.computed < border <= common for border in other.borders)
 
 
 def computes_next_page_of(other: Sequence, seq: Sequence, page_size: int) -> bool:

@@ -4,7 +4,7 @@ begin --> (catch_up --> chunk_end, account)* --> release
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.carried.borders import borders_to_keep, shared_border
@@ -32,7 +32,7 @@ class Carrying:
     def begin(self, seq: Sequence, active: Iterable[Sequence]) -> None:
         """It has its pages: hold units for what somebody else writes, or go to the deepest resume point.
 
-        Of those that compute what it begins with, too, each keeps a point for it.
+        Of it and of each that computes what it begins with, too, the first keeps a point for the other.
         """
         assert seq.pages is not None
         seq.stored = seq.pages.prefix_len
@@ -45,11 +45,12 @@ class Carrying:
             return
         block = self._books.index_block
         seq.borders = borders_to_keep(seq.computed, seq.stored, len(seq.ids), block, self._stride)
-        for other in active:
-            if other is not seq and other.phase is Phase.COMPUTING and other.borders:
-                border = shared_border(other.ids, seq.ids, block)
-                if border > max(seq.computed, other.computed) and border not in other.borders:
-                    insort(other.borders, border)
+        alike = [other for other in active if _begins_alike(other, seq)]
+        for other, border in self._common_borders(seq, alike):
+            seq.common[other] = other.common[seq] = border
+            if border > max(seq.computed, other.computed):
+                _add_border(seq, border)
+                _add_border(other, border)
 
     def catch_up(self, seq: Sequence) -> None:
         """Go on from what others have computed of its prompt: pages, or where there are states a point."""
@@ -92,10 +93,25 @@ class Carrying:
 
     def release(self, seq: Sequence) -> None:
         """It gives its pages back next; the border that it passed last becomes a resume point."""
+        for other in seq.common:
+            del other.common[seq]
+        seq.common.clear()
         if seq.carried is not None:
             self._keep_border(seq)
             self._books.close(seq.carried)
             seq.carried = None
+
+    def _common_borders(self, seq: Sequence, others: list[Sequence]) -> Iterator[tuple[Sequence, int]]:
+        """Who shares at least a block with it, and how much. What a third one has in common with both is not
+        compared again."""
+        third, shared = None, 0
+        for other in others:
+            known = min(shared, third.common.get(other, 0)) if third is not None else 0
+            border = shared_border(seq.ids, other.ids, self._books.index_block, known)
+            if border > shared:
+                third, shared = other, border
+            if border > 0:
+                yield other, border
 
     def _keep_border(self, seq: Sequence) -> None:
         assert seq.pages is not None and seq.carried is not None
@@ -103,3 +119,14 @@ class Carrying:
             node = self._cache.node_at(seq.pages, saved.position)
             if node is not None:
                 self._books.keep_border(seq.carried, node)
+
+
+def _begins_alike(other: Sequence, seq: Sequence) -> bool:
+    """Whether `other` computes as well, and the two may share pages."""
+    same_salt = other.request.cache_salt == seq.request.cache_salt
+    return other is not seq and other.phase is Phase.COMPUTING and same_salt
+
+
+def _add_border(seq: Sequence, border: int) -> None:
+    if border not in seq.borders:
+        insort(seq.borders, border)

@@ -62,6 +62,8 @@ class Sequence:
     computed: int = 0  # tokens
     stored: int = 0  # tokens whose K and V were in its pages before it computed them: it must not write those
     borders: list[int] = field(default_factory=list)  # ascending: where it is to keep resume points
+    # With whoever computed when it began to, or the other way round: their last common border.
+    common: "dict[Sequence, int]" = field(default_factory=dict)
     offered: int = 0  # prefill role: tokens whose pages the room has been given
     room_open: bool = False
     submitted_s: float = 0.0

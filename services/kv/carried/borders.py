@@ -17,10 +17,13 @@ def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, str
     return sorted(border for border in borders if border > resumed)
 
 
-def shared_border(ids: Sequence[int], other: Sequence[int], block: int) -> int:
-    """The last border up to which both are the same, and after which each has at least one more id."""
+def shared_border(ids: Sequence[int], other: Sequence[int], block: int, known: int = 0) -> int:
+    """The last border up to which both are the same, and after which each has at least one more id.
+
+    Up to the border `known` they are known to be.
+    """
     end = (min(len(ids), len(other)) - 1) // block * block
-    border = 0
+    border = known
     while border < end and ids[border : border + block] == other[border : border + block]:
         border += block
     return border

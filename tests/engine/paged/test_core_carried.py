@@ -1,12 +1,16 @@
 """Where a core keeps resume points, and what they save."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.paged.core_rank import Prefill, Rank
 from services.engine.fake import fake_state, fake_window
+from services.engine.paged import carrying
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
+from services.kv.carried.borders import shared_border
 
 CARRIED = [(fake_state(),), (fake_window(6),), (fake_window(3), fake_state())]
 
@@ -76,6 +80,55 @@ def test_of_prompts_that_come_at_once_the_first_computes_what_they_share(rank):
     rank.run(seqs)
     assert rank.computed_tokens == 22 + 3 * 2
     assert [rank.tokens[seq] for seq in seqs] == [rank.expected(seq.request.prompt_ids, 1) for seq in seqs]
+
+
+def test_prompts_that_differ_for_longer_than_a_block_wait_for_what_they_share(rank):
+    seqs = [rank.submit([*range(20), *range(100 + 20 * i, 110 + 20 * i)], 1) for i in range(4)]
+    rank.run(seqs)
+    assert rank.computed_tokens == 30 + 3 * 10
+    assert [rank.tokens[seq] for seq in seqs] == [rank.expected(seq.request.prompt_ids, 1) for seq in seqs]
+
+
+def test_who_comes_later_and_goes_first_computes_what_both_share(rank):
+    later = rank.submit([*range(20), 50, 51, 52, 53, 54, 55], 1)
+    rank.step()  # 8 of them
+    first = rank.submit([*range(20), 60, 61, 62, 63, 64, 65], 1, priority=1)
+    rank.run([first, later])
+    assert rank.computed_tokens == 8 + 26 + 6  # at 8 there is no point
+    assert rank.tokens[later] == rank.expected(later.request.prompt_ids, 1)
+
+
+def test_nobody_waits_for_a_point_of_another_salt(rank):
+    one, same, other = (rank.submit(range(23), 1, cache_salt=salt) for salt in ("a", "a", "b"))
+    rank.core._limits = replace(rank.core._limits, chunk_size=64)
+    rank.step()
+    assert (one.computed, same.computed, other.computed) == (20, 0, 20)
+    rank.run([one, same, other])
+    assert rank.tokens[other] == rank.expected(range(23), 1)
+
+
+def test_what_many_prompts_share_is_compared_once(rank, monkeypatch):
+    compared = []
+
+    def counting(ids, other, block, known=0):
+        border = shared_border(ids, other, block, known)
+        compared.append((border - known) // block + 1)
+        return border
+
+    monkeypatch.setattr(carrying, "shared_border", counting)
+    rank = Rank(num_pages=64, chunk_size=8, carried=rank.groups, room_for=16)
+    seqs = [rank.submit([*range(24), *range(100 + 20 * i, 110 + 20 * i)], 1) for i in range(6)]
+    rank.run(seqs)
+    pairs = 6 * 5 // 2
+    assert (len(compared), sum(compared)) == (pairs, pairs + 5 * 6)  # six blocks, once for each newcomer
+
+
+def test_who_has_ended_is_known_to_nobody(rank):
+    seqs = [rank.submit([*range(20), 50 + i], 3) for i in range(3)]
+    rank.step()
+    assert all(len(seq.common) == 2 for seq in seqs)
+    rank.core.cancel(seqs[0])
+    assert [list(seq.common) for seq in seqs] == [[], [seqs[2]], [seqs[1]]]
 
 
 def test_one_that_waits_for_anothers_point_goes_on_when_that_is_aborted(rank):

@@ -27,7 +27,11 @@ def test_a_border_is_one_of_blocks_whatever_the_stride():
     assert borders_to_keep(0, 0, 30, block=4, stride=10) == [12, 24, 28]
 
 
-@given(st.lists(st.integers(0, 1), min_size=1), st.lists(st.integers(0, 1), min_size=1), st.integers(1, 4))
-def test_a_shared_border_ends_the_longest_prefix_of_both_in_blocks(one, other, block):
-    both = [n for n in range(min(len(one), len(other))) if one[:n] == other[:n]]
-    assert shared_border(one, other, block) == max(n for n in both if n % block == 0)
+IDS = st.lists(st.integers(0, 1), min_size=1)
+
+
+@given(IDS, IDS, st.integers(1, 4), st.integers(0, 100))
+def test_a_shared_border_ends_the_longest_prefix_of_both_in_blocks(one, other, block, known):
+    both = [n for n in range(min(len(one), len(other))) if one[:n] == other[:n] and n % block == 0]
+    assert shared_border(one, other, block) == max(both)
+    assert shared_border(one, other, block, known=both[known % len(both)]) == max(both)
