@@ -23,11 +23,13 @@ class Carrying:
         self._cache = cache
         self._stride = _STRIDE_CHUNKS * chunk_size
 
-    def uncached_tokens(self, seq: Sequence) -> int:
-        """Of its ids, those that it would compute if it came in now."""
+    def estimate(self, seq: Sequence) -> None:
+        """What it would lack if it came in now, for the load report."""
         found = self._cache.look_up(seq.ids, seq.request.cache_salt)
         matched = found.cached_pages * self._cache.page_size
-        return len(seq.ids) - self._books.resumable(found.deepest, matched)
+        seq.uncached_tokens = len(seq.ids) - matched
+        resumed = self._books.resumable(found.deepest, matched)
+        seq.uncomputed_tokens = 0 if seq.receives else len(seq.ids) - resumed
 
     def begin(self, seq: Sequence, active: Iterable[Sequence]) -> None:
         """It has its pages: hold units for what somebody else writes, or go to the deepest resume point.

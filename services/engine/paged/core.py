@@ -117,7 +117,7 @@ class EngineCore:
                 f"prompt has {len(seq.ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
             )
         seq.submitted_s = self._clock()
-        seq.uncached_tokens = self._carrying.uncached_tokens(seq)
+        self._carrying.estimate(seq)
         self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled, *, with_draft: bool = False) -> None:
@@ -230,8 +230,7 @@ class EngineCore:
     # -- reports ----------------------------------------------------------------------------------
 
     def load(self) -> RankLoad:
-        waiting = [(s.receives, s.uncached_tokens) for s in self._gate]
-        pending = sum(tokens for receives, tokens in waiting if not receives)
+        pending = sum(s.uncomputed_tokens for s in self._gate)
         pending += sum(s.remaining_tokens for s in self._active)
         decoding = sum(s.phase is Phase.DECODING for s in self._active)
         return RankLoad(
@@ -239,7 +238,7 @@ class EngineCore:
             waiting=len(self._gate),
             admitted_per_s=self._gate.admitted_per_s,
             pending_tokens=pending,
-            waiting_tokens=sum(tokens for _, tokens in waiting),
+            waiting_tokens=sum(s.uncached_tokens for s in self._gate),
             books=self.cache.books(),
             step_s=self._step_s,
             prefill_tokens_per_s=self._step_times.effective_tokens_per_s(
@@ -461,7 +460,7 @@ class EngineCore:
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)
-        seq.uncached_tokens = self._carrying.uncached_tokens(seq)
+        self._carrying.estimate(seq)
         self.retractions += 1
         seq.retractions += 1
         self._gate.note_retraction()

@@ -68,7 +68,9 @@ class Sequence:
     room_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None
-    uncached_tokens: int = 0  # estimated at submission, for the load report
+    # Estimated at submission, for the load report:
+    uncached_tokens: int = 0  # whose K and V are not here
+    uncomputed_tokens: int = 0  # to be computed here
     first_token: Sampled | None = None  # while LANDED
     proposal: Proposal | None = None  # that the step which runs verifies
     prefix_limit: int | None = None  # tokens of its prompt that may be matched; None: all

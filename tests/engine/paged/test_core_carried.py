@@ -152,6 +152,25 @@ def test_what_came_by_wire_is_gone_on_from_and_kept_at_the_answers_end(rank):
     assert points(rank) == [20]
 
 
+def test_who_waits_lacks_pages_for_what_attention_has_not_and_computes_from_the_resume_point(rank):
+    """Who receives needs no point."""
+    rank.run([rank.submit(range(23), 1)])
+    rank.let_run(0)
+    loads = []
+
+    def wait(receives):
+        rank.submit([*range(20), 50, 51, 52], 1, receives=receives)
+        loads.append(rank.core.load())
+
+    wait(receives=False)
+    while rank.core.carried.points.evict():
+        pass
+    wait(receives=True)
+    wait(receives=False)
+    assert [load.waiting_tokens for load in loads] == [3, 6, 9]
+    assert [load.pending_tokens for load in loads] == [3, 3, 3 + 23]
+
+
 def test_a_full_hit_receives_what_is_carried_too(rank):
     prompt = list(range(16))
     rank.run([rank.submit([*prompt, 99], 1)])
