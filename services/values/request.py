@@ -185,7 +185,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens of one request from one engine step. `admitted` comes with the first one only."""
+    """Tokens of one request that came together: of an engine step, or several. The first has `admitted`."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
