@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # each time, so that a red run is the change's doing; at a desk every run tries others.
 settings.register_profile(
     "isthmus",
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="CI" in os.environ,

@@ -14,7 +14,8 @@ from services.values.rank import Plan
 PROMPTS = [random_prompt(20 + 31 * i, seed=i) for i in range(4)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exact)])
+@pytest.mark.exact
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 async def test_every_token_is_within_what_rounding_explains(dtype):
     directory = tiny_checkpoint("qwen3")
     settings = replace(

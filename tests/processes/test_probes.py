@@ -4,6 +4,7 @@ import asyncio
 import signal
 
 import httpx
+import pytest
 
 from net.certificates import make_certificates
 from processes.harness import LONG_S, ProcessCluster, until
@@ -31,6 +32,7 @@ async def until_probes(port, expected):
     await until(match, f"the probes on {port} say {expected}")
 
 
+@pytest.mark.long
 async def test_probes_and_an_orderly_stop(tmp_path, model_dir):
     worker_port, router_port = free_ports("127.0.0.1", 2)
     async with ProcessCluster(

@@ -19,6 +19,8 @@ from services.rank import main as rank
 from services.transfer.prefill import rooms
 from services.wire.isthmus.v1 import common_pb2
 
+pytestmark = pytest.mark.long  # test_word_kept.py has the cases on the fake engine
+
 PAGE, ANSWER = 16, 10
 PREFIX = list(random_prompt(4 * PAGE, seed=1))
 PROMPT = [*PREFIX, *random_prompt(9, seed=2)]
