@@ -8,13 +8,13 @@ import pytest
 from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import OWN, PAGE, PAGE_BYTES, active, chunk, worker_on
 from services.cli.make_model import make_model
-from services.engine.sglang.reports import Moved, TreeEvents, group_fields
+from services.engine.sglang.reports import Moved, TreeEvents, draft_fields, group_fields
 from services.engine.sglang.service import worker as worker_module
 from services.engine.sglang.service.engine import SglangDecodeEngine
 from services.engine.sglang.service.settings import KEEP_WHOLE
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.errors import ConfigError, PeerFailed
-from services.values.kv import GroupKind, KvGroup
+from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Generation, RankAddress, RankId, Room
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
 
@@ -54,6 +54,22 @@ async def test_tails_and_states_are_due_and_count(checkpoint):
         assert admitted.carried_bytes == {"sliding_window": 100, "recurrent": 7000}
         with pytest.raises(PeerFailed, match=f"moved {PAGE_BYTES} bytes where {DUE} were due"):
             await admitted_of(worker, Leg(PAGE_BYTES))
+
+
+DRAFT = DraftKv(5, KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 32, "float32", unit_bytes=640))
+
+
+@pytest.mark.parametrize("of_draft", [0, 640], ids=["prefill does not speculate", "both do"])
+async def test_a_drafts_kv_counts_where_prefill_has_it_too(checkpoint, of_draft):
+    """That it has is told by its bytes alone; a part of it is nothing that can be."""
+    async with worker_on(answer, checkpoint) as worker:
+        worker._take(active(draft=draft_fields(DRAFT)))
+        assert worker.layout.draft == DRAFT
+        admitted = await admitted_of(worker, Leg(PAGE_BYTES + of_draft))
+        assert admitted.kv_bytes_moved == admitted.kv_bytes_prompt == PAGE_BYTES + of_draft
+        assert admitted.carried_bytes == ({"draft": 640} if of_draft else {})
+        with pytest.raises(PeerFailed, match=f"where {PAGE_BYTES + 640} or {PAGE_BYTES} were due"):
+            await admitted_of(worker, Leg(PAGE_BYTES + 320))
 
 
 async def test_what_all_processes_have_written_is_one_sum(checkpoint):

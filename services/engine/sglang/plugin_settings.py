@@ -30,6 +30,11 @@ class PluginSettings:
     tls_server_name: str = ""
     nixl_backend: str = UCX
     expects_rdma: bool = False
+    # Of the draft's checkpoint, where it has one of its own; heads of the whole of it.
+    draft_fingerprint: int = 0
+    draft_kv_heads: int = 0  # 0: as the model's
+    draft_head_dim: int = 0
+    draft_is_latent: bool = False
 
     def nixl(self, tells_paths: bool) -> NixlSettings:
         return NixlSettings(self.nixl_backend, {}, self.expects_rdma, tells_paths)

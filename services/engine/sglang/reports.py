@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.values.errors import ProtocolError
-from services.values.kv import GroupKind, KvGroup
+from services.values.kv import DraftKv, GroupKind, KvGroup
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Active:
     num_layers: int
     state_kinds: list[str]  # SGLang's words for what it keeps beside the KV
     carried: list[dict[str, Any]]  # the layout's groups beside full attention, by `group_fields`
+    draft: dict[str, Any] | None  # the draft's KV, by `draft_fields`
     keys_are_pairs: bool  # of its radix tree: of neighbouring tokens
     topology: dict[str, Any]  # SGLang's own description of a prefill rank
 
@@ -61,7 +62,7 @@ class Moved:
     room: int
     num_pages: int
     size_bytes: int  # of pages
-    carried_bytes: dict[str, int]  # of tails and states, by SGLang's word for them
+    carried_bytes: dict[str, int]  # of tails and states, by SGLang's word for them, and of the draft's KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,17 @@ def group_of(fields: Mapping[str, Any]) -> KvGroup:
     """What `group_fields` made, read from JSON."""
     kind, layer_ids = GroupKind(fields["kind"]), tuple(fields["layer_ids"])
     return KvGroup(**{**fields, "kind": kind, "layer_ids": layer_ids})
+
+
+def draft_fields(draft: DraftKv | None) -> dict[str, Any] | None:
+    if draft is None:
+        return None
+    return {"model_fingerprint": draft.model_fingerprint, "group": group_fields(draft.group)}
+
+
+def draft_of(fields: Mapping[str, Any] | None) -> DraftKv | None:
+    """What `draft_fields` made, read from JSON."""
+    return DraftKv(fields["model_fingerprint"], group_of(fields["group"])) if fields is not None else None
 
 
 class Reporter:

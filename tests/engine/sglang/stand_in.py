@@ -34,6 +34,7 @@ def active(**changes):
         num_layers=2,
         state_kinds=[],
         carried=[],
+        draft=None,
         keys_are_pairs=False,
         topology={},
     )

@@ -13,12 +13,14 @@ from services.engine.sglang.reports import (
     Reporter,
     TicketSent,
     TreeEvents,
+    draft_fields,
+    draft_of,
     encode_report,
     group_fields,
     group_of,
     serve_reports,
 )
-from services.values.kv import GroupKind, KvGroup
+from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Generation, RankId
 
 WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0, 2), 2, 16, "bfloat16", window=32, unit_bytes=4096)
@@ -38,6 +40,7 @@ ACTIVE = Active(
     num_layers=2,
     state_kinds=["swa"],
     carried=[group_fields(WINDOW)],
+    draft=draft_fields(DraftKv(5, WINDOW)),
     keys_are_pairs=True,
     topology={"attn_tp_size": 1},
 )
@@ -66,6 +69,7 @@ async def test_reports_come_whole_and_in_order(tmp_path):
         server.close()
     assert taken == said
     assert group_of(taken[0].carried[0]) == WINDOW
+    assert draft_of(taken[0].draft) == DraftKv(5, WINDOW) and draft_of(draft_fields(None)) is None
 
 
 async def test_the_end_of_a_process_is_noticed(tmp_path):

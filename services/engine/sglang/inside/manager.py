@@ -18,7 +18,8 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, KVPoll
@@ -33,30 +34,36 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from services.engine.sglang.beats import BEAT_S
 from services.engine.sglang.directory import Directory, Lookups, look_up
-from services.engine.sglang.inside import frames
-from services.engine.sglang.inside.decode_streams import DecodeStreams
-from services.engine.sglang.inside.frames import Frames
 from services.engine.sglang.inside.host_states import HostAgent
 from services.engine.sglang.inside.idle_waits import room_news
 from services.engine.sglang.inside.loop_thread import LoopThread
-from services.engine.sglang.inside.posted import Posted
-from services.engine.sglang.inside.prefill_streams import PrefillStreams
-from services.engine.sglang.inside.process_reporter import process_reporter
-from services.engine.sglang.inside.replicas import TpPlace, is_counted
-from services.engine.sglang.inside.state_groups import (
+from services.engine.sglang.inside.memory.posted import Posted
+from services.engine.sglang.inside.memory.process_memory import (
+    Buffers,
+    Draft,
+    ProcessMemory,
+    read_item_bytes,
+)
+from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
+from services.engine.sglang.inside.memory.state_groups import (
     WINDOW,
     AttentionHeads,
     StateComponent,
-    carried_groups,
+    components_of,
 )
+from services.engine.sglang.inside.process_reporter import process_reporter
+from services.engine.sglang.inside.streams import frames
+from services.engine.sglang.inside.streams.decode_streams import DecodeStreams
+from services.engine.sglang.inside.streams.frames import Frames
+from services.engine.sglang.inside.streams.prefill_streams import PrefillStreams
 from services.engine.sglang.plugin_settings import PluginSettings
-from services.engine.sglang.reports import Active, Beat, PathFound, group_fields
+from services.engine.sglang.reports import Active, Beat, Moved, PathFound, draft_fields, group_fields
 from services.host.ports import bindable, host_port
 from services.net import channels, servers
 from services.transfer.hello import Hello
 from services.transfer.nixl import known_paths, let_sleep, telling_paths
 from services.values.errors import IsthmusError, ProtocolError
-from services.values.kv import GroupKind, KvGroup, KvLayout, PoolMemory
+from services.values.kv import DRAFT, KvLayout, PoolMemory
 from services.values.kv_path import KvPath
 from services.values.rank import Generation, RankId
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -134,76 +141,48 @@ class IsthmusKVManager(NixlKVManager):
         rank = self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
         return int(rank or 0)
 
-    def _page_bytes(self) -> int:
-        """Of the whole model: attention heads are spread over the tensor-parallel ranks."""
-        own = int(sum(self.kv_args.kv_item_lens))
-        if self._is_latent:
-            return own
-        total = int(self._settings.num_kv_heads)
-        return int(own // max(1, total // int(self.attn_tp_size)) * total)
-
-    @property
-    def _is_latent(self) -> bool:
-        """MLA, also beside recurrent layers."""
-        return bool(self.is_mla_backend or getattr(self.kv_args, "is_hybrid_mla_backend", False))
-
-    def _layout(self) -> KvLayout:
-        buffers_per_layer = 1 if self._is_latent else 2  # K and V
-        num_layers = (
-            len(set(self.kv_args.kv_layer_ids)) or len(self.kv_args.kv_data_ptrs) // buffers_per_layer
-        )
-        heads = self._heads()
-        group = KvGroup(
-            GroupKind.FULL_ATTENTION,
-            tuple(range(num_layers)),
-            heads.num_kv_heads,
-            heads.head_dim,
-            heads.dtype,
-        )
-        carried = carried_groups(self._components(), heads, int(self.attn_tp_size), self.window_size)
-        return KvLayout(
-            self.kv_args.page_size,
-            self._page_bytes(),
-            self._settings.model_fingerprint,
-            self.attn_tp_size,
-            (group, *carried),
+    @cached_property
+    def _memory(self) -> ProcessMemory:
+        args, settings = self.kv_args, self._settings
+        own, of_draft = read_item_bytes(args.kv_item_lens, int(args.num_draft_entries))
+        heads = AttentionHeads(settings.num_kv_heads, settings.head_dim, str(self.kv_cache_dtype_str))
+        # MLA, also beside recurrent layers.
+        is_latent = bool(self.is_mla_backend or getattr(args, "is_hybrid_mla_backend", False))
+        buffers = Buffers(own, heads, is_latent)
+        return ProcessMemory(
+            page_size=int(args.page_size),
+            num_pages=int(num_kv_slots(args.kv_data_lens, args.kv_item_lens)),
+            tp_size=int(self.attn_tp_size),
+            buffers=buffers,
+            layer_ids=tuple(map(int, args.kv_layer_ids[: len(own)])),
+            components=components_of(args),
+            window_size=self.window_size,
+            draft=self._draft(of_draft, buffers) if of_draft else None,
         )
 
-    def _heads(self) -> AttentionHeads:
-        settings = self._settings
-        return AttentionHeads(settings.num_kv_heads, settings.head_dim, str(self.kv_cache_dtype_str))
-
-    def _components(self) -> list[StateComponent]:
-        """What SGLang keeps beside the KV, in its order."""
-        args = self.kv_args
-
-        def num_units(data_bytes: Any, item_bytes: Any) -> int:
-            return int(data_bytes) // int(item_bytes)
-
-        return [
-            StateComponent(
-                str(kind.value),
-                tuple(map(int, args.state_item_lens[index])),
-                tuple(map(int, args.state_layer_ids[index])),
-                tuple(map(int, args.state_dim_per_tensor[index])),
-                min(map(num_units, args.state_data_lens[index], args.state_item_lens[index])),
+    def _draft(self, item_bytes: tuple[int, ...], of_model: Buffers) -> Draft:
+        """Where it has no checkpoint of its own it is a layer of the model's."""
+        settings, buffers = self._settings, replace(of_model, item_bytes=item_bytes)
+        if settings.draft_kv_heads:
+            heads = replace(
+                of_model.heads, num_kv_heads=settings.draft_kv_heads, head_dim=settings.draft_head_dim
             )
-            for index, kind in enumerate(args.state_types)
-        ]
+            buffers = Buffers(item_bytes, heads, settings.draft_is_latent)
+        return Draft(buffers, settings.draft_fingerprint)
 
-    def _num_pages(self) -> int:
-        return int(num_kv_slots(self.kv_args.kv_data_lens, self.kv_args.kv_item_lens))
+    @cached_property
+    def _layout(self) -> KvLayout:
+        return self._memory.layout(self._settings.model_fingerprint)
 
     def _own_hello(self, agent_metadata: bytes = b"") -> Hello:
         generation = Generation(self._settings.generations[self._dp_rank])
         rank = RankId(self._settings.worker, self._dp_rank, generation)
         kinds = getattr(self.kv_args, "kv_data_mem_kinds", None) or ["VRAM"]
         place = kinds[0], int(self.kv_args.gpu_id or 0)
-        memory = PoolMemory(0, self._num_pages(), *place)
-        carried = tuple(
-            PoolMemory(0, part.num_units, *place) for part in self._components() if part.is_carried
-        )
-        return Hello(rank, self._layout(), memory, _TRANSPORT, agent_metadata, carried)
+        memory = self._memory
+        pages = PoolMemory(0, memory.num_pages, *place)
+        carried = [PoolMemory(0, part.num_units, *place) for part in memory.components if part.is_carried]
+        return Hello.of(rank, self._layout, (pages, *carried, pages), _TRANSPORT, agent_metadata)
 
     def _active(self) -> Active:
         decode = self.disaggregation_mode == DisaggregationMode.DECODE
@@ -217,12 +196,13 @@ class IsthmusKVManager(NixlKVManager):
             pid=os.getpid(),
             endpoint=self._listening,
             page_size=int(self.kv_args.page_size),
-            page_bytes=self._page_bytes(),
-            num_pages=self._num_pages(),
+            page_bytes=self._memory.page_bytes,
+            num_pages=self._memory.num_pages,
             dtype=str(self.kv_cache_dtype_str),
-            num_layers=len(self._layout().groups[0].layer_ids),
-            state_kinds=[component.kind for component in self._components()],
-            carried=[group_fields(group) for group in self._layout().carried],
+            num_layers=self._memory.num_layers,
+            state_kinds=[component.kind for component in self._memory.components],
+            carried=[group_fields(group) for group in self._layout.carried],
+            draft=draft_fields(self._layout.draft),
             keys_are_pairs=self.keys_are_pairs,
             topology=self._topology,
         )
@@ -343,22 +323,20 @@ class IsthmusKVManager(NixlKVManager):
         return handle
 
     def _count(self, peer_name: str, num_pages: int) -> None:
-        """Of two sides with different tensor parallelism the narrower one's heads are written.
-
-        A head that several processes hold counts once: what is due is the model's KV, not its copies.
-        """
         peer = self.decode_kv_args_table[peer_name]
-        if not self._is_counted(peer):
-            return
-        page_bytes = min(self.kv_item_lens_sum, sum(peer.dst_kv_item_lens))
-        self._posted.setdefault(self._posting.room, Posted()).pages(num_pages, page_bytes)
+        of_model, of_draft = self._memory.written_bytes(peer.dst_kv_item_lens, *self._places(peer))
+        posted = self._posted.setdefault(self._posting.room, Posted())
+        if of_model:
+            posted.pages(num_pages, of_model)
+        if of_draft:
+            posted.carried(DRAFT, num_pages * of_draft)
 
     def maybe_send_extra(self, peer_name: str, prefill_state_indices: Any, *args: Any, **kwargs: Any) -> Any:
         """A generator of SGLang's: what it yields is posted. Windows' tails and states are counted here, with
         the room's last chunk; of unequal sides the narrower one's part is written."""
         self._until_written()
         peer = self.decode_kv_args_table[peer_name]
-        for index, component in enumerate(self._components()):
+        for index, component in enumerate(self._memory.components):
             if component.is_carried and self._is_state_counted(component, peer):
                 own, its = component.own_bytes(), sum(peer.dst_state_item_lens[index])
                 units = len(prefill_state_indices[index])
@@ -369,19 +347,20 @@ class IsthmusKVManager(NixlKVManager):
 
     def _is_state_counted(self, component: StateComponent, peer: Any) -> bool:
         """A window's heads are spread as full attention's; every process has a part of a state of its own."""
-        return component.kind != WINDOW or self._is_counted(peer)
+        heads = self._memory.buffers.spread_heads
+        return component.kind != WINDOW or is_counted(heads, *self._places(peer))
 
-    def _is_counted(self, peer: Any) -> bool:
-        num_kv_heads = 1 if self._is_latent else int(self._settings.num_kv_heads)
-        writer = TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size))
+    def _places(self, peer: Any) -> tuple[TpPlace, TpPlace]:
+        """Of the writer, this process, and of the reader."""
         reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
-        return is_counted(num_kv_heads, writer, reader)
+        return TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size)), reader
 
     def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
         posted = self._posted.pop(bootstrap_room, Posted())
         self._unwritten.pop(bootstrap_room, None)
         if status == KVPoll.Success:  # before anybody can see the success
-            process_reporter().report(posted.report(bootstrap_room))
+            moved = Moved(bootstrap_room, posted.num_pages, posted.size_bytes, posted.carried_bytes)
+            process_reporter().report(moved)
             if posted.num_pages:
                 self._report_paths()
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
@@ -473,8 +452,8 @@ class IsthmusKVManager(NixlKVManager):
         """What SGLang says to prefill. Raises ProtocolError."""
         message = frames.message_of_decode(parts, prompt_len)
         if message.HasField("ticket") and not message.ticket.no_pages:
-            places = [place for place, part in enumerate(self._components()) if part.is_carried]
-            targets = frames.targets_of_state(message.ticket, self._layout(), places)
+            places = self._memory.carried_places
+            targets = frames.targets_of_state(message.ticket, self._layout, places)
             message.ticket.targets.extend(targets)
         return message
 

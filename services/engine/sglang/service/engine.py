@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -160,12 +161,8 @@ class SglangDecodeEngine(SglangRank):
         ticket, reserved = await self._worker.ticket_of(room)
         self._worker.note_admitted(self._own_id.rank)
         prompt_tokens = len(request.all_ids)
-        moved = moved_bytes(ticket.decode_prefix_len, prompt_tokens, self.layout)
-        due = sum(moved)
-        if prefill.kv_bytes_moved != due:
-            raise PeerFailed(
-                f"prefill says that it moved {prefill.kv_bytes_moved} bytes where {due} were due"
-            )
+        layout = self._shared_layout(ticket.decode_prefix_len, prompt_tokens, prefill.kv_bytes_moved)
+        moved = moved_bytes(ticket.decode_prefix_len, prompt_tokens, layout)
         # In turn: pages here, the queue and the computation there (on another clock), the transfer.
         decode_queue_s = min(max(0.0, reserved - began), ended - began)
         prefill_s = ended - began - decode_queue_s
@@ -177,14 +174,26 @@ class SglangDecodeEngine(SglangRank):
             prefill_prefix_len=prefill.prefill_prefix_len,
             computed_tokens=prefill.computed_tokens,
             kv_bytes_moved=prefill.kv_bytes_moved,
-            kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, self.layout)),
-            carried_bytes=carried_by_kind(self.layout, moved),
+            kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, layout)),
+            carried_bytes=carried_by_kind(layout, moved),
             decode_queue_s=decode_queue_s,
             prefill_queue_s=prefill_queue_s,
             prefill_compute_s=prefill_compute_s,
             transfer_s=max(0.0, prefill_s - prefill_queue_s - prefill_compute_s),
             plan=Plan.REMOTE,
         )
+
+    def _shared_layout(self, prefix_len: int, prompt_len: int, moved: int) -> KvLayout:
+        """Of what both ranks have: a draft's KV crosses only if prefill speculates too, which its bytes tell.
+
+        Raises PeerFailed where they are neither.
+        """
+        layouts = self.layout, replace(self.layout, draft=None)
+        due = {sum(moved_bytes(prefix_len, prompt_len, layout)): layout for layout in layouts}
+        if moved not in due:
+            either = " or ".join(map(str, due))
+            raise PeerFailed(f"prefill says that it moved {moved} bytes where {either} were due")
+        return due[moved]
 
 
 class SglangPrefillEngine(SglangRank):

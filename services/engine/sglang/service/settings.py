@@ -191,6 +191,10 @@ class SglangSettings:
         together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
         return self.engine.dp_size if _DP_ATTENTION in self.engine.engine_arg else 1
 
+    def draft(self) -> speculation.DraftShape | None:
+        """Raises ConfigError."""
+        return speculation.DraftShape.read(_values(self.engine.engine_arg))
+
     def max_context_tokens(self, of_checkpoint: int) -> int:
         """Prompt and output together. Raises ConfigError.
 

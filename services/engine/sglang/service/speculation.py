@@ -10,10 +10,14 @@ are FROZEN_KV_MTP where the draft is an assistant of Gemma 4's.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64
+
+from services.model.layer_groups import text_config
 from services.values.errors import ConfigError
 
 ALGORITHM = "--speculative-algorithm"
@@ -26,6 +30,8 @@ FLAGS = (ALGORITHM, *DRAFT_PATHS, _STEPS, _TOP_K, _DRAFT_TOKENS, _BLOCK)
 # Where nothing is said: the most that SGLang chooses by itself, for Llama (_auto_choose_speculative_params).
 _USUAL = {_STEPS: 5, _TOP_K: 4, _DRAFT_TOKENS: 8, _BLOCK: 0}
 _WITH_DECODE_CACHE = ("EAGLE", "EAGLE3", "DSPARK")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_SAMPLE_BYTES = 4096
 _GEMMA_4_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 
@@ -73,16 +79,68 @@ def _number(values: Mapping[str, str], flag: str) -> int:
     return int(text)
 
 
-def draft_config(values: Mapping[str, str]) -> Mapping[str, Any]:
-    """config.json of the draft's checkpoint; empty where it has none of its own, or is none on this disk.
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """Of a draft with a checkpoint of its own."""
 
-    Raises ConfigError when it cannot be read.
-    """
-    path = next((Path(values[flag]) for flag in DRAFT_PATHS if flag in values), None)
-    if path is None or not path.is_dir():
+    path: Path
+    num_kv_heads: int  # 1 of a latent
+    head_dim: int  # of the latent, where it is one
+    is_latent: bool
+
+    @classmethod
+    def read(cls, values: Mapping[str, str]) -> "DraftShape | None":
+        """None: no speculation, or the draft is a layer of the model's checkpoint. Raises as `draft_config`,
+        and where config.json does not say what is needed."""
+        path = draft_path(values)
+        if path is None or ALGORITHM not in values:
+            return None
+        config = text_config(draft_config(values))
+        try:
+            if rank := int(config.get("kv_lora_rank") or 0):
+                return cls(path, 1, rank + int(config["qk_rope_head_dim"]), is_latent=True)
+            heads = int(config["num_attention_heads"])
+            head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
+            return cls(path, int(config.get("num_key_value_heads") or heads), int(head_dim), is_latent=False)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"config.json of the draft {path} says too little: {error!r}") from error
+
+    def fingerprint(self) -> int:
+        """64 bits of its identity, equal for equal copies: config.json, and of each weight file its name, its
+        size and 4 KiB in three places. (Drafts come in other formats than models.) Raises ConfigError."""
+        digest = xxh3_64()
+        try:
+            digest.update((self.path / "config.json").read_bytes())
+            for file in sorted(self.path.iterdir()):
+                if file.suffix in _WEIGHTS:
+                    digest.update(b"".join(_samples(file)))
+        except OSError as error:
+            raise ConfigError(f"the draft {self.path} cannot be read: {error!r}") from error
+        return digest.intdigest()
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    yield f"{file.name} {size} ".encode()
+    with file.open("rb") as opened:
+        for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+            opened.seek(start)
+            yield opened.read(_SAMPLE_BYTES)
+
+
+def draft_path(values: Mapping[str, str]) -> Path | None:
+    return next((Path(values[flag]) for flag in DRAFT_PATHS if flag in values), None)
+
+
+def draft_config(values: Mapping[str, str]) -> Mapping[str, Any]:
+    """config.json of the draft's checkpoint; empty where it has none of its own. Raises ConfigError."""
+    path = draft_path(values)
+    if path is None:
         return {}
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config.json of the draft {path} cannot be used: {error!r}") from error
+        raise ConfigError(
+            f"config.json of the draft {path} cannot be used (it must be a checkpoint directory): {error!r}"
+        ) from error
     return config if isinstance(config, dict) else {}

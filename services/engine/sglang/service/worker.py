@@ -30,6 +30,7 @@ from services.engine.sglang.reports import (
     Report,
     TicketSent,
     TreeEvents,
+    draft_of,
     group_of,
     serve_reports,
 )
@@ -87,6 +88,7 @@ class SglangWorker:
         self.model_context_tokens = settings.model_context_tokens(context)
         self.stopping = False
         self._fingerprint = model_fingerprint(Path(settings.engine.model))
+        self._draft = settings.draft()
         self._active: dict[tuple[int, int, int, int], Active] = {}
         self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
         self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
@@ -314,7 +316,19 @@ class SglangWorker:
             tls_server_name="" if tls is None else tls.server_name,
             nixl_backend=engine.nixl.backend,
             expects_rdma=engine.nixl.expects_rdma,
+            **self._draft_settings(),
         )
+
+    def _draft_settings(self) -> dict[str, Any]:
+        draft = self._draft
+        if draft is None:  # if there is one, it is in the model's checkpoint
+            return {"draft_fingerprint": self._fingerprint}
+        return {
+            "draft_fingerprint": draft.fingerprint(),
+            "draft_kv_heads": draft.num_kv_heads,
+            "draft_head_dim": draft.head_dim,
+            "draft_is_latent": draft.is_latent,
+        }
 
     def _rebuilder(self) -> TreeEventRebuilder:
         engine = self.settings.engine
@@ -379,8 +393,14 @@ class SglangWorker:
             self.shape.head_dim,
             active.dtype,
         )
-        groups = (group, *map(group_of, active.carried))
-        return KvLayout(active.page_size, active.page_bytes, self._fingerprint, active.tp_size, groups)
+        return KvLayout(
+            active.page_size,
+            active.page_bytes,
+            self._fingerprint,
+            active.tp_size,
+            (group, *map(group_of, active.carried)),
+            draft=draft_of(active.draft),
+        )
 
     def load(self, dp_rank: int) -> RankLoad:
         """From SGLang's own report, some hundred milliseconds old, and what we measured ourselves."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import grpc
 
-from services.engine.sglang.inside import frames
-from services.engine.sglang.inside.frames import Frames
-from services.engine.sglang.inside.replicas import check_tensor_parallel
+from services.engine.sglang.inside.memory.replicas import check_drafts, check_tensor_parallel
+from services.engine.sglang.inside.streams import frames
+from services.engine.sglang.inside.streams.frames import Frames
 from services.net import grpc_errors
 from services.transfer.hello import Hello, check_hello, read_hello
 from services.values.errors import IsthmusError, PeerFailed, ProtocolError
@@ -86,6 +86,7 @@ class DecodeStreams:
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
         check_tensor_parallel(prefill=peer.layout, decode=self._own.layout)
+        check_drafts(prefill=peer.layout, decode=self._own.layout)
         hello = first.hello
         log.info("kv_link_up prefill=%s tp_rank=%d", peer.rank, hello.tp_rank)
         writer = asyncio.create_task(_write(call, outbox, hello.rank.generation))

@@ -1,7 +1,5 @@
 """What was posted for one room, counted where it is posted."""
 
-from services.engine.sglang.reports import Moved
-
 
 class Posted:
     def __init__(self) -> None:
@@ -17,8 +15,5 @@ class Posted:
         self.size_bytes += num_pages * page_bytes
 
     def carried(self, kind: str, size_bytes: int) -> None:
-        """`kind`: SGLang's word."""
+        """`kind`: SGLang's word, or DRAFT."""
         self.carried_bytes[kind] = self.carried_bytes.get(kind, 0) + size_bytes
-
-    def report(self, room: int) -> Moved:
-        return Moved(room, self.num_pages, self.size_bytes, self.carried_bytes)

@@ -1,16 +1,4 @@
 from services.engine.sglang.inside.host_states import HostAgent
-from services.engine.sglang.inside.posted import Posted
-from services.engine.sglang.reports import Moved
-
-
-def test_pages_tails_and_states_are_counted_apart():
-    posted = Posted()
-    posted.pages(3, 100)
-    posted.pages(2, 100)
-    posted.carried("swa", 40)
-    posted.carried("mamba", 7)
-    posted.carried("swa", 40)  # to another process of the peer's
-    assert posted.report(9) == Moved(9, 5, 500, {"swa": 80, "mamba": 7})
 
 
 class Agent:

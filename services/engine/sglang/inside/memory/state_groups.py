@@ -7,6 +7,7 @@ of all recurrent layers. Others are as much a part of each page as its KV, and n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from services.values.kv import GroupKind, KvGroup
 
@@ -40,6 +41,24 @@ class StateComponent:
         sliced = self.sliced or (1,) * len(self.item_bytes)
         pairs = zip(self.item_bytes, sliced, strict=True)
         return sum(size * (tp_size if parts else 1) for size, parts in pairs)
+
+
+def components_of(kv_args: Any) -> tuple[StateComponent, ...]:
+    """In SGLang's order. `kv_args`: sglang.srt.disaggregation.base.conn.KVArgs."""
+
+    def num_units(data_bytes: Any, item_bytes: Any) -> int:
+        return int(data_bytes) // int(item_bytes)
+
+    return tuple(
+        StateComponent(
+            str(kind.value),
+            tuple(map(int, kv_args.state_item_lens[index])),
+            tuple(map(int, kv_args.state_layer_ids[index])),
+            tuple(map(int, kv_args.state_dim_per_tensor[index])),
+            min(map(num_units, kv_args.state_data_lens[index], kv_args.state_item_lens[index])),
+        )
+        for index, kind in enumerate(kv_args.state_types)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,19 @@ def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
     return wider.rank % replicas == 0
 
 
+def check_drafts(prefill: KvLayout, decode: KvLayout) -> None:
+    """Raises ProtocolError for a pair between which SGLang fails every transfer, or writes a draft's KV into
+    another's: it sends what prefill has, by position. Decode may have a draft alone."""
+    if prefill.draft is not None and decode.draft is None:
+        raise ProtocolError(
+            "prefill speculates and decode does not: the draft's KV that SGLang sends has no place there"
+        )
+    if prefill.draft is not None and prefill.draft != decode.draft:
+        raise ProtocolError(
+            f"prefill and decode speculate with different drafts: {prefill.draft}, {decode.draft}"
+        )
+
+
 def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
     """Raises ProtocolError for a pair between which SGLang 0.5.23 writes KV that is wrong, without an error:
     seen at TP 2:1 of a model with one KV head, where decode's greedy output was not the model's."""

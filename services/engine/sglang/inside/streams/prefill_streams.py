@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from services.engine.sglang.inside import frames
-from services.engine.sglang.inside.frames import Frames, ReturnAddress
-from services.engine.sglang.inside.replicas import check_tensor_parallel
+from services.engine.sglang.inside.memory.replicas import check_drafts, check_tensor_parallel
+from services.engine.sglang.inside.streams import frames
+from services.engine.sglang.inside.streams.frames import Frames, ReturnAddress
 from services.kv.ticket import check_ticket, hit_kind
 from services.transfer.hello import Hello, check_hello, read_hello
 from services.values.errors import IsthmusError, ProtocolError, StaleGeneration
@@ -94,6 +94,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         peer, _ = read_hello(first)
         check_hello(self._own, peer)
         check_tensor_parallel(prefill=self._own.layout, decode=peer.layout)
+        check_drafts(prefill=self._own.layout, decode=peer.layout)
         stream = _DecodeProcess(ReturnAddress(_HOST, next(self._numbers)), first.hello, peer)
         self._deliver(frames.registration_frames(first.hello, stream.back))
         self._streams[stream.back.endpoint] = stream

@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 
 from engine.sglang.frames import metadata, registration
-from services.engine.sglang.inside import frames
-from services.engine.sglang.inside.decode_streams import DecodeStreams
-from services.engine.sglang.inside.frames import ReturnAddress
-from services.engine.sglang.inside.prefill_streams import PrefillStreams
+from services.engine.sglang.inside.streams import frames
+from services.engine.sglang.inside.streams.decode_streams import DecodeStreams
+from services.engine.sglang.inside.streams.frames import ReturnAddress
+from services.engine.sglang.inside.streams.prefill_streams import PrefillStreams
 from services.net import channels, servers
 from services.transfer.hello import Hello
 from services.values.errors import ProtocolError
-from services.values.kv import GroupKind, KvGroup, KvLayout, PoolMemory
+from services.values.kv import DraftKv, GroupKind, KvGroup, KvLayout, PoolMemory
 from services.values.rank import Generation, RankId
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
@@ -25,6 +25,9 @@ NUM_PAGES, NUM_SLOTS = 513, 8
 FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 2, 16, "float32")
 STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=7000)
 HYBRID = replace(LAYOUT, groups=(FULL, STATE))
+DRAFT = DraftKv(9, KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 32, "float32", unit_bytes=640))
+DRAFTING = replace(LAYOUT, draft=DRAFT)
+OTHER_DRAFT = replace(LAYOUT, draft=replace(DRAFT, model_fingerprint=8))
 
 
 async def until(condition, timeout_s=5.0):
@@ -37,8 +40,8 @@ class Prefill:
     """One prefill process: `delivered` is what SGLang's thread would read."""
 
     def __init__(self, generation=5, writer_rank=0, layout=LAYOUT, tp_rank=0, unreadable=()):
-        rank, pools = RankId("p", 0, Generation(generation)), [PoolMemory(0, 99)] * len(layout.carried)
-        own = Hello(rank, layout, PoolMemory(0, 99), "sglang-nixl", b"", tuple(pools))
+        rank, pools = RankId("p", 0, Generation(generation)), [PoolMemory(0, 99)] * len(layout.unit_bytes)
+        own = Hello.of(rank, layout, pools, "sglang-nixl", b"")
         self.delivered, self.refused = [], []
 
         def own_message():
@@ -71,14 +74,9 @@ class Decode:
 
     def __init__(self, layout=LAYOUT, rank=0):
         memory, agent_metadata, _ = frames.memory_of_registration(registration())
-        own = Hello(
-            RankId("d", rank, Generation(3)),
-            layout,
-            PoolMemory(0, NUM_PAGES),
-            "sglang-nixl",
-            agent_metadata,
-            tuple([PoolMemory(0, NUM_SLOTS)] * len(layout.carried)),
-        )
+        pages, slots = PoolMemory(0, NUM_PAGES), PoolMemory(0, NUM_SLOTS)
+        pools = [pages, *[slots] * len(layout.carried), pages]
+        own = Hello.of(RankId("d", rank, Generation(3)), layout, pools, "sglang-nixl", agent_metadata)
         self.delivered, self.lost = [], []
 
         def own_message():
@@ -306,3 +304,24 @@ async def test_tensor_parallel_pairs(prefill_tp, decode_tp):
             await until(lambda decode=decode: len(decode.delivered) == 2 * prefill_tp)
             writers = {parts[3] for parts in decode.delivered if parts[1] == b"10"}
             assert len(writers) == prefill_tp  # SGLang counts distinct writers until it has them all
+
+
+@pytest.mark.parametrize("of_prefill", [LAYOUT, DRAFTING], ids=["decode alone", "both"])
+async def test_decode_may_speculate_whether_prefill_does_or_not(of_prefill):
+    prefill, decode = Prefill(layout=of_prefill), Decode(layout=DRAFTING)
+    async with prefill.listening() as endpoint:
+        decode.send(endpoint, *ticket())
+        await until(lambda: len(prefill.delivered) == 2)
+
+
+@pytest.mark.parametrize(
+    ("of_decode", "reason"),
+    [(LAYOUT, "prefill speculates and decode does not"), (OTHER_DRAFT, "with different drafts")],
+)
+async def test_a_draft_without_a_place_is_refused_where_they_meet(of_decode, reason):
+    """SGLang sends what prefill has, by position."""
+    prefill, decode = Prefill(layout=DRAFTING), Decode(layout=of_decode)
+    async with prefill.listening() as endpoint:
+        decode.send(endpoint, *ticket())
+        await until(lambda: decode.lost)
+    assert reason in decode.lost[0][1] and not prefill.delivered

@@ -1,0 +1,120 @@
+"""The memory of one process, as SGLang lists it for a transfer, in the words of our layout.
+
+kv_item_lens   | the model's buffers | the draft's |   a page's bytes in each: a layer's K, V or latent
+state_*        lists of such, one for each component (state_groups.py)
+
+Of a DP rank's processes each has some of the heads; a layout is of the whole model, however they are spread.
+The draft's buffers, where the process speculates, have the same page ids, and cross with the pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
+from services.engine.sglang.inside.memory.state_groups import AttentionHeads, StateComponent, carried_groups
+from services.values.kv import DraftKv, GroupKind, KvGroup, KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Of the model or of its draft, in one process."""
+
+    item_bytes: tuple[int, ...]  # of a page
+    heads: AttentionHeads  # of the whole of it
+    is_latent: bool = False  # one vector for all heads, which every process has
+
+    @property
+    def own_bytes(self) -> int:
+        """A page's, in this process."""
+        return sum(self.item_bytes)
+
+    @property
+    def spread_heads(self) -> int:
+        """That the processes share out."""
+        return 1 if self.is_latent else self.heads.num_kv_heads
+
+    def whole_bytes(self, tp_size: int) -> int:
+        """A page's, of all processes, each head once."""
+        return self.own_bytes // max(1, self.spread_heads // tp_size) * self.spread_heads
+
+    def written_bytes(self, peer_item_bytes: Sequence[int], writer: TpPlace, reader: TpPlace) -> int:
+        """A page's, of a write from here to there: of two sides with different tensor parallelism the
+        narrower one's heads. 0 where another process writes the same: what is due is the model's KV, not its
+        copies."""
+        counts = is_counted(self.spread_heads, writer, reader)
+        return min(self.own_bytes, sum(peer_item_bytes)) if counts else 0
+
+    def group(self, num_layers: int, unit_bytes: int = 0) -> KvGroup:
+        heads = self.heads
+        layers = tuple(range(num_layers))
+        return KvGroup(
+            GroupKind.FULL_ATTENTION,
+            layers,
+            heads.num_kv_heads,
+            heads.head_dim,
+            heads.dtype,
+            unit_bytes=unit_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    buffers: Buffers
+    model_fingerprint: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    page_size: int  # tokens
+    num_pages: int
+    tp_size: int
+    buffers: Buffers
+    layer_ids: tuple[int, ...]  # of each of the model's buffers, where SGLang says them
+    components: tuple[StateComponent, ...]
+    window_size: int = 0  # tokens before its own that a windowed layer sees
+    draft: Draft | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the whole model."""
+        return self.buffers.whole_bytes(self.tp_size)
+
+    @property
+    def num_layers(self) -> int:
+        return len(set(self.layer_ids)) or _num_layers(self.buffers)
+
+    @property
+    def carried_places(self) -> list[int]:
+        """Of the layout's carried groups, among the components."""
+        return [place for place, component in enumerate(self.components) if component.is_carried]
+
+    def layout(self, model_fingerprint: int) -> KvLayout:
+        carried = carried_groups(self.components, self.buffers.heads, self.tp_size, self.window_size)
+        groups = (self.buffers.group(self.num_layers), *carried)
+        draft = self._draft_kv(self.draft) if self.draft is not None else None
+        return KvLayout(self.page_size, self.page_bytes, model_fingerprint, self.tp_size, groups, draft=draft)
+
+    def _draft_kv(self, draft: Draft) -> DraftKv:
+        whole_bytes = draft.buffers.whole_bytes(self.tp_size)
+        return DraftKv(draft.model_fingerprint, draft.buffers.group(_num_layers(draft.buffers), whole_bytes))
+
+    def written_bytes(
+        self, peer_item_bytes: Sequence[int], writer: TpPlace, reader: TpPlace
+    ) -> tuple[int, int]:
+        """A page's, of the model and of the draft. The peer may have a draft's buffers that this process has
+        not: SGLang writes none of them."""
+        count = len(self.buffers.item_bytes)
+        of_model = self.buffers.written_bytes(peer_item_bytes[:count], writer, reader)
+        if self.draft is None:
+            return of_model, 0
+        return of_model, self.draft.buffers.written_bytes(peer_item_bytes[count:], writer, reader)
+
+
+def _num_layers(buffers: Buffers) -> int:
+    return len(buffers.item_bytes) // (1 if buffers.is_latent else 2)  # K and V
+
+
+def read_item_bytes(item_bytes: Sequence[int], num_draft: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The model's, and the draft's, which are the last ones."""
+    count = len(item_bytes) - num_draft
+    return tuple(map(int, item_bytes[:count])), tuple(map(int, item_bytes[count:]))

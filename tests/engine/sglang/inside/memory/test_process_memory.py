@@ -1,0 +1,104 @@
+"""What SGLang lists of a process's memory, as our layout, with a draft and without."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from services.engine.sglang.inside.memory.process_memory import (
+    Buffers,
+    Draft,
+    ProcessMemory,
+    read_item_bytes,
+)
+from services.engine.sglang.inside.memory.replicas import TpPlace, check_drafts
+from services.engine.sglang.inside.memory.state_groups import AttentionHeads
+from services.kv.ticket import check_layouts
+from services.values.errors import ProtocolError
+from services.values.kv import GroupKind
+
+PAGE, LAYERS, KV_HEADS, HEAD_DIM = 16, 3, 4, 8
+ITEM = PAGE * KV_HEADS * HEAD_DIM * 2  # of one layer's keys, in bfloat16
+DRAFT_HEADS, DRAFT_HEAD_DIM = 2, 32
+DRAFT_ITEM = PAGE * DRAFT_HEADS * DRAFT_HEAD_DIM * 2
+HEADS = AttentionHeads(KV_HEADS, HEAD_DIM, "bfloat16")
+
+
+def share(heads, tp_size):
+    """Of a process: SGLang gives each one head at least."""
+    return max(1, heads // tp_size) / heads
+
+
+def listed(tp_size=1, drafts=True):
+    """kv_item_lens: keys of all layers, then values; then those of the draft's one layer."""
+    own = [int(ITEM * share(KV_HEADS, tp_size))] * 2 * LAYERS
+    return own + [int(DRAFT_ITEM * share(DRAFT_HEADS, tp_size))] * 2 * drafts
+
+
+def memory(tp_size=1, drafts=True, fingerprint=5):
+    own, of_draft = read_item_bytes(listed(tp_size, drafts), 2 * drafts)
+    heads = AttentionHeads(DRAFT_HEADS, DRAFT_HEAD_DIM, "bfloat16")
+    draft = Draft(Buffers(of_draft, heads), fingerprint) if drafts else None
+    return ProcessMemory(PAGE, 99, tp_size, Buffers(own, HEADS), (), (), draft=draft)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_a_layout_is_the_whole_models_and_the_whole_drafts(tp_size):
+    layout = memory(tp_size).layout(7)
+    assert (layout.page_bytes, layout.groups[0].layer_ids) == (2 * LAYERS * ITEM, (0, 1, 2))
+    group = layout.draft.group
+    assert (group.kind, group.unit_bytes) == (GroupKind.FULL_ATTENTION, 2 * DRAFT_ITEM)
+    assert (group.num_kv_heads, group.head_dim, group.layer_ids) == (DRAFT_HEADS, DRAFT_HEAD_DIM, (0,))
+    assert replace(layout, tp_size=1) == memory().layout(7)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_draft_changes_nothing_of_what_two_sides_must_agree_on(tp_size):
+    """Its bytes used to count as the model's, and decode that speculated alone was refused."""
+    with_draft, without = memory(tp_size).layout(7), memory(drafts=False).layout(7)
+    assert replace(with_draft, draft=None, tp_size=1) == without
+    check_layouts(without, with_draft)
+    check_drafts(prefill=without, decode=with_draft)
+    check_drafts(prefill=with_draft, decode=with_draft)
+
+
+def test_layers_that_sglang_names_are_the_models_alone():
+    """disaggregation/utils.py, build_kv_layer_ids: the draft's ids come behind."""
+    assert replace(memory(), layer_ids=(1, 5, 1, 5)).layout(7).groups[0].layer_ids == (0, 1)
+
+
+def test_a_draft_has_to_have_a_place_and_to_be_the_same():
+    own = memory().layout(7)
+    with pytest.raises(ProtocolError, match="prefill speculates and decode does not"):
+        check_drafts(prefill=own, decode=replace(own, draft=None))
+    with pytest.raises(ProtocolError, match="with different drafts"):
+        check_drafts(prefill=own, decode=memory(fingerprint=6).layout(7))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), list(product([1, 2, 4], repeat=2)))
+@pytest.mark.parametrize(("prefill_drafts", "decode_drafts"), [(0, 0), (0, 1), (1, 1)])
+def test_what_all_processes_write_is_a_page_of_the_model_and_one_of_the_draft(
+    prefill_tp, decode_tp, prefill_drafts, decode_drafts
+):
+    """Between processes as SGLang pairs them: each of the wider side with one of the other's."""
+    wider = max(prefill_tp, decode_tp)
+    pairs = {(rank * prefill_tp // wider, rank * decode_tp // wider) for rank in range(wider)}
+    writer = memory(prefill_tp, bool(prefill_drafts))
+    written = [
+        writer.written_bytes(
+            listed(decode_tp, bool(decode_drafts)), TpPlace(here, prefill_tp), TpPlace(there, decode_tp)
+        )
+        for here, there in pairs
+    ]
+    assert sum(of_model for of_model, _ in written) == 2 * LAYERS * ITEM
+    assert sum(of_draft for _, of_draft in written) == (2 * DRAFT_ITEM if prefill_drafts else 0)
+
+
+def test_a_latent_is_whole_in_every_process():
+    buffers = Buffers((640,) * LAYERS, HEADS, is_latent=True)
+    latent = ProcessMemory(PAGE, 99, 4, buffers, (), (), draft=Draft(Buffers((640,), HEADS, True), 5))
+    layout = latent.layout(7)
+    assert (layout.page_bytes, layout.draft.group.unit_bytes) == (3 * 640, 640)
+    assert (len(layout.groups[0].layer_ids), layout.draft.group.layer_ids) == (3, (0,))
+    writes = [latent.written_bytes([640] * 4, TpPlace(rank, 4), TpPlace(rank, 4)) for rank in range(4)]
+    assert writes == [(3 * 640, 640), (0, 0), (0, 0), (0, 0)]
