@@ -57,7 +57,7 @@ from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.make_model import make_model
 from services.engine.settings import EngineSettings
-from services.engine.sglang.service.settings import SglangSettings
+from services.engine.sglang.service.launch.settings import SglangSettings
 from services.net import channels
 from services.values.errors import ConfigError, PeerFailed
 from services.values.rank import Role

@@ -21,7 +21,7 @@ import aiohttp
 
 from bench.sglang_load import TokenIds, Turn
 from services.engine.sglang.service.http_client import SglangHttp
-from services.engine.sglang.service.settings import SglangSettings
+from services.engine.sglang.service.launch.settings import SglangSettings
 from services.host.parent_death import dying_with_us
 from services.host.ports import free_ports
 from services.values.errors import ConfigError, PeerFailed

@@ -70,7 +70,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
 def check_checkpoint(engine: str, directory: Path) -> None:
     """Raises ConfigError, or Unavailable, when the checkpoint's files say that `engine` would refuse it."""
     if engine == "sglang":
-        from services.engine.sglang.service.model_shape import ModelShape
+        from services.engine.sglang.service.launch.model_shape import ModelShape
 
         ModelShape.read(str(directory))
     else:
@@ -83,7 +83,7 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     """One SGLang serves all DP ranks of its worker."""
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
-    from services.engine.sglang.service.settings import SglangSettings
+    from services.engine.sglang.service.launch.settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 
     worker = SglangSettings(settings, role, own_ids[0].worker)

@@ -11,7 +11,7 @@ from services.cli.make_model import make_model
 from services.engine.sglang.reports import Moved, TreeEvents, draft_fields, group_fields
 from services.engine.sglang.service import worker as worker_module
 from services.engine.sglang.service.engine import SglangDecodeEngine
-from services.engine.sglang.service.settings import KEEP_WHOLE
+from services.engine.sglang.service.launch.settings import KEEP_WHOLE
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import DraftKv, GroupKind, KvGroup

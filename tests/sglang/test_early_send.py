@@ -1,9 +1,9 @@
 """NIXL must not read a page before it is written: SGLang's early send of a cached prefix says when that is by
 an event, which its NIXL backend drops.
 
-The early send is off (tests/engine/sglang/service/test_settings.py), and our manager keeps such an event
-and waits for it where the write is posted. That is held here with SGLang's own classes, in a process such as
-it starts.
+The early send is off (tests/engine/sglang/service/launch/test_settings.py), and our manager keeps such
+an event and waits for it where the write is posted. That is held here with SGLang's own classes, in a process
+such as it starts.
 """
 
 import os

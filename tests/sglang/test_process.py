@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.engine.sglang.service import process as process_module
-from services.engine.sglang.service import shared_memory
-from services.engine.sglang.service.process import SglangProcess
+from services.engine.sglang.service.launch import process as process_module
+from services.engine.sglang.service.launch import shared_memory
+from services.engine.sglang.service.launch.process import SglangProcess
 
 WITHIN_S = 60.0
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.service import speculation
+from services.engine.sglang.service.launch import speculation
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import pair_hashes, scope_seed, sequence_hashes

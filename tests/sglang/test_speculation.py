@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.service import speculation
+from services.engine.sglang.service.launch import speculation
 
 PAGE = 16
 STEPS = [(5, 4, 8), (3, 1, 4), (1, 1, 6), (7, 8, 64), (2, 2, 40)]

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.sglang.settings import sglang_settings
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
-from services.engine.sglang.service.run_folder import RunFolder
+from services.engine.sglang.service.launch.run_folder import RunFolder
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
 from services.host.ports import free_ports
@@ -226,7 +226,7 @@ class AggregatedSglang:
         arguments = [text for text in settings.arguments(port) if not text.startswith(ours)]
         # Their libraries come with SGLang, and this module is imported where that is not.
         from services.engine.sglang.service.http_client import SglangHttp
-        from services.engine.sglang.service.process import SglangProcess
+        from services.engine.sglang.service.launch.process import SglangProcess
 
         self._folder = RunFolder.open()
         environment = self._folder.environment(settings.environment(os.environ))

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from services.engine.sglang.service.settings import IDLE_CONNECTION_S
+from services.engine.sglang.service.launch.settings import IDLE_CONNECTION_S
 from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, Unavailable
 
 _CLIENT_ERRORS = (aiohttp.ClientError, ConnectionError, TimeoutError)

@@ -36,17 +36,17 @@ from services.engine.sglang.reports import (
 )
 from services.engine.sglang.service import loads, own_metrics
 from services.engine.sglang.service.http_client import SglangHttp
-from services.engine.sglang.service.model_shape import ModelShape
-from services.engine.sglang.service.process import SglangProcess
-from services.engine.sglang.service.run_folder import RunFolder
-from services.engine.sglang.service.settings import KEEP_WHOLE, WINDOW_MEMORY_FLAG, SglangSettings
-from services.engine.sglang.service.step_times import MeanStepTimes
-from services.engine.sglang.service.tree_events import TreeEventRebuilder
-from services.engine.sglang.service.window_memory import (
+from services.engine.sglang.service.launch.model_shape import ModelShape
+from services.engine.sglang.service.launch.process import SglangProcess
+from services.engine.sglang.service.launch.run_folder import RunFolder
+from services.engine.sglang.service.launch.settings import KEEP_WHOLE, WINDOW_MEMORY_FLAG, SglangSettings
+from services.engine.sglang.service.launch.window_memory import (
     RECURRENT_SAID,
     WINDOW_MEMORY_SAID,
     has_window_memory,
 )
+from services.engine.sglang.service.step_times import MeanStepTimes
+from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import free_ports
 from services.process.events import first_of

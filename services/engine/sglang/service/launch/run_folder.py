@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.engine.sglang.service import shared_memory
+from services.engine.sglang.service.launch import shared_memory
 
 _PREFIX = "isthmus-worker-"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.sglang.service import run_folder
-from services.engine.sglang.service.run_folder import RunFolder
+from services.engine.sglang.service.launch import run_folder
+from services.engine.sglang.service.launch.run_folder import RunFolder
 
 CHILD = """
 import tempfile
-from services.engine.sglang.service.run_folder import RunFolder
+from services.engine.sglang.service.launch.run_folder import RunFolder
 folder = RunFolder.open()
 (folder.path / "tmpx").mkdir()
 (folder.path / "tmpx" / "counter_1.db").write_text("")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.engine.settings import EngineSettings
-from services.engine.sglang.service import speculation
+from services.engine.sglang.service.launch import speculation
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
@@ -123,7 +123,7 @@ _NIXL_PARAMETERS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
 _CONTEXT_ASIDE = 6
 # arg_groups/fields/disagg.py: the default.
 _RESERVED_DECODE_TOKENS = 512
-_CPU_STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
+_CPU_STAND_INS = Path(__file__).parents[2] / "cpu_stand_ins"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.sglang.service import shared_memory
-from services.engine.sglang.service.shared_memory import remove_of, remove_orphans
+from services.engine.sglang.service.launch import shared_memory
+from services.engine.sglang.service.launch.shared_memory import remove_of, remove_orphans
 
 DEAD = 2**22 + 1  # above the most that Linux gives
 HOUR_S = 3600.0

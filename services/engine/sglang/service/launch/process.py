@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import psutil
 
-from services.engine.sglang.service import shared_memory
+from services.engine.sglang.service.launch import shared_memory
 from services.host.child_lines import child_lines
 from services.host.parent_death import dying_with_us
 

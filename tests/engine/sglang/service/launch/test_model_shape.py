@@ -5,7 +5,7 @@ import json
 import pytest
 
 from exactness.model_configs import GEMMA_3_4B
-from services.engine.sglang.service.model_shape import ModelShape
+from services.engine.sglang.service.launch.model_shape import ModelShape
 from services.values.errors import ConfigError
 
 PLAIN = {
