@@ -32,7 +32,7 @@ FAKE = EngineSettings(
     write_lease_s=4.0,
     fence_margin_s=0.5,
     kv_digest_share=1.0,
-    self_check="off",  # a second or two a start; tests/engine/torch/model tries it
+    self_check="off",  # of a tiny hybrid it takes 0.2 to 0.8 s a start; tests/engine/torch/model tries it
 )
 
 

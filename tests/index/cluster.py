@@ -103,9 +103,9 @@ class FakeRank:
         return (
             mirror.index.generation(key) == self.id.generation
             and mirror.index.num_blocks(key) == len(self.held)
-            and all(mirror.index.holds(key, block) for block in self.held)
+            and all(mirror.index.match(key, [block]) for block in self.held)
             and points.num_blocks(key) == len(self.resumable)
-            and all(points.holds(key, block) for block in self.resumable)
+            and all(points.deepest([block], {key: 1}) for block in self.resumable)
         )
 
 

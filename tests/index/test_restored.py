@@ -190,6 +190,6 @@ async def test_while_leases_live_on_what_the_backup_lacks_is_told_again(tmp_path
                 lambda: mirror.listings == 2 and all(rank.is_mirrored_by(mirror) for rank in (busy, idle)),
                 timeout_s=30.0,
             )
-            assert not mirror.index.holds(idle.id.key, 1)
+            assert not mirror.index.match(idle.id.key, [1])
             assert all(mirror.progress(rank.id.key).current for rank in (busy, idle))
             assert busy.membership.lease_losses == idle.membership.lease_losses == 0

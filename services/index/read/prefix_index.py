@@ -48,9 +48,6 @@ class PrefixIndex:
     def num_blocks(self, key: RankKey) -> int:
         return len(self._blocks.get(key, ()))
 
-    def holds(self, key: RankKey, block: int) -> bool:
-        return block in self._blocks.get(key, ())
-
     def holders_of(self, ranks: Iterable[RankKey], block: int) -> Iterator[RankKey]:
         """Those of `ranks` that hold the block, as they come."""
         known = self._blocks

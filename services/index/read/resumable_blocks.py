@@ -23,9 +23,6 @@ class ResumableBlocks:
     def num_blocks(self, key: RankKey) -> int:
         return len(self._blocks.get(key, ()))
 
-    def holds(self, key: RankKey, block: int) -> bool:
-        return block in self._blocks.get(key, ())
-
     def add(self, key: RankKey, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._blocks.setdefault(key, set()).add(block)

@@ -78,11 +78,12 @@ class Reader:
 
     @property
     def blocks(self) -> set[int]:
-        return {block for block in range(40) if self.index.holds(RANK, block)}
+        return {block for block in range(40) if self.index.match(RANK, [block])}
 
     @property
     def resumable(self) -> set[int]:
-        return {block for block in range(40) if self.index.resume_points.holds(RANK, block)}
+        points = self.index.resume_points
+        return {block for block in range(40) if points.deepest([block], {RANK: 1})}
 
     def take(self, change: KeyChange) -> Verdict | None:
         if change.value is None:

@@ -44,7 +44,7 @@ def test_an_index_that_has_heard_nothing_since_is_corrected_at_once():
     next(request)
     next(request)
     assert router.index.match(rank.id.key, HASHES[:20]) == 5
-    assert not router.index.holds(rank.id.key, HASHES[19])
+    assert not router.index.match(rank.id.key, HASHES[19:20])
     assert router.balance.predicted_match(rank.id.key, HASHES) == 20  # for it was computed since
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
+from hypothesis import strategies as st
+
 from services.kv.tails import tail_pages, units_at
 from services.kv.ticket import targets_of
 from services.kv.transfer_plan import runs_of
@@ -207,6 +209,19 @@ class Rank:
         """Turn until nothing more happens by itself."""
         while self.rooms.turn():
             pass
+
+    def interleave(self, events, data):
+        """Between them some of what is posted lands, as hypothesis draws; then all, until the room ends."""
+        for event in events:
+            event()
+            for _ in range(data.draw(st.integers(0, 3))):
+                self.rooms.turn()
+                unlanded = [write for write in self.transport.writes if not write.done]
+                if unlanded and data.draw(st.booleans()):
+                    data.draw(st.sampled_from(unlanded)).done = True
+        while not self.ends:
+            self.turn()
+            self.transport.land()
 
     def take_said(self):
         said, self.said = self.said, []

@@ -332,16 +332,7 @@ def test_every_unit_is_written_once_to_where_the_ticket_says(data):
         events.append(lambda start=start, end=end, pages=pages: rank.rooms.pages_ready(A, start, end, pages))
     events.append(lambda: rank.rooms.carried_ready(A, [units for units, _ in carried]))
     events.insert(data.draw(st.integers(0, len(events))), ticket)
-    for event in events:
-        event()
-        for _ in range(data.draw(st.integers(0, 3))):
-            rank.rooms.turn()
-            unlanded = [write for write in rank.transport.writes if not write.done]
-            if unlanded and data.draw(st.booleans()):
-                data.draw(st.sampled_from(unlanded)).done = True
-    while not rank.ends:
-        rank.turn()
-        rank.transport.land()
+    rank.interleave(events, data)
 
     assert Counter(rank.moved) == Counter(zip(sources[held:], targets, strict=True))
     due = [(i, *pair) for i, lane in enumerate(carried, 1) for pair in zip(*lane, strict=True)]

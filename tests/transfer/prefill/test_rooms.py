@@ -306,16 +306,7 @@ def test_every_page_of_the_delta_is_written_once_to_where_the_ticket_says(data):
     events.insert(
         ticket_at, lambda: rank.ticket(prompt_len=prompt_len, prefix_len=held * PAGE, pages=targets)
     )
-    for event in events:
-        event()
-        for _ in range(data.draw(st.integers(0, 3))):
-            rank.rooms.turn()
-            unlanded = [write for write in rank.transport.writes if not write.done]
-            if unlanded and data.draw(st.booleans()):
-                data.draw(st.sampled_from(unlanded)).done = True
-    while not rank.ends:
-        rank.turn()
-        rank.transport.land()
+    rank.interleave(events, data)
 
     assert Counter(rank.moved) == Counter(zip(sources[held:], targets, strict=True))
     assert rank.outcome.outcome is Outcome.LANDED

@@ -3,15 +3,12 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pytest
-
 from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.plain_sampling import sample_row
 from exactness.reference import count_near_ties, forced_logits, random_prompt, reference_generation
 from services.cli.model_families import FAMILIES
 from services.engine.paged.runner import Chunk
-from services.engine.torch import runner
 from services.kv.tails import carried_bytes
 from services.values.rank import Plan
 from services.values.request import SamplingParams
@@ -22,12 +19,6 @@ RECURRENT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "falcon_h1", 
 WITH_WINDOWS = ["gpt_oss", "gemma3", "gemma4", "llama4"]
 CARRYING = RECURRENT + WITH_WINDOWS
 GREEDY = SamplingParams(temperature=0)
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Ranks start without the check of their model, which has tests of its own."""
-    monkeypatch.setattr(runner, "check", lambda *_: None)
 
 
 def checkpoint(family):

@@ -11,11 +11,9 @@ from engine.torch.paired.families import (
     evict_resume_points,
     new_text,
     torch_settings,
-    unchecked,  # noqa: F401
 )
 from services.values.rank import Plan
 
-pytestmark = pytest.mark.usefixtures("unchecked")
 DEFAULT = ["qwen3_5", "gpt_oss", "deepseek_v3"]  # a state, windows, a latent
 PLANS = [Plan.REMOTE, Plan.REMOTE, Plan.LOCAL, Plan.REMOTE, Plan.LOCAL, Plan.LOCAL]
 NEW = [70, 5, 30, 1, 41, 2]

@@ -16,7 +16,6 @@ from engine.torch.paired.families import (
     evict_resume_points,
     new_text,
     torch_settings,
-    unchecked,  # noqa: F401
 )
 from services.engine.paged import decode
 from services.engine.torch.model.slots import SlotPool
@@ -25,7 +24,6 @@ from services.kv.carried.resume_points import ResumePoints
 from services.transfer.prefill import delta_write
 from services.values.rank import Plan
 
-pytestmark = pytest.mark.usefixtures("unchecked")
 # New tokens and answers: then prefill has resume points at 64 and 80, decode at 80 and 112. At none of these
 # a chunk of 24 begins, for there nothing is carried.
 TURNS = ((67, 16), (7, 30))

@@ -12,13 +12,11 @@ from engine.torch.paired.families import (
     new_text,
     sampled_as_plain,
     torch_settings,
-    unchecked,  # noqa: F401
 )
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("unchecked")
 DEFAULT = ["qwen3_5", "gpt_oss"]
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 PROMPT, ANSWER, BEFORE = 45, 40, 22  # tokens; a border of blocks lies on either side of the death

@@ -11,12 +11,10 @@ from engine.torch.paired.families import (
     new_text,
     sampled_as_plain,
     torch_settings,
-    unchecked,  # noqa: F401
 )
 from services.values.rank import Plan
 from services.values.request import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("unchecked")
 CROWD, ANSWER, DEFAULT = 6, 40, ["falcon_h1", "gpt_oss"]
 SEEDED = SamplingParams(temperature=1.0, seed=5)
 
