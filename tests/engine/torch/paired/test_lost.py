@@ -20,7 +20,6 @@ from engine.torch.paired.families import (
 from services.engine.paged import decode
 from services.engine.torch.model.slots import SlotPool
 from services.kv.carried.carried_cache import CarriedCache
-from services.kv.carried.resume_points import ResumePoints
 from services.transfer.prefill import delta_write
 from services.values.rank import Plan
 
@@ -71,17 +70,26 @@ def copies_nothing(patch):
     patch.setattr(SlotPool, "copy", lambda *_: None)
 
 
+def goes_on_with(patch, choose):
+    """Who resumes goes on with what `choose(points, point)` makes of the point that it should."""
+    go_to = CarriedCache._go_to
+
+    def mutated(cache, seq, point):
+        go_to(cache, seq, point and choose(cache.points, point))
+
+    patch.setattr(CarriedCache, "_go_to", mutated)
+
+
 def resumes_a_block_off(patch):
     """With the state and the tails of the point above the one it goes on at."""
-    use = ResumePoints.use
 
-    def mutated(points, node):
-        point = use(points, node)
+    def choose(points, point):
+        node = next(node for node, kept in points._kept.items() if kept.point is point)
         above = points.deepest(node.parent)
         assert above.position < point.position
         return replace(above, position=point.position, tails=moved(above, point))
 
-    patch.setattr(ResumePoints, "use", mutated)
+    goes_on_with(patch, choose)
 
 
 def moved(above, point):
@@ -93,28 +101,23 @@ def moved(above, point):
 
 
 def resumes_another_branch(patch):
-    use = ResumePoints.use
-
-    def mutated(points, node):
-        point = use(points, node)
+    def choose(points, point):
         others = [other for other in points if other.position == point.position and other is not point]
         return others[0]
 
-    patch.setattr(ResumePoints, "use", mutated)
+    goes_on_with(patch, choose)
 
 
 def resumes_without_the_first_page(patch):
     """Of its tails: in its place is one of another point."""
-    use = ResumePoints.use
 
-    def mutated(points, node):
-        point = use(points, node)
+    def choose(points, point):
         held = {page for pages in point.tails for page in pages}
         strange = next(other.tails for other in points if not held.intersection(*other.tails))
         tails = zip(point.tails, strange, strict=True)
         return replace(point, tails=tuple((theirs[0], *pages[1:]) for pages, theirs in tails))
 
-    patch.setattr(ResumePoints, "use", mutated)
+    goes_on_with(patch, choose)
 
 
 def sends_the_last_border(patch):
