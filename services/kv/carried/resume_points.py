@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from services.kv.cache_events import BlockLedger
+from services.kv.carried.eviction_order import EvictionOrder
 from services.kv.radix_tree import Node
 from services.values.kv import PageId
 
@@ -37,7 +38,8 @@ class _KeptPoint:
     node: Node
     point: SavedPoint
     size_bytes: int
-    above: int  # tokens at the next point above
+    above: "_KeptPoint | None" = field(repr=False)  # the next one
+    below: "set[_KeptPoint]" = field(repr=False)  # for which this one is that
     age: float  # of the store when it was last of use
     uses: int = 1  # that it is expected to be of, as far as what is past tells
     passed: bool = False  # there has been a point below it
@@ -50,7 +52,23 @@ class _KeptPoint:
 
     @property
     def worth(self) -> float:
-        return self.age + self.uses * (self.point.position - self.above) / self.size_bytes
+        above = self.above.point.position if self.above is not None else 0
+        return self.age + self.uses * (self.point.position - above) / self.size_bytes
+
+    def put_between(self) -> None:
+        """Those below had the next one above as theirs."""
+        for lower in self.below:
+            lower.above = self
+        if self.above is not None:
+            self.above.below -= self.below
+            self.above.below.add(self)
+
+    def take_out(self) -> None:
+        for lower in self.below:
+            lower.above = self.above
+        if self.above is not None:
+            self.above.below.remove(self)
+            self.above.below |= self.below
 
 
 @dataclass(slots=True)
@@ -60,6 +78,7 @@ class ResumePoints:
     drop: Callable[[SavedPoint], None]
     events: BlockLedger = field(default_factory=BlockLedger)
     _kept: dict[Node, _KeptPoint] = field(default_factory=dict)
+    _order: EvictionOrder[_KeptPoint] = field(default_factory=EvictionOrder)
     evictions: int = 0
     _age: float = 0.0  # the worth of what was evicted last
 
@@ -78,15 +97,16 @@ class ResumePoints:
             self._touch(kept)
             self.drop(point)
             return
-        kept_above = self._kept_above(node)
-        above = kept_above.point.position if kept_above is not None else 0
-        kept = self._kept[node] = _KeptPoint(node, point, size_bytes, above, self._age)
-        node.resumable = True
-        for other in self._below(point.position, above):
-            if other.node is not node and _is_above(node, other.node):
-                other.above, kept.passed = point.position, True
-        if kept_above is not None:
-            kept_above.pass_by(resumed)
+        above, below = self._kept_above(node), set(self._nearest_below(node))
+        kept = _KeptPoint(node, point, size_bytes, above, below, self._age, passed=bool(below))
+        self._kept[node], node.resumable = kept, True
+        kept.put_between()
+        self._order.add(kept)
+        if above is not None:
+            above.pass_by(resumed)
+            self._order.sink(above)
+        for lower in below:
+            self._order.sink(lower)
         if node.block_hash is not None:
             self.events.note(node.block_hash, stored=True)
 
@@ -105,9 +125,8 @@ class ResumePoints:
 
     def evict(self) -> bool:
         """Let go of the one that is worth least; False: there is none."""
-        if not self._kept:
+        if (least := self._order.least()) is None:
             return False
-        least = min(self._kept.values(), key=lambda kept: kept.worth)
         self._age = max(self._age, least.worth)
         self.evictions += 1
         self.forget(least.node)
@@ -117,9 +136,8 @@ class ResumePoints:
         """The node's point is gone, evicted or with its node."""
         gone = self._kept.pop(node)
         node.resumable = False
-        for other in self._kept.values():
-            if other.above == gone.point.position and _is_above(node, other.node):
-                other.above = gone.above
+        gone.take_out()
+        self._order.remove(gone)
         if node.block_hash is not None:
             self.events.note(node.block_hash, stored=False)
         self.drop(gone.point)
@@ -128,9 +146,9 @@ class ResumePoints:
         """Raises AssertionError: a point is at a node that does not know of it, or its worth is wrong."""
         for node, kept in self._kept.items():
             assert node.resumable, f"{node} has a resume point and does not know"
-            kept_above = self._kept_above(node)
-            above = kept_above.point.position if kept_above is not None else 0
-            assert kept.above == above, f"{node}: the next point above is at {above}, not {kept.above}"
+            assert kept.above is self._kept_above(node), f"{node}: {kept.above} is not the next one above"
+            assert kept.below == set(self._nearest_below(node)), f"{node}: {kept.below} are not those below"
+        self._order.check()
 
     def _touch(self, kept: _KeptPoint) -> None:
         kept.uses += 1
@@ -144,13 +162,12 @@ class ResumePoints:
             node = node.parent
         return self._kept[node] if node is not None else None
 
-    def _below(self, position: int, above: int) -> list[_KeptPoint]:
-        """Those that may have a point at `position` above them now, where they had one at `above`."""
-        kept = self._kept.values()
-        return [other for other in kept if other.above == above and other.point.position > position]
-
-
-def _is_above(node: Node, lower: Node | None) -> bool:
-    while lower is not None and lower.depth > node.depth:
-        lower = lower.parent
-    return lower is node
+    def _nearest_below(self, node: Node) -> Iterator[_KeptPoint]:
+        """Costs the pages down to them: nothing where nobody has gone on from `node`."""
+        stack = list(node.children.values())
+        while stack:
+            lower = stack.pop()
+            if lower.resumable:
+                yield self._kept[lower]
+            else:
+                stack.extend(lower.children.values())

@@ -1,9 +1,11 @@
 """Which resume points are kept, found and evicted."""
 
+from itertools import count
+
 import pytest
 
-from services.kv.carried.resume_points import ResumePoints, SavedPoint
-from services.kv.radix_tree import RadixTree
+from services.kv.carried.resume_points import ResumePoints, SavedPoint, _KeptPoint
+from services.kv.radix_tree import Node, RadixTree
 
 BLOCK = 2
 
@@ -13,7 +15,7 @@ class Store:
         self.dropped = []
         self.points = ResumePoints(lambda point: self.dropped.append(point.position))
         self.tree = RadixTree(1, BLOCK, "m", forget=self.points.forget)
-        self._pages = iter(range(1000))
+        self._pages = count()
 
     def path(self, ids):
         pages = [next(self._pages) for _ in ids]
@@ -132,3 +134,39 @@ def test_the_index_is_told_of_points_on_borders_of_blocks(store):
     assert store.points.events.take() == ((), (node.block_hash,))
     store.points.forget(store.keep(range(4)))
     assert store.points.events.take() == ((), ())
+
+
+def reads_of(monkeypatch, cls, name):
+    """Counts how often the attribute is read from now on."""
+    attribute, counted = getattr(cls, name), [0]
+
+    def read(self):
+        counted[0] += 1
+        return attribute.__get__(self)
+
+    monkeypatch.setattr(cls, name, property(read, getattr(attribute, "__set__", None)))
+    return counted
+
+
+def test_a_point_costs_the_same_however_many_there_are(store, monkeypatch):
+    worths = reads_of(monkeypatch, _KeptPoint, "worth")
+    parents = reads_of(monkeypatch, Node, "parent")
+    costs = []
+    for salt in range(300):
+        ids = [salt] + [7] * 7
+        upper, lower = store.path(ids[:4]), store.path(ids)
+        worths[0] = parents[0] = 0
+        for node, position in ((lower, 8), (upper, 4)):
+            store.points.keep(node, SavedPoint(position, None, ()), 1)
+        store.points.forget(upper)
+        costs.append((worths[0], parents[0]))
+    assert costs[299] == costs[0]
+
+
+def test_evicting_looks_at_few_points_each_time(store, monkeypatch):
+    for salt in range(300):
+        store.keep([salt] * (4 + salt % 7))
+    worths = reads_of(monkeypatch, _KeptPoint, "worth")
+    while store.points.evict():
+        pass
+    assert worths[0] < 10 * 300
