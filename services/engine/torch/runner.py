@@ -130,7 +130,8 @@ class TorchRunner:
             computed = self._model.compute(self._pools, chunks, _sampled_offsets(tokens))
             sampled = iter(sample(computed.logits, [each for each in tokens if each.sample]))
             kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
-            computed.keep([len(choices) for choices in kept])
+            drafted = zip(chunks, kept, strict=True)
+            computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
         return kept
 
     def close(self) -> None:

@@ -1,31 +1,38 @@
-"""Recurrent layers of a packed step: sequence by sequence, and all single tokens together.
+"""Recurrent layers of a packed step: prompts sequence by sequence, and all single tokens together.
 
 A mixer of transformers takes [batch, tokens, hidden] and one state a row of the batch; it knows nothing of
-packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each run of several tokens
-goes in as [1, n, hidden], all single tokens of the step as [m, 1, hidden]. Before that states are gathered
-from their slots, after it scattered, whether it writes them in place or by the cache's update calls.
+packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each chunk of several
+tokens goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (token_runs.py).
+
+States are
+    gathered from their slots, and scattered again     where the state of each is one of the batch
+    handed through to what takes them (recurrence.py)  where that is known: one call, also for drafts
+    gathered, round by round                           else: a call for the first tokens, one for the second
+                                                       ones, .., and all again for drafts that stay
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch.model.remembered import Mixer
-from services.engine.torch.model.slots import CopiedStates, States, StatesInPlace
-from services.engine.torch.model.step_cache import DraftRows, SequenceRows, StepCache
+from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
+from services.engine.torch.model.remembered import Mixer, StateName
+from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.model.step_cache import SequenceRows, StepCache, TokenRows
+from services.engine.torch.model.token_runs import TokenRuns
 from services.values.errors import ConfigError, ProtocolError
 
 
 def wrap(mixer: Mixer, in_place: Callable[..., Any] | None = None) -> None:
     """Let the module run over slots wherever it is given a StepCache, from now on.
 
-    `in_place` is its forward for single tokens whose recurrent states are StatesInPlace.
+    `in_place` is its forward for single tokens, to which states are handed through.
     """
     original: Callable[..., Any] = mixer.module.forward
 
@@ -33,8 +40,9 @@ def wrap(mixer: Mixer, in_place: Callable[..., Any] | None = None) -> None:
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StepCache)), None)
         if cache is None:
             return original(*args, **kwargs)
+        assert cache.slots is not None
         hidden, args, kwargs = _split(args, kwargs)
-        call = _Call(mixer, original, in_place if cache.in_place else None, cache, args, kwargs)
+        call = _Call(mixer, original, in_place if cache.in_place else None, cache, cache.slots, args, kwargs)
         return call.compute(hidden[0])[None]
 
     mixer.module.forward = forward
@@ -48,90 +56,98 @@ class _Call:
     original: Callable[..., Any]
     in_place: Callable[..., Any] | None
     cache: StepCache
+    pool: SlotPool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def compute(self, hidden: Tensor) -> Tensor:
         """`hidden` are [total, hidden]."""
-        assert self.cache.slots is not None
-        rows = [(part.rows, self._part(hidden, part, self.cache.slots)) for part in self.cache.parts]
-        if self.cache.drafts is not None:
-            rows += self._drafted(hidden, self.cache.drafts)
-        output = rows[0][1].new_empty(len(hidden), rows[0][1].shape[-1])
-        for of_part, mixed in rows:
-            output[of_part] = mixed
+        mixed = [(each.rows, self._sequence(hidden[each.rows], each.slot)) for each in self.cache.sequences]
+        tokens = self.cache.tokens
+        if tokens is not None:
+            mixed.append((tokens.rows, self._tokens(hidden[tokens.rows, None], tokens.runs)))
+        output = mixed[0][1].new_empty(len(hidden), mixed[0][1].shape[-1])
+        for rows, of_rows in mixed:
+            output[rows] = of_rows
         return output
 
-    def _drafted(self, hidden: Tensor, drafts: DraftRows) -> list[tuple[Tensor, Tensor]]:
-        """As if all drafts were right, on copies of the states: rows, and what they become."""
-        assert self.cache.slots is not None
-        copies = CopiedStates(self.cache.slots, self.mixer.states, drafts.slots)
-        self.cache.recomputed.append(partial(self._recompute, hidden, drafts))
-        parts = [SequenceRows(rows, torch.arange(len(rows), device=rows.device)) for rows in drafts.rounds]
-        return [(part.rows, self._part(hidden, part, copies)) for part in parts]
+    def _sequence(self, hidden: Tensor, slot: Tensor) -> Tensor:
+        states = {name: self.pool.of_state[name][slot] for name in self.mixer.states}
+        mixed = self._run(self.original, hidden[None], states)
+        _scatter(self.pool, slot, states)
+        return mixed
 
-    def _recompute(self, hidden: Tensor, drafts: DraftRows, counts: Sequence[int]) -> None:
-        """Let the states take in the first tokens of each chunk, as plain decoding would have."""
-        assert self.cache.slots is not None
-        for part in drafts.first(counts):
-            self._part(hidden, part, self.cache.slots)
+    def _tokens(self, hidden: Tensor, runs: TokenRuns) -> Tensor:
+        """`hidden` are [num_tokens, 1, hidden]."""
+        if self.in_place is None and not runs.are_plain:
+            return self._by_rounds(hidden, runs)
+        states = {name: self._of_tokens(name, runs) for name in self.mixer.states}
+        mixed = self._run(self.in_place or self.original, hidden, states)
+        _scatter(self.pool, runs.slots, states)
+        return mixed
 
-    def _part(self, hidden: Tensor, part: SequenceRows, states: States) -> Tensor:
-        of_part = hidden[part.rows].view(len(part.slots), -1, hidden.shape[-1])
-        in_place = self.in_place if part.are_singles else None
-        _gather(self.mixer, part, self.cache, states, in_place=in_place is not None)
-        mixed = _tensor((in_place or self.original)(of_part, *self.args, **self.kwargs))
-        _scatter(self.mixer, part, self.cache, states)
+    def _of_tokens(self, name: StateName, runs: TokenRuns) -> Any:
+        """What the mixer is given: all states, or what it hands through."""
+        of_slots, is_conv = self.pool.of_state[name], name[1] == "conv"
+        if self.in_place is None or (is_conv and runs.are_plain):
+            return of_slots[runs.slots]
+        return (ConvStates if is_conv else RecurrentStates)(of_slots, runs, self.cache.waiting)
+
+    def _by_rounds(self, hidden: Tensor, runs: TokenRuns) -> Tensor:
+        def step(states: dict[StateName, Tensor], tokens: Tensor) -> Tensor:
+            return self._run(self.original, hidden[tokens], states)
+
+        if runs.some_wait:
+            self.cache.waiting.append(lambda kept: self._by_rounds(hidden, kept))
+        of_slots = {name: self.pool.of_state[name] for name in self.mixer.states}
+        return by_rounds(of_slots, runs, len(hidden), step)
+
+    def _run(self, compute: Callable[..., Any], hidden: Tensor, states: dict[StateName, Any]) -> Tensor:
+        """`hidden` are [batch, tokens, hidden]; gives [batch * tokens, hidden], and renews the `states`."""
+        for name, each in states.items():
+            layer_idx, kind, index = name
+            self.cache.layers[layer_idx].of_kind(kind)[index] = each
+        mixed = compute(hidden, *self.args, **self.kwargs)
+        if not isinstance(mixed, Tensor):
+            raise ConfigError(f"a recurrent layer gives {type(mixed).__name__}, not a tensor")
+        for name in states:
+            layer_idx, kind, index = name
+            states[name] = self.cache.layers[layer_idx].of_kind(kind)[index]
         return mixed.flatten(0, 1)
 
 
-def sequence_rows(
-    chunks: Sequence[Chunk], num_slots: int, device: torch.device, one_by_one: int = 1
-) -> tuple[SequenceRows, ...]:
-    """The parts of a step, to be computed in order; chunks of up to `one_by_one` tokens as single ones.
-
-    Chunks with drafts are in none of them: see draft_rows.
+def place_rows(cache: StepCache, chunks: Sequence[Chunk], num_slots: int, one_by_one: int = 1) -> None:
+    """Say how mixers compute the step's rows: drafts, and chunks of up to `one_by_one` tokens, one by one.
 
     Raises ProtocolError where a chunk has no slot, or two have one.
     """
     slots = [chunk.slot for chunk in chunks]
     if len(set(slots)) < len(slots) or any(slot is None or not 0 <= slot < num_slots for slot in slots):
         raise ProtocolError(f"chunks need slots of their own among {num_slots}, and have {slots}")
-    parts, singles, end = [], [], 0
-    for chunk in chunks:
-        start, end = end, end + len(chunk.token_ids)
-        if chunk.num_drafts:
-            continue
-        if end - start == 1:
-            singles.append((start, chunk.slot))
-        elif end - start <= one_by_one:
-            parts += [_part([row], [chunk.slot], device) for row in range(start, end)]
-        else:
-            parts.append(_part(range(start, end), [chunk.slot], device))
-    if singles:
-        rows, of_singles = zip(*singles, strict=True)
-        parts.append(_part(rows, of_singles, device))
-    return tuple(parts)
-
-
-def draft_rows(chunks: Sequence[Chunk], device: torch.device) -> DraftRows | None:
-    """Of those with drafts, where there are any."""
-    drafted = sorted(
-        (i for i, chunk in enumerate(chunks) if chunk.num_drafts), key=lambda i: -chunks[i].num_drafts
+    rows = pairwise(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
+    placed = [(range(start, end), chunk) for (start, end), chunk in zip(rows, chunks, strict=True)]
+    tokens = [each for each in placed if each[1].num_drafts or len(each[0]) <= one_by_one]
+    sequences = [each for each in placed if not (each[1].num_drafts or len(each[0]) <= one_by_one)]
+    cache.sequences = tuple(
+        SequenceRows(_ids(own, cache), _ids([chunk.slot], cache)) for own, chunk in sequences
     )
-    if not drafted:
-        return None
-    offsets = list(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
-    rounds = [
-        torch.tensor([offsets[i] + nth for i in drafted if chunks[i].num_drafts >= nth], device=device)
-        for nth in range(chunks[drafted[0]].num_drafts + 1)
-    ]
-    slots = [slot for i in drafted if (slot := chunks[i].slot) is not None]
-    return DraftRows(drafted, slots, rounds)
+    if tokens:
+        cache.tokens = _token_rows(tokens, cache)
 
 
-def _part(rows: Sequence[int], slots: Sequence[int | None], device: torch.device) -> SequenceRows:
-    return SequenceRows(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
+def _token_rows(tokens: Sequence[tuple[range, Chunk]], cache: StepCache) -> TokenRows:
+    counts = np.array([len(own) for own, _ in tokens])
+    runs = TokenRuns(
+        slots=_ids([chunk.slot for _, chunk in tokens], cache),
+        firsts=np.cumsum(counts) - counts,
+        counts=counts,
+        waits=np.array([chunk.num_drafts > 0 for _, chunk in tokens]),
+    )
+    return TokenRows(_ids([row for own, _ in tokens for row in own], cache), runs)
+
+
+def _ids(ids: Sequence[int | None], cache: StepCache) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=cache.device)
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
@@ -142,23 +158,7 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
     return args[0], args[1:], kwargs
 
 
-def _tensor(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise ConfigError(f"a recurrent layer gives {type(output).__name__}, not a tensor")
-    return output
-
-
-def _gather(mixer: Mixer, part: SequenceRows, cache: StepCache, states: States, *, in_place: bool) -> None:
-    for name in mixer.states:
-        layer_idx, kind, index = name
-        where = states.in_place(name, part.slots) if in_place and kind == "recurrent" else None
-        of_part = states.of_state[name][part.slots] if where is None else where
-        cache.layers[layer_idx].of_kind(kind)[index] = of_part
-
-
-def _scatter(mixer: Mixer, part: SequenceRows, cache: StepCache, states: States) -> None:
-    for name in mixer.states:
-        layer_idx, kind, index = name
-        of_part = cache.layers[layer_idx].of_kind(kind)[index]
-        if not isinstance(of_part, StatesInPlace):
-            states.of_state[name][part.slots] = of_part
+def _scatter(pool: SlotPool, slots: Tensor, states: dict[StateName, Any]) -> None:
+    for name, each in states.items():
+        if isinstance(each, Tensor):
+            pool.of_state[name][slots] = each

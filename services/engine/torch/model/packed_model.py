@@ -11,11 +11,11 @@ from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
-from services.engine.torch.model.mixers import draft_rows, sequence_rows, wrap
+from services.engine.torch.model.mixers import place_rows, wrap
 from services.engine.torch.model.probe import probe
 from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
-from services.engine.torch.model.step_cache import Recompute, StepCache
+from services.engine.torch.model.step_cache import StepCache
 from services.engine.torch.pools import Pools
 
 # Scans pad a chunk to their own size: so many tokens take less time one by one, where they are computed in
@@ -29,12 +29,15 @@ class Computed:
     """A step's `logits` [num_rows, vocab_size], and what of it waits for the choices."""
 
     logits: Tensor
-    _recomputed: Sequence[Recompute]
+    _cache: StepCache
 
     def keep(self, counts: Sequence[int]) -> None:
-        """Let the states of each chunk with drafts take in so many of its tokens; it has none before."""
-        for recompute in self._recomputed:
-            recompute(counts)
+        """Let states take in so many tokens of each chunk with drafts; they have taken in none of them."""
+        if self._cache.tokens is None or not counts:
+            return
+        kept = self._cache.tokens.runs.kept(counts)
+        for take in self._cache.waiting:
+            take(kept)
 
 
 class PackedModel:
@@ -47,7 +50,9 @@ class PackedModel:
         self._workers = Workers(num_threads)
         self.in_place = False  # that recurrences of single tokens are computed so
         for mixer in self.remembered.mixers:
-            forward = forward_in_place(mixer.module, self._workers) if self.device.type == "cpu" else None
+            kinds = {kind for _, kind, _ in mixer.states}
+            is_on_cpu = self.device.type == "cpu"
+            forward = forward_in_place(mixer.module, self._workers, kinds) if is_on_cpu else None
             wrap(mixer, forward)
             self.in_place |= forward is not None
 
@@ -92,17 +97,16 @@ class PackedModel:
         )
         logits: Tensor = outputs.logits[0]
         # Some definitions give all of them.
-        return Computed(logits if len(logits) == len(rows) else logits[kept], cache.recomputed)
+        return Computed(logits if len(logits) == len(rows) else logits[kept], cache)
 
     def close(self) -> None:
         """End the threads."""
         self._workers.close()
 
     def _place_mixers(self, cache: StepCache, slots: SlotPool, chunks: Sequence[Chunk]) -> None:
-        """Say which rows go on from which slots; those of sequences that begin are zeroed."""
+        """The slots of sequences that begin are zeroed."""
         cache.slots, cache.in_place = slots, self.in_place
-        cache.parts = sequence_rows(chunks, slots.num_slots, self.device, self.one_by_one)
-        cache.drafts = draft_rows(chunks, self.device)
+        place_rows(cache, chunks, slots.num_slots, self.one_by_one)
         slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
 
     def _tensor(self, values: Sequence[int]) -> Tensor:

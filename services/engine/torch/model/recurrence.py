@@ -1,14 +1,16 @@
 """Single tokens through a recurrence in place of what a definition calls, on a CPU.
 
 A mixer calls a function of its module that takes states and gives them back: by the parameters of the
-packages whose place it takes (flash-linear-attention, mamba-ssm), so it is known by these, not by the model.
-The mixer's `forward` is made anew, with another function in that one's place, and instead of states it hands
-through where they lie. What a kernel does not take, the definition's own function computes on copies.
+packages whose place it takes (flash-linear-attention, mamba-ssm, causal-conv1d), so it is known by these, not
+by the model. The mixer's `forward` is made anew, with another function in that one's place, and instead of
+states it hands through where they lie. What a kernel does not take, the definition's own function computes on
+copies.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -18,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import silu
 
-from services.engine.torch.model.recurrence_kernel import delta_rule, mamba2
-from services.engine.torch.model.slots import StatesInPlace
+from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
+from services.engine.torch.model.recurrence_kernel import Floats, delta_rule, mamba2
+from services.engine.torch.model.remembered import StateKind
+from services.engine.torch.model.token_runs import TokenRuns
 
 _DELTA_RULE = {"query", "key", "value", "g", "beta", "initial_state"}
+_CONV = {"hidden_states", "conv_state", "weight", "bias", "activation"}
 _MAMBA2 = {"state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z"}
+_ALL_KINDS: Collection[StateKind] = ("conv", "recurrent")
 # What one more thread must find to do, to be worth waking.
 _SHARE_NUMBERS = 1 << 20
 _LARGE = 20.0  # whose softplus it is itself, to float32
@@ -50,6 +56,21 @@ class Workers:
         self._num_threads = num_threads
         self.executor = ThreadPoolExecutor(num_threads - 1, "recurrence") if num_threads > 1 else None
 
+    def run(
+        self,
+        kernel: Callable[..., Floats],
+        numbers: Floats,
+        runs: TokenRuns,
+        of_slots: Tensor,
+        arrays: Sequence[Floats],
+    ) -> Tensor:
+        """What a recurrence's kernel makes of the tokens; `arrays` are its inputs of all of them."""
+        num_items = len(runs.firsts) * of_slots.shape[1]
+        item_numbers = of_slots[0, 0].numel() * runs.num_tokens // max(1, len(runs.firsts))
+        shares = self.shares(num_items, item_numbers)
+        of_numbers = runs.of_numbers(of_slots)
+        return torch.from_numpy(kernel(numbers, of_numbers, *arrays, shares=shares, executor=self.executor))
+
     def shares(self, num_items: int, item_numbers: int) -> tuple[range, ...]:
         """Cut [0, num_items), each of which is so many numbers of a state."""
         count = max(1, min(self._num_threads, num_items * item_numbers // _SHARE_NUMBERS))
@@ -62,15 +83,20 @@ class Workers:
             self.executor.shutdown()
 
 
-def forward_in_place(module: nn.Module, workers: Workers) -> Callable[..., Any] | None:
-    """The module's forward for single tokens whose recurrent states are StatesInPlace; None: not known."""
+def forward_in_place(
+    module: nn.Module, workers: Workers, kinds: Collection[StateKind] = _ALL_KINDS
+) -> Callable[..., Any] | None:
+    """The module's forward for single tokens, which takes states of `kinds` as they are handed through.
+
+    None: what takes those of one kind is not known.
+    """
     plain = inspect.unwrap(type(module).forward)  # of what loads the weights of its convolution first
     replaced = {
         name: known(function, workers)
         for name in plain.__code__.co_names
         if (function := plain.__globals__.get(name)) and (known := _known(function))
     }
-    if not replaced:
+    if not {known.kind for known in replaced.values()} >= set(kinds):
         return None
     own = {**plain.__globals__, **replaced}
     if own.get("F") is functional:
@@ -80,8 +106,13 @@ def forward_in_place(module: nn.Module, workers: Workers) -> Callable[..., Any] 
     return MethodType(anew, module)
 
 
-class _Known(Protocol):
-    def __call__(self, fallback: Callable[..., Any], workers: Workers) -> Callable[..., Any]: ...
+class _Replacement(Protocol):
+    kind: StateKind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+_Known = Callable[[Callable[..., Any], Workers], _Replacement]
 
 
 def _known(function: Any) -> _Known | None:
@@ -90,11 +121,31 @@ def _known(function: Any) -> _Known | None:
     names = set(inspect.signature(function).parameters)
     if names >= _DELTA_RULE and "chunk_size" not in names:
         return _DeltaRule
+    if names >= _CONV:
+        return _Convolution
     return _Mamba2 if names >= _MAMBA2 else None
+
+
+class _Convolution:
+    """For causal_conv1d_update of causal-conv1d."""
+
+    kind: StateKind = "conv"
+
+    def __init__(self, fallback: Callable[..., Any], _workers: Workers) -> None:
+        self._fallback = fallback
+
+    def __call__(self, hidden_states: Tensor, conv_state: Any, *args: Any, **others: Any) -> Tensor:
+        """`hidden_states` are [num_tokens, channels, 1]."""
+        if isinstance(conv_state, ConvStates):
+            conv_state = conv_state.before(hidden_states)
+        output: Tensor = self._fallback(hidden_states, conv_state, *args, **others)
+        return output
 
 
 class _DeltaRule:
     """For fused_recurrent_gated_delta_rule of flash-linear-attention."""
+
+    kind: StateKind = "recurrent"
 
     def __init__(self, fallback: Callable[..., Any], workers: Workers) -> None:
         self._fallback, self._workers = fallback, workers
@@ -111,34 +162,44 @@ class _DeltaRule:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Any]:
-        """`query`, `key` and `value` are [m, 1, heads, ..], `g` and `beta` [m, 1, heads]."""
+        """Query, key and value are [num_tokens, 1, heads, ..], `g` and `beta` [num_tokens, 1, heads]."""
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **others}
-        if not isinstance(initial_state, StatesInPlace):
+        if not isinstance(initial_state, RecurrentStates):
             outputs: tuple[Tensor, Any] = self._fallback(
                 query, key, value, g=g, beta=beta, initial_state=initial_state, **options
             )
             return outputs
-        if g.dim() != 3 or query.shape[1] != 1:
-            states = initial_state.gathered()
-            output, last = self._fallback(query, key, value, g=g, beta=beta, initial_state=states, **options)
-            initial_state.scatter(last)
-            return output, initial_state
+        numbers = initial_state.numbers
+        if numbers is None or g.dim() != 3 or query.shape[1] != 1:
+            inputs = dict(query=query, key=key, value=value, g=g, beta=beta)
+            compute = partial(self._on_copies, initial_state, inputs, options)
+            return initial_state.go_on(compute), initial_state
         q, k, v, decay, strength = (part[:, 0].float() for part in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = (part * (part.square().sum(-1, keepdim=True) + _EPSILON).rsqrt() for part in (q, k))
         q = q / q.shape[-1] ** 0.5
-        inputs = [part.contiguous().numpy() for part in (q, k, v, decay.exp(), strength)]
-        shares = self._workers.shares(q.shape[0] * q.shape[1], q.shape[2] * v.shape[2])
-        output = delta_rule(
-            *(initial_state.numbers, initial_state.starts, *inputs),
-            shares=shares,
-            executor=self._workers.executor,
+        arrays = [part.contiguous().numpy() for part in (q, k, v, decay.exp(), strength)]
+        output = initial_state.go_on(
+            lambda runs: self._workers.run(delta_rule, numbers, runs, initial_state.of_slots, arrays)
         )
-        return torch.from_numpy(output)[:, None].to(query.dtype), initial_state
+        return output[:, None].to(query.dtype), initial_state
+
+    def _on_copies(
+        self, states: RecurrentStates, inputs: dict[str, Tensor], options: dict[str, Any], runs: TokenRuns
+    ) -> Tensor:
+        def step(own: dict[str, Tensor], tokens: Tensor) -> Tensor:
+            of_tokens = {name: part[tokens] for name, part in inputs.items()}
+            output: Tensor
+            output, own["state"] = self._fallback(**of_tokens, initial_state=own["state"], **options)
+            return output
+
+        return by_rounds({"state": states.of_slots}, runs, len(inputs["query"]), step)
 
 
 class _Mamba2:
     """For selective_state_update of mamba-ssm, with one decay and one time step a head."""
+
+    kind: StateKind = "recurrent"
 
     def __init__(self, fallback: Callable[..., Any], workers: Workers) -> None:
         self._fallback, self._workers = fallback, workers
@@ -157,28 +218,33 @@ class _Mamba2:
         z: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """`hidden_states` and `dt` are [m, heads, head_dim], `B` and `C` [m, groups, d_state]."""
-        rest = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **others)
-        if not isinstance(state, StatesInPlace):
-            return self._fallback(state, hidden_states, dt, A, B, C, **rest)
+        """Inputs and `dt` are [num_tokens, heads, head_dim], `B` and `C` [num_tokens, groups, d_state]."""
+        rest = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
+        if not isinstance(state, RecurrentStates):
+            return self._fallback(state, hidden_states, dt, A, B, C, z=z, **rest)
+        numbers = state.numbers
         of_heads = A.dim() == 3 and A.stride()[1:] == (0, 0) and dt.stride(-1) == 0
-        if not of_heads or (dt_bias is not None and dt_bias.stride(-1) != 0):
-            states = state.gathered()
-            output = self._fallback(states, hidden_states, dt, A, B, C, **rest)
-            state.scatter(states)
-            return output
+        if numbers is None or not of_heads or (dt_bias is not None and dt_bias.stride(-1) != 0):
+            inputs = dict(hidden_states=hidden_states, dt=dt, B=B, C=C, z=z)
+            return state.go_on(partial(self._on_copies, state, inputs, {"A": A, **rest}))
         step = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
         step = (_softplus(step) if dt_softplus else step).float()
         scaled = hidden_states.float() * step[..., None]
         parts = (scaled, (step * A[:, 0, 0].float()).exp(), B.float(), C.float())
-        inputs = [part.contiguous().numpy() for part in parts]
-        shares = self._workers.shares(scaled.shape[0] * scaled.shape[1], scaled.shape[2] * B.shape[-1])
-        computed = mamba2(
-            *(state.numbers, state.starts, *inputs), shares=shares, executor=self._workers.executor
-        )
-        output = torch.from_numpy(computed)
+        arrays = [part.contiguous().numpy() for part in parts]
+        output = state.go_on(lambda runs: self._workers.run(mamba2, numbers, runs, state.of_slots, arrays))
         if D is not None:
             output = output + hidden_states * D
         if z is not None:
             output = output * silu(z)
         return output.to(hidden_states.dtype)
+
+    def _on_copies(
+        self, states: RecurrentStates, inputs: dict[str, Any], options: dict[str, Any], runs: TokenRuns
+    ) -> Tensor:
+        def step(own: dict[str, Tensor], tokens: Tensor) -> Tensor:
+            of_tokens = {name: part if part is None else part[tokens] for name, part in inputs.items()}
+            output: Tensor = self._fallback(own["state"], **of_tokens, **options)
+            return output
+
+        return by_rounds({"state": states.of_slots}, runs, len(inputs["B"]), step)

@@ -1,12 +1,8 @@
 """The pool of states: a slot is one run of bytes, the states of all recurrent layers of one sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.torch.model.remembered import State, StateName
@@ -16,34 +12,6 @@ from services.values.errors import ConfigError
 from services.values.kv import PoolMemory
 
 _ALIGNMENT = 64  # bytes: no state shares a cache line with another
-
-
-@dataclass(frozen=True, slots=True)
-class StatesInPlace:
-    """What a mixer hands through instead of states [m, ...] that it could read: where they are.
-
-    State i begins at numbers[starts[i]].
-    """
-
-    of_slots: Tensor  # [num_slots, ...]
-    slots: Tensor  # int64 [m]
-    numbers: NDArray[np.float32]
-    starts: NDArray[np.int64]
-
-    def gathered(self) -> Tensor:
-        return self.of_slots[self.slots]
-
-    def scatter(self, states: Tensor) -> None:
-        self.of_slots[self.slots] = states
-
-
-class States(Protocol):
-    """By slot: the pool's, or copies."""
-
-    of_state: dict[StateName, Tensor]  # [num_slots, *state.shape]
-
-    def in_place(self, name: StateName, slots: Tensor) -> StatesInPlace | None:
-        """None where they cannot be read and written so."""
 
 
 class SlotPool:
@@ -77,9 +45,6 @@ class SlotPool:
     def memory(self) -> PoolMemory:
         return pool_memory(self._slots, self.num_slots)
 
-    def in_place(self, name: StateName, slots: Tensor) -> StatesInPlace | None:
-        return _in_place(self.of_state[name], slots)
-
     def zero(self, slots: Sequence[int]) -> None:
         self._slots[list(slots)] = 0
 
@@ -93,27 +58,6 @@ class SlotPool:
         self.of_state = {}
         self._slots = self._slots.new_empty(0, self.slot_bytes)
         self.read_slots = closed_pool
-
-
-class CopiedStates:
-    """Of some slots, those of one mixer: it goes on from them with drafts, and the pool stays as it is."""
-
-    def __init__(self, pool: SlotPool, names: Sequence[StateName], slots: Sequence[int]) -> None:
-        """Slot i is a copy of slots[i]."""
-        self.of_state = {name: pool.of_state[name][list(slots)] for name in names}
-
-    def in_place(self, name: StateName, slots: Tensor) -> StatesInPlace | None:
-        return _in_place(self.of_state[name], slots)
-
-
-def _in_place(of_slots: Tensor, slots: Tensor) -> StatesInPlace | None:
-    """Of a float32 state in the host's memory."""
-    if of_slots.dtype != torch.float32 or of_slots.device.type != "cpu":
-        return None
-    num_numbers = of_slots.untyped_storage().nbytes() // of_slots.itemsize
-    numbers = of_slots.as_strided((num_numbers,), (1,), 0).numpy()
-    starts = slots.numpy() * of_slots.stride(0) + of_slots.storage_offset()
-    return StatesInPlace(of_slots, slots, numbers, starts)
 
 
 def _places(states: Sequence[State]) -> tuple[dict[State, slice], int]:

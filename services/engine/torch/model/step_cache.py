@@ -4,7 +4,7 @@ Attention is told by it which layer it is, mixers find their states in it. What 
 AttributeError, and so refuses the model when that is probed or checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from services.engine.torch.attention.latent import store_and_gather
 from services.engine.torch.attention.step_view import StepView
+from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, Take
 from services.engine.torch.model.remembered import AttentionCall, StateKind
-from services.engine.torch.model.slots import SlotPool, StatesInPlace
+from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.model.token_runs import TokenRuns
 from services.values.errors import ConfigError
 
 
@@ -22,8 +24,8 @@ from services.values.errors import ConfigError
 class LayerStates:
     """`cache.layers[i]`: states [batch, ...] by their index, of the sequences that a mixer now computes."""
 
-    conv_states: dict[int, Any] = field(default_factory=dict)
-    recurrent_states: dict[int, Any] = field(default_factory=dict)  # or StatesInPlace
+    conv_states: dict[int, Any] = field(default_factory=dict)  # or ConvStates
+    recurrent_states: dict[int, Any] = field(default_factory=dict)  # or RecurrentStates
     record_past = False
 
     def of_kind(self, kind: StateKind) -> dict[int, Any]:
@@ -32,40 +34,18 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Rows of the step that a mixer computes as one batch [num_slots, tokens each, hidden]."""
+    """Rows of the step that a mixer computes as one sequence, [1, tokens, hidden]."""
 
     rows: Tensor  # int64
-    slots: Tensor  # int64
-
-    @property
-    def are_singles(self) -> bool:
-        return len(self.rows) == len(self.slots)
+    slot: Tensor  # int64 [1]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRows:
-    """Of the chunks with drafts, those with the most first.
+class TokenRows:
+    """Rows that it computes token by token, [num_tokens, 1, hidden]."""
 
-    `rounds[j]` are the rows, int64, of the j-th tokens of as many of them as have one.
-    """
-
-    chunks: Sequence[int]  # of the step
-    slots: Sequence[int]  # of each
-    rounds: Sequence[Tensor]
-
-    def first(self, counts: Sequence[int]) -> tuple[SequenceRows, ...]:
-        """The first counts[i] tokens of chunk i of the step, to be computed one round after another."""
-        parts = []
-        own = [counts[chunk] for chunk in self.chunks]
-        for nth, rows in enumerate(self.rounds[: max(own)]):
-            has_one = [i for i, count in enumerate(own) if count > nth]
-            slots = torch.tensor([self.slots[i] for i in has_one], device=rows.device)
-            parts.append(SequenceRows(rows[has_one], slots))
-        return tuple(parts)
-
-
-# With how many tokens of each of the step's chunks the states are to take in of those with drafts.
-Recompute = Callable[[Sequence[int]], None]
+    rows: Tensor  # int64
+    runs: TokenRuns
 
 
 class StepCache:
@@ -75,16 +55,17 @@ class StepCache:
 
     slots: SlotPool | None = None  # with the rest of these, where there are mixers
     in_place = False
-    parts: Sequence[SequenceRows] = ()
-    drafts: DraftRows | None = None
+    sequences: Sequence[SequenceRows] = ()
+    tokens: TokenRows | None = None
 
     def __init__(self, calls: Sequence[AttentionCall], positions: Tensor) -> None:
         """`positions` are int64 [total]."""
-        self.recomputed: list[Recompute] = []  # of each mixer: its states go on when choices are known
+        self.waiting: list[Take] = []  # of each mixer, where a run of its tokens waits
         self.layers = _Layers()
         self.view: StepView | None = None  # which knows this cache
         self._calls = iter(calls)
         self._stored: int | None = None
+        self.device = positions.device
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
 
     # As attention asks
@@ -125,12 +106,14 @@ class StepCache:
     def update_conv_state(self, inputs: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """`inputs` are [batch, channels, tokens]; gives what the state has before them, too."""
         state = self.layers[layer_idx].conv_states[state_idx]
+        if isinstance(state, ConvStates):
+            return torch.cat([state.before(inputs), inputs], dim=-1)
         whole = torch.cat([state, inputs], dim=-1)
         state.copy_(whole[..., -state.shape[-1] :])
         return whole
 
     def update_recurrent_state(self, state: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
-        if isinstance(state, StatesInPlace):
+        if isinstance(state, RecurrentStates):
             return state
         return self.layers[layer_idx].recurrent_states[state_idx].copy_(state)
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,10 +14,12 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.model import recurrence
+from services.engine.torch.model.handed_states import RecurrentStates
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.recurrence import Workers, _DeltaRule, _Mamba2, forward_in_place
 from services.engine.torch.model.remembered import State
 from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.model.token_runs import TokenRuns
 from services.engine.torch.runner import TorchRunner
 from services.kv.carried.pool_sizes import PoolSizes
 
@@ -41,7 +44,13 @@ def slots_of(*shape):
     state = State((0, "recurrent", 0), shape, torch.float32)
     pool = SlotPool([state], num_slots=5, device=torch.device("cpu"))
     pool.of_state[state.name][:] = random(5, *shape)
-    return pool.of_state[state.name], pool.in_place(state.name, torch.tensor([4, 0, 3]))
+    states = pool.of_state[state.name]
+    return states, RecurrentStates(states, single_runs([4, 0, 3]), [])
+
+
+def single_runs(slots):
+    ones = np.ones(len(slots), np.int64)
+    return TokenRuns(torch.tensor(slots), np.arange(len(slots)), ones, ones == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

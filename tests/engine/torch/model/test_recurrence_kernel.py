@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from services.engine.torch.model.recurrence_kernel import delta_rule, mamba2
+from services.engine.torch.model.recurrence_kernel import Runs, delta_rule, mamba2
 
 STRIDE, OFFSET = 7000, 16  # numbers of a slot, and before the state in it
 
@@ -21,6 +21,12 @@ def random_arrays(seed, *shapes):
 
 def pool(seed, num_slots=6):
     return random_arrays(seed, num_slots * STRIDE)[0]
+
+
+def singles(starts):
+    """A token each."""
+    tokens = np.arange(len(starts))
+    return Runs(starts, tokens, tokens + 1, np.zeros(len(starts), bool))
 
 
 def states_of(numbers, starts, *shape):
@@ -42,7 +48,9 @@ def test_the_delta_rule_is_what_it_says(shares, d_k, d_v, executor):
     states = states_of(numbers, starts, 3, d_k, d_v) * decay[..., None, None]
     change = (value - np.einsum("mhk,mhkv->mhv", key, states)) * beta[..., None]
     expected = states + key[..., None] * change[..., None, :]
-    output = delta_rule(numbers, starts, query, key, value, decay, beta, shares=shares, executor=executor)
+    output = delta_rule(
+        numbers, singles(starts), query, key, value, decay, beta, shares=shares, executor=executor
+    )
     np.testing.assert_allclose(output, np.einsum("mhk,mhkv->mhv", query, expected), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(states_of(numbers, starts, 3, d_k, d_v), expected, rtol=1e-4, atol=1e-4)
     assert_nothing_else_is_written(before, numbers, starts, 3 * d_k * d_v)
@@ -59,7 +67,7 @@ def test_mamba2_is_what_it_says(groups, shares, executor):
     of_heads = [np.repeat(part, 4 // groups, axis=1) for part in (b, c)]
     expected = states_of(numbers, starts, 4, 8, 16) * decay[..., None, None]
     expected += inputs[..., None] * of_heads[0][:, :, None]
-    output = mamba2(numbers, starts, inputs, decay, b, c, shares=shares, executor=executor)
+    output = mamba2(numbers, singles(starts), inputs, decay, b, c, shares=shares, executor=executor)
     np.testing.assert_allclose(
         output, np.einsum("mhpn,mhn->mhp", expected, of_heads[1]), rtol=1e-4, atol=1e-4
     )

@@ -115,8 +115,8 @@ def never_copy(monkeypatch):
 def mix_up_the_singles(monkeypatch):
     scatter = mixers._scatter
 
-    def reversed_scatter(mixer, part, *where):
-        scatter(mixer, mixers.SequenceRows(part.rows, part.slots.flip(0)), *where)
+    def reversed_scatter(pool, slots, states):
+        scatter(pool, slots.flip(0), states)
 
     monkeypatch.setattr(mixers, "_scatter", reversed_scatter)
 
