@@ -40,8 +40,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from services.cli.grown_model import grow
 from services.cli.model_families import FAMILIES, Sizes, family_config, fill_family
-from services.settings.flags import load, setting
+from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 
 UNKNOWN, EOS, OPEN, CLOSE = "□", "␄", "⟦", "⟧"
@@ -122,6 +123,15 @@ class MakeModelConfig:
     )
     seed: int = setting(0, "the same settings and seed give the same weights")
     initializer_range: float = setting(_GAIN_AT, "0.1 or more; less makes a milder model")
+    grown_from: Path | None = setting(
+        None,
+        "a checkpoint of this command's, which is to draft for the new one: that has its layers, some behind "
+        "them that add little, and all else as it is there",
+    )
+    extra_layers: int = setting(2, "with --grown-from: how many", bounds=Bounds(at_least=1))
+    extra_gain: float = setting(
+        0.5, "with --grown-from: how much they add; 0.5: 19 of 20 tokens stay, 2: four of five, 10: half"
+    )
     overwrite: bool = setting(False, "write into a directory that holds something already")
 
 
@@ -188,11 +198,19 @@ def run(argv: list[str]) -> int:
     config = load(MakeModelConfig, argv, prog="isthmus make-model")
     if not config.overwrite:
         _require_empty(config.directory)
+    if config.grown_from is not None:
+        grow(config.grown_from, config.directory, config.extra_layers, config.extra_gain, config.seed)
+        print(f"wrote to {config.directory} what {config.grown_from} can draft for")
+        return 0
     settings = {member.name: getattr(config, member.name) for member in fields(config)}
-    del settings["overwrite"]
+    for name in _NOT_OF_A_NEW_ONE:
+        del settings[name]
     make_model(**settings)
     print(f"wrote a random {config.architecture} checkpoint to {config.directory}")
     return 0
+
+
+_NOT_OF_A_NEW_ONE = ("grown_from", "extra_layers", "extra_gain", "overwrite")
 
 
 def _require_empty(directory: Path) -> None:

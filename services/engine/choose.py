@@ -101,8 +101,16 @@ def _pool_sizes(settings: EngineSettings) -> PoolSizes:
 
 def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
+        from services.engine.torch.draft import DraftSettings
         from services.engine.torch.runner import TorchRunner
 
+        draft = DraftSettings(
+            Path(settings.draft_model),
+            every_chunk=role is Role.PREFILL,
+            catch_up_tokens=settings.chunk_size,
+            scratch_pages=settings.max_running_requests,
+            self_check=settings.self_check == "on",
+        )
         return lambda: TorchRunner(
             settings.model,
             device=settings.rank_device,
@@ -112,6 +120,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             num_threads=settings.threads,
             sizes=_pool_sizes(settings),
             self_check=settings.self_check == "on",
+            draft=draft if settings.draft_model else None,
         )
     if settings.engine == "fake":
         return _fake_factory(settings, role)

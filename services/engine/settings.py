@@ -111,6 +111,11 @@ class EngineSettings(ClusterConfig):
     fake_prompt_token_s: float = setting(
         0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
     )
+    draft_model: str = setting(
+        "",
+        "engine torch: directory of a small checkpoint with the model's tokenizer, to draft with; prefill "
+        "ranks that have it compute and send its KV, too",
+    )
     fake_draft: str = setting(
         "",
         "engine fake: a draft model, right in a share of positions, as agree:0.8, or with the seconds that a "

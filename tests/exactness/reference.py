@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.engine.torch.runner import LOADING
+from services.engine.torch.checkpoint import LOADING
 
 # Below this gap between the best logit and another, in standard deviations of all, rounding may choose:
 # float32's stays below 3e-5 on our checkpoints (services/cli/make_model.py).

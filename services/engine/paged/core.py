@@ -11,6 +11,7 @@ The core owns every page through its PrefixCache; `check()` proves that each is 
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from services.engine.paged.batch import (
@@ -196,11 +197,8 @@ class EngineCore:
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
-        try:
+        with self._noting_failures():
             sampled = self.runner.run([chunk for _, chunk in batch])
-        except Exception as error:
-            self.failed_steps += 1
-            raise RunnerFailed(type(error).__name__) from error
         self.failed_steps = 0
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
         self._measure(num_rows, prompt_tokens, self._clock() - began)
@@ -364,7 +362,17 @@ class EngineCore:
 
     def _propose(self, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
         wishes = [Wish(seq, self._most_drafts(seq)) for seq in decoding]
-        return self._drafting.propose(wishes, self.runner.max_step_drafts, self._step_times)
+        with self._noting_failures():  # a draft model may compute
+            return self._drafting.propose(wishes, self.runner.max_step_drafts, self._step_times)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Raises RunnerFailed for whatever fails."""
+        try:
+            yield
+        except Exception as error:
+            self.failed_steps += 1
+            raise RunnerFailed(type(error).__name__) from error
 
     def _most_drafts(self, seq: Sequence) -> int:
         return self._carrying.most_ahead(seq, most_drafts(seq, self.max_context_tokens))

@@ -5,6 +5,7 @@ not fit into memory fails the start instead of the first client:
 
     a chunk      the first of a prompt
     a token      after it
+    drafts       after each, where there is a draft model
     a chunk      on a GPU: the last of the longest prompt there can be, after pages that are still zero
 
 (What many sequences beside it take on top is not tried.) Not on a CPU: there the last one takes as long as a
@@ -19,6 +20,7 @@ from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
+_DRAFTS = 2  # one after the chunk, and one after a single token
 
 
 def warm_up(runner: ModelRunner, cache: PrefixCache, carried: CarriedCache, chunk_size: int) -> None:
@@ -66,6 +68,8 @@ def _compute(runner: ModelRunner, chunk: Chunk) -> None:
     start, end = chunk.start, chunk.end
     try:
         runner.run([chunk])
+        if runner.draft is not None:
+            runner.draft.propose([chunk], [_DRAFTS])
     except RuntimeError as error:
         after = f" after {start} others" if start else ""
         raise start_fault(

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,10 @@ _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 _IRRELEVANT_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLE_BYTES = 4096
 
+# While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
+# process. Two that are made at once restore each other's state: half precision, or weights untied, for good.
+LOADING = threading.Lock()
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -57,6 +62,11 @@ class Checkpoint:
     @property
     def vocab_size(self) -> int:
         return int(self.config.get_text_config().vocab_size)
+
+    def tokenizer(self) -> dict[str, Any]:
+        """Its tokenizer.json; empty where there is none. Raises ConfigError where that is damaged."""
+        path = self.directory / "tokenizer.json"
+        return _read_json(path) if path.exists() else {}
 
 
 def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
@@ -95,15 +105,16 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     """
     disable_progress_bar()  # a rank's standard error is a log
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.directory,
-            config=checkpoint.config,
-            dtype=checkpoint.dtype,
-            attn_implementation=IMPLEMENTATION,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with LOADING:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.directory,
+                config=checkpoint.config,
+                dtype=checkpoint.dtype,
+                attn_implementation=IMPLEMENTATION,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
         # transformers fills what is missing with random numbers; such a model must not serve.
         missing = [*report["missing_keys"], *report["mismatched_keys"]]
         if missing:

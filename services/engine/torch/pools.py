@@ -30,28 +30,31 @@ class Pools:
         model_fingerprint: int,
         device: torch.device,
         by_kernels: bool = True,
+        groups: Sequence[KvGroup] = (),
     ) -> None:
         """Allocate and zero them. `num_pages`: of full attention. Without `by_kernels` single tokens gather.
+
+        `groups` are of attention, where they are not to be those of `attention_groups`.
 
         Raises:
             ConfigError: one is empty, or larger than all the memory that the device has.
             Unavailable: there is not so much memory now.
         """
         self.calls = remembered.calls
-        full, *windowed = attention_groups(remembered.calls)
+        full, *windowed = groups or attention_groups(remembered.calls)
         self._paged = [KvPool(full, num_pages=num_pages, page_size=page_size, device=device)]
         for group in windowed:
             num_units = sizes.num_units(group, page_size, num_pages)
             self._paged.append(KvPool(group, num_pages=num_units, page_size=page_size, device=device))
         self.slots: SlotPool | None = None
-        groups = [full, *(replace(pool.group, unit_bytes=pool.unit_bytes) for pool in self._paged[1:])]
+        units = [full, *(replace(pool.group, unit_bytes=pool.unit_bytes) for pool in self._paged[1:])]
         if remembered.states:
             states = recurrent_group(remembered.states, full.dtype)
             num_slots = sizes.num_units(states, page_size, num_pages)
             self.slots = SlotPool(remembered.states, num_slots=num_slots, device=device)
-            groups.append(replace(states, unit_bytes=self.slots.slot_bytes))
+            units.append(replace(states, unit_bytes=self.slots.slot_bytes))
         page_bytes = self._paged[0].unit_bytes
-        self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=tuple(groups))
+        self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=tuple(units))
         kv = [pool.kv for pool in self._paged]
         heads = [_num_heads(remembered, group) for group in (full, *windowed)]
         self._in_place = choose_in_place(kv, heads) if by_kernels else (None,) * len(kv)

@@ -1,15 +1,16 @@
 """The torch model runner: one packed forward pass per engine step over the paged KV pool."""
 
-import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
-from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
+from services.engine.torch.draft import DraftSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.self_check import check
@@ -18,10 +19,6 @@ from services.engine.torch.sampling import sample
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
-
-# While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
-# process. Two that are made at once restore each other's state: half precision, or weights untied, for good.
-LOADING = threading.Lock()
 
 # They need no memory but for a moment.
 _MAX_STEP_DRAFTS = 1 << 20
@@ -41,11 +38,13 @@ class TorchRunner:
         num_threads: int | None = None,
         sizes: PoolSizes | None = None,
         self_check: bool = True,
+        draft: DraftSettings | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
         `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
         threads for the whole process. Without `self_check` a model is served that may be another in pieces.
+        `draft` is a small model to draft with.
 
         Raises:
             ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
@@ -55,8 +54,7 @@ class TorchRunner:
         if num_threads is not None:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
-        with LOADING:
-            model = load_model(checkpoint, self._device)
+        model = load_model(checkpoint, self._device)
         self._model = PackedModel(model, torch.get_num_threads())
         if self_check:
             check(self._model, page_size, str(checkpoint.directory))
@@ -69,12 +67,15 @@ class TorchRunner:
             model_fingerprint=checkpoint.fingerprint,
             device=self._device,
         )
+        self._draft = self._open_draft(draft, checkpoint) if draft is not None else None
+        kv = self._draft.kv if self._draft is not None else None
+        self._layout = replace(self._pools.layout, draft=kv)
         self._vocab_size = checkpoint.vocab_size
         self._max_context_tokens = checkpoint.max_context_tokens
 
     @property
     def layout(self) -> KvLayout:
-        return self._pools.layout
+        return self._layout
 
     @property
     def memory(self) -> PoolMemory:
@@ -94,7 +95,7 @@ class TorchRunner:
 
     @property
     def draft(self) -> DraftModel | None:
-        return None
+        return self._draft
 
     @property
     def max_step_drafts(self) -> int:
@@ -122,7 +123,13 @@ class TorchRunner:
         finish_step(self._device)  # a slot may be lent to a transfer next, which no stream orders
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
+        if self._draft is not None and group == len(self._pools.layout.groups):
+            return self._draft.read_pages(pages)
         return self._pools.read(pages, group)
+
+    def _open_draft(self, settings: DraftSettings, target: Checkpoint) -> TorchDraft:
+        num_pages, page_size = self.memory.num_pages, self._pools.layout.page_size
+        return TorchDraft(settings, target, num_pages=num_pages, page_size=page_size, device=self._device)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         tokens = [each for chunk in chunks for each in single_tokens(chunk)]
@@ -132,10 +139,14 @@ class TorchRunner:
             kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
             drafted = zip(chunks, kept, strict=True)
             computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
+            if self._draft is not None:
+                self._draft.compute_with(chunks)
         return kept
 
     def close(self) -> None:
         """Free the pools and end the threads; the runner cannot run any more."""
+        if self._draft is not None:
+            self._draft.close()
         self._pools.close()
         self._model.close()
 

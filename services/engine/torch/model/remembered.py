@@ -87,10 +87,7 @@ def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
 
     Raises ConfigError where there is no attention, or full attention of several shapes.
     """
-    by_shape: dict[AttentionShape, list[int]] = {}
-    for call in calls:
-        if call.is_stored:
-            by_shape.setdefault(call.shape, []).append(call.layer_idx)
+    by_shape = _by_shape(calls)
     full = [shape for shape in by_shape if not shape.kind.is_windowed]
     if not full:
         return (_all_as_full(by_shape),)
@@ -100,11 +97,25 @@ def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
     return tuple(_group(shape, by_shape[shape]) for shape in (*full, *windowed))
 
 
+def whole_group(calls: Sequence[AttentionCall]) -> KvGroup:
+    """Of all layers: what windows keep is kept whole. Raises ConfigError where pages are not alike."""
+    return _all_as_full(_by_shape(calls))
+
+
+def _by_shape(calls: Sequence[AttentionCall]) -> dict[AttentionShape, list[int]]:
+    """The layers that store their own."""
+    by_shape: dict[AttentionShape, list[int]] = {}
+    for call in calls:
+        if call.is_stored:
+            by_shape.setdefault(call.shape, []).append(call.layer_idx)
+    return by_shape
+
+
 def _all_as_full(by_shape: Mapping[AttentionShape, Sequence[int]]) -> KvGroup:
     if not by_shape:
         raise ConfigError("it has no attention: nothing of it could be found again by its prefix")
     if len({shape.page for shape in by_shape}) > 1:
-        raise ConfigError(f"it has windows alone, and their K and V are of shapes: {_shapes(by_shape)}")
+        raise ConfigError(f"its windows cannot be kept whole: K and V are of shapes: {_shapes(by_shape)}")
     whole = replace(next(iter(by_shape)), kind=GroupKind.FULL_ATTENTION, window=0)
     return _group(whole, sorted(layer for layers in by_shape.values() for layer in layers))
 

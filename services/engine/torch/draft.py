@@ -1,0 +1,230 @@
+"""A small checkpoint beside the runner's own, which drafts: DraftModel of services/engine/paged/runner.py.
+
+    prompt chunk: the target computes it --> so does this, where it has what comes before
+    propose:      what it lacks of each sequence ---> a token each ---> ... as many times as there are drafts
+                  (few tokens: one by one, in place; many: a slice a call, and no drafts)
+
+It draws as the target would: with the request's own temperature, filters and penalties, and the random number
+of that very position. Where the two distributions are alike, so are the tokens.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.engine.paged.runner import Chunk
+from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
+from services.engine.torch.draft_tokens import DraftedHistory
+from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.remembered import whole_group
+from services.engine.torch.model.self_check import check
+from services.engine.torch.pools import Pools
+from services.engine.torch.sampling import sample
+from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.shadow_validity import ShadowValidity
+from services.model.vocabulary import first_difference
+from services.values.errors import ConfigError
+from services.values.kv import DraftKv, PageId, PoolMemory
+from services.values.request import SamplingParams
+
+_GREEDY = SamplingParams(temperature=0)
+# So many tokens of a sequence are computed one by one: a longer chunk reads its pages into one piece first.
+_ONE_BY_ONE = 8
+_SHARE = 0.1  # of a new measurement
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    directory: Path
+    every_chunk: bool = False  # also those of one token: on a prefill rank, where nobody decodes
+    catch_up_tokens: int = 512  # computed at most, beside prompt chunks, before a step's drafts
+    scratch_pages: int = 64  # for drafts that reach past a sequence's pages
+    self_check: bool = True
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """One sequence, while its drafts are made."""
+
+    chunk: Chunk
+    count: int
+    pages: Sequence[PageId]  # with scratch behind
+    sampling: SamplingParams
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def next_token(self) -> Chunk:
+        """The newest draft, to be computed."""
+        position = self.chunk.end + len(self.ids) - 1
+        return Chunk(self.ids[-1:], position, self.pages, False, _GREEDY)
+
+    @property
+    def choosing(self) -> Chunk:
+        """As the target will choose after what is drafted so far."""
+        return replace(
+            self.chunk,
+            sampling=self.sampling,
+            history=DraftedHistory(self.chunk.history, tuple(self.ids)),
+            num_output_ids=self.chunk.num_output_ids + len(self.ids),
+        )
+
+
+class TorchDraft:
+    """Implements DraftModel. Made, called and closed on the runner's thread."""
+
+    def __init__(
+        self,
+        settings: DraftSettings,
+        target: Checkpoint,
+        *,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """Load it, in its own dtype, with a page for each of the target's.
+
+        Raises:
+            ConfigError: it cannot draft for the target; the message says why.
+            Unavailable: memory, the device or a file is not to be had now; another start may do.
+        """
+        self._settings = settings
+        checkpoint = open_checkpoint(settings.directory)
+        check_same_tokens(checkpoint, target)
+        self._model = PackedModel(load_model(checkpoint, device), torch.get_num_threads())
+        try:
+            remembered = self._model.remembered
+            if remembered.states:
+                raise ConfigError("it has recurrent layers: their states are of one position")
+            group = whole_group(remembered.calls)
+        except ConfigError as error:
+            raise ConfigError(f"{checkpoint.directory} cannot draft: {error}") from error
+        if settings.self_check:
+            check(self._model, page_size, str(checkpoint.directory))
+        self._model.pack(torch.get_num_threads())
+        self._pools = Pools(
+            remembered,
+            num_pages=num_pages + settings.scratch_pages,
+            page_size=page_size,
+            sizes=PoolSizes(),
+            model_fingerprint=checkpoint.fingerprint,
+            device=device,
+            groups=(group,),
+        )
+        self._scratch = [PageId(num_pages + page) for page in range(settings.scratch_pages)]
+        self._max_context_tokens = checkpoint.max_context_tokens
+        self.validity = ShadowValidity(num_pages, page_size)
+        self.memory: PoolMemory = replace(self._pools.memory[0], num_pages=num_pages)
+        self.step_s = 0.0
+
+    @property
+    def kv(self) -> DraftKv:
+        layout = self._pools.layout
+        return DraftKv(layout.model_fingerprint, replace(layout.groups[0], unit_bytes=layout.page_bytes))
+
+    def lent(self, pages: Sequence[PageId]) -> None:
+        self.validity.lent(pages)
+
+    def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
+        self.validity.received(pages, num_tokens)
+
+    def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+        return self._pools.read(pages, 0)
+
+    def compute_with(self, chunks: Sequence[Chunk]) -> None:
+        """The target computes them."""
+        lacking = [(chunk, self._lacking(chunk)) for chunk in chunks]
+        own = [
+            _part(chunk, span, chunk.token_ids[span.start - chunk.start :]) for chunk, span in lacking if span
+        ]
+        if own:
+            self._compute(own, ())
+        for chunk, span in lacking:
+            self.validity.computed(chunk.pages, span.start, span.stop)
+
+    def propose(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        began = time.perf_counter()
+        drafting = [
+            self._drafting(nth, len(chunks), *each)
+            for nth, each in enumerate(zip(chunks, counts, strict=True))
+        ]
+        with torch.inference_mode():
+            self._draft([each for each in drafting if each.count > 0])
+        for each in drafting:
+            self.validity.foreseen(each.chunk.pages, each.chunk.end, each.ids[:-1])
+        self._note_time(time.perf_counter() - began, max((len(each.ids) for each in drafting), default=0))
+        return [tuple(each.ids) for each in drafting]
+
+    def close(self) -> None:
+        """Free the pool and end the threads."""
+        self._pools.close()
+        self._model.close()
+
+    def _lacking(self, chunk: Chunk) -> range:
+        decodes = len(chunk.token_ids) == 1 + chunk.num_drafts
+        if decodes and not self._settings.every_chunk:
+            return range(0)
+        end = min(chunk.end, self._max_context_tokens)
+        return self.validity.lacking(chunk.pages, chunk.start, end) if chunk.start < end else range(0)
+
+    def _drafting(self, nth: int, of: int, chunk: Chunk, count: int) -> _Drafting:
+        """Its share of the scratch pages lies behind its own."""
+        share = len(self._scratch) // of
+        pages = [*chunk.pages, *self._scratch[nth * share : (nth + 1) * share]]
+        room = min(len(pages) * self._pools.layout.page_size, self._max_context_tokens) - chunk.end
+        return _Drafting(chunk, max(0, min(count, room)), pages, replace(chunk.sampling, logprobs=None))
+
+    def _draft(self, drafting: Sequence[_Drafting]) -> None:
+        going, logits = self._catch_up(drafting)
+        while going:
+            for each, choice in zip(going, sample(logits, [each.choosing for each in going]), strict=True):
+                each.ids.append(choice.token_id)
+            going = [each for each in going if len(each.ids) < each.count]
+            if going:
+                logits = self._compute([each.next_token for each in going], range(len(going)))
+
+    def _catch_up(self, drafting: Sequence[_Drafting]) -> tuple[list[_Drafting], Tensor]:
+        """Who has all that it lacked, and the logits after the newest token of each."""
+        sequences = [(each.chunk.pages, each.chunk.history) for each in drafting]
+        spans = self.validity.to_compute(sequences, self._settings.catch_up_tokens)
+        ready, rows, parts, end = list[_Drafting](), list[int](), list[Chunk](), 0
+        for each, span in zip(drafting, spans, strict=True):
+            if span:
+                parts.append(_part(each.chunk, span, each.chunk.history[span.start : span.stop]))
+                end += len(span)
+            if span.stop == each.chunk.end:
+                ready.append(each)
+                rows.append(end - 1)
+        logits = self._compute(parts, rows) if parts else torch.empty(0)
+        for each, span in zip(drafting, spans, strict=True):
+            self.validity.computed(each.chunk.pages, span.start, span.stop)
+        return ready, logits
+
+    def _compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Tensor:
+        return self._model.compute(self._pools, chunks, rows).logits
+
+    def _note_time(self, took_s: float, num_drafts: int) -> None:
+        if num_drafts:
+            of_one = took_s / num_drafts
+            self.step_s = of_one if self.step_s == 0 else (1 - _SHARE) * self.step_s + _SHARE * of_one
+
+
+def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:
+    """Raises ConfigError unless an id is the same token to both, as far as their files tell."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"{draft.directory} cannot draft: its vocabulary has {draft.vocab_size} ids, the model's "
+            f"{target.vocab_size}"
+        )
+    ours, theirs = draft.tokenizer(), target.tokenizer()
+    if ours and theirs and (differs := first_difference(ours, theirs)) is not None:
+        raise ConfigError(f"{draft.directory} cannot draft: token {differs} is another one than the model's")
+
+
+def _part(chunk: Chunk, span: range, ids: Sequence[int]) -> Chunk:
+    few = 1 < len(span) <= _ONE_BY_ONE
+    num_drafts = len(span) - 1 if few else 0  # which has them computed one by one
+    return Chunk(ids, span.start, chunk.pages, False, _GREEDY, num_drafts=num_drafts)

@@ -1,0 +1,231 @@
+"""A small checkpoint drafts for another one."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.torch.sequences import GREEDY, PageTables, Sequence
+from exactness.checkpoints import tiny_checkpoint
+from exactness.draft_checkpoints import grown_checkpoint
+from exactness.reference import random_prompt
+from services.engine.paged.runner import Chunk
+from services.engine.torch.draft import DraftSettings
+from services.engine.torch.runner import TorchRunner
+from services.values.errors import ConfigError
+from services.values.request import SamplingParams
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3, logprobs=2)
+
+
+def make_runner(target=None, draft=None, **settings):
+    draft = DraftSettings(draft or tiny_checkpoint(), self_check=False, **settings)
+    target = target or grown_checkpoint()
+    return TorchRunner(target, num_pages=64, page_size=16, self_check=False, draft=draft)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    runner = make_runner(catch_up_tokens=24)
+    yield runner
+    runner.close()
+
+
+class Drafting(Sequence):
+    """As a decode rank's, with drafts of the runner's own."""
+
+    def __init__(self, runner, prompt, tables, *, num_drafts=3, spare=60, sampling=GREEDY):
+        super().__init__(prompt, tables.take(len(prompt) + spare), 20, sampling=sampling)
+        runner.draft.lent(self.pages)
+        self.num_drafts, self.drafted, self.accepted, self.proposals = num_drafts, 0, 0, []
+
+    def take(self, chunk, sampled):
+        self.drafted += chunk.num_drafts
+        self.accepted += max(0, len(sampled) - 1)
+        super().take(chunk, sampled)
+
+
+def step(runner, sequences):
+    chunks = [sequence.next_chunk() for sequence in sequences]
+    decoding = [i for i, sequence in enumerate(sequences) if sequence.start == len(sequence.ids) - 1]
+    page_size = runner.layout.page_size
+    asked = [
+        replace(chunks[i], pages=chunks[i].pages[: -(-chunks[i].end // page_size)]) for i in decoding
+    ]  # as the core does: pages for what is there
+    counts = [sequences[i].num_drafts for i in decoding]
+    for i, drafts in zip(decoding, runner.draft.propose(asked, counts) if asked else [], strict=True):
+        sequences[i].proposals.append(drafts)
+        chunks[i] = replace(chunks[i], token_ids=[*chunks[i].token_ids, *drafts], num_drafts=len(drafts))
+    for sequence, chunk, sampled in zip(sequences, chunks, runner.run(chunks), strict=True):
+        sequence.take(chunk, sampled)
+
+
+def run(runner, sequences, max_tokens):
+    while any(len(sequence.output_ids) < max_tokens for sequence in sequences):
+        step(runner, [s for s in sequences if len(s.output_ids) < max_tokens])
+
+
+def plain(runner, prompt, max_tokens, sampling=GREEDY):
+    sequence = Drafting(runner, prompt, PageTables(runner), num_drafts=0, sampling=sampling)
+    run(runner, [sequence], max_tokens)
+    return sequence.output_ids[:max_tokens]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_output_is_that_without_drafts_and_many_come_true(runner, sampling):
+    prompts = [random_prompt(length, seed=length) for length in (5, 33, 61)]
+    tables = PageTables(runner)
+    sequences = [Drafting(runner, prompt, tables, sampling=sampling) for prompt in prompts]
+    run(runner, sequences, 40)
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.output_ids[:40] == plain(runner, prompt, 40, sampling)
+    accepted, drafted = (sum(getattr(s, name) for s in sequences) for name in ("accepted", "drafted"))
+    assert accepted / drafted > (0.75 if sampling is GREEDY else 0.5)
+
+
+def test_drafts_are_what_the_small_model_says():
+    """Its own greedy continuation, whether its KV is of the prompt, of drafts that came true, or late."""
+    runner, draft = make_runner(catch_up_tokens=24), make_runner(tiny_checkpoint())
+    prompt = random_prompt(50, seed=1)
+    tables = PageTables(runner)
+    sequence = Drafting(runner, prompt, tables, num_drafts=4)
+    run(runner, [sequence], 30)
+    for ids, drafts in zip(starts(sequence), sequence.proposals, strict=True):
+        assert list(drafts) == plain(draft, ids, 4)
+
+
+def starts(sequence):
+    """The ids before each of its proposals."""
+    ids, length = sequence.ids, sequence.prompt_len + 1
+    for drafts in sequence.proposals:
+        yield ids[:length]
+        length += 1 + common(drafts, ids[length:])
+
+
+def common(drafts, ids):
+    pairs = enumerate(zip(drafts, ids, strict=False))
+    return next((i for i, (draft, token_id) in pairs if draft != token_id), len(drafts))
+
+
+def test_what_is_missing_is_caught_up_with_by_slices(runner):
+    prompt = random_prompt(60, seed=9)
+    sequence = Drafting(runner, prompt, PageTables(runner))
+    run(runner, [sequence], 1)
+    runner.draft.lent(sequence.pages)  # as if the target's KV had come from elsewhere, without the draft's
+    run(runner, [sequence], 12)
+    assert sequence.output_ids[:12] == plain(runner, prompt, 12)
+    assert [len(drafts) for drafts in sequence.proposals[:4]] == [0, 0, 3, 3]  # 24, 24, the rest
+    assert sequence.accepted >= 3
+
+
+def test_who_lacks_much_does_not_keep_others_from_drafting(runner):
+    tables = PageTables(runner)
+    long, short = (Drafting(runner, random_prompt(n, seed=n), tables) for n in (100, 6))
+    run(runner, [long, short], 1)
+    runner.draft.lent(long.pages)
+    step(runner, [long, short])
+    assert [len(long.proposals[-1]), len(short.proposals[-1])] == [0, 3]
+
+
+def test_drafts_go_past_the_pages(runner):
+    """They are as many at the end of a page, and what is behind it is computed again."""
+    prompt = random_prompt(15, seed=4)
+    sequence = Drafting(runner, prompt, PageTables(runner), num_drafts=5)
+    run(runner, [sequence], 40)
+    assert {len(drafts) for drafts in sequence.proposals} == {5}
+    assert sequence.output_ids[:40] == plain(runner, prompt, 40)
+    assert sequence.accepted / sequence.drafted > 0.75
+
+
+def test_nobodys_kv_is_taken_for_ones_own(runner):
+    """The same pages, lent to one after the other: what is drafted does not depend on who had them."""
+    prompts = [random_prompt(30, seed=seed) for seed in range(3)]
+    alone, after = [], []
+    for prompt in prompts:
+        fresh = make_runner()
+        sequence = Drafting(fresh, prompt, PageTables(fresh))
+        run(fresh, [sequence], 20)
+        alone.append(sequence.proposals)
+        fresh.close()
+        sequence = Drafting(runner, prompt, PageTables(runner, seed=5))
+        run(runner, [sequence], 20)
+        after.append(sequence.proposals)
+    assert after == alone
+
+
+def test_none_are_drafted_past_its_context(tmp_path):
+    draft = edited(tmp_path, max_position_embeddings=40)
+    runner = make_runner(draft=draft)
+    sequence = Drafting(runner, random_prompt(34, seed=2), PageTables(runner))
+    run(runner, [sequence], 20)
+    assert sequence.output_ids[:20] == plain(runner, random_prompt(34, seed=2), 20)
+    assert len(sequence.proposals[0]) == 3 and sequence.proposals[-1] == ()
+
+
+def test_a_prompt_in_one_chunk_of_one_token_is_computed_where_nobody_decodes():
+    chunk = Chunk([7], 0, [3], True, GREEDY, [7])
+    for every_chunk, valid in ((True, 1), (False, 0)):
+        runner = make_runner(every_chunk=every_chunk)
+        runner.run([chunk])
+        assert runner.draft.validity.valid_len([3]) == valid
+
+
+def test_its_pages_lie_behind_the_last_groups(runner):
+    kv = runner.layout.draft
+    assert kv.group.unit_bytes == 2 * 2 * 2 * 16 * 16 * 4
+    assert runner.layout.unit_bytes == (2 * kv.group.unit_bytes, kv.group.unit_bytes)  # of 4 layers, and of 2
+    assert runner.draft.memory.num_pages == runner.memory.num_pages
+    sequence = Drafting(runner, random_prompt(20, seed=3), PageTables(runner))
+    step(runner, [sequence])
+    page = next(runner.read_pages(sequence.pages[:1], 1))
+    assert len(page) == kv.group.unit_bytes
+    layers = np.frombuffer(page, np.float32).reshape(2, -1)
+    of_target = np.frombuffer(next(runner.read_pages(sequence.pages[:1])), np.float32).reshape(4, -1)
+    assert np.abs(layers - of_target[:2]).max() < 1e-3  # the grown one has its layers
+
+
+def test_windows_are_kept_whole():
+    runner = make_runner(tiny_checkpoint("gemma3"), tiny_checkpoint("gemma3"))
+    assert len(runner.layout.groups) == 2 and runner.layout.draft.group.layer_ids == (0, 1, 2, 3)
+    runner.close()
+
+
+def test_a_draft_of_windows_sees_what_it_is_to_see():
+    draft = tiny_checkpoint("mistral", window=24)
+    runner, small = make_runner(draft=draft), make_runner(draft)
+    sequence = Drafting(runner, random_prompt(60, seed=1), PageTables(runner))
+    run(runner, [sequence], 8)
+    for ids, drafts in zip(starts(sequence), sequence.proposals, strict=True):
+        assert list(drafts) == plain(small, ids, 3)
+
+
+def edited(tmp_path, **changes):
+    directory = shutil.copytree(tiny_checkpoint(), tmp_path / "draft")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="cannot draft: its vocabulary has 259 ids, the model's 512"):
+        make_runner(draft=tiny_checkpoint(tokenizer="bytes"))
+
+
+def test_a_draft_whose_tokens_are_others_is_refused(tmp_path):
+    directory = edited(tmp_path)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="cannot draft: token 40 is another one than the model's"):
+        make_runner(draft=directory)
+    (directory / "tokenizer.json").unlink()
+    make_runner(draft=directory).close()
+
+
+def test_a_recurrent_draft_is_refused():
+    with pytest.raises(ConfigError, match="cannot draft: it has recurrent layers"):
+        make_runner(draft=tiny_checkpoint("qwen3_5"))
