@@ -192,8 +192,8 @@ class EngineCore:
         admitted = self._let_in_landed() | self._admit()
         batch = list(self._decode_chunks())
         num_decoding = len(batch)
-        num_rows = sum(len(chunk.token_ids) for _, chunk in batch)
-        batch += self._prompt_chunks(num_rows)
+        num_drafts = sum(chunk.num_drafts for _, chunk in batch)
+        batch += self._prompt_chunks(num_decoding, num_drafts)
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
@@ -201,7 +201,7 @@ class EngineCore:
             sampled = self.runner.run([chunk for _, chunk in batch])
         self.failed_steps = 0
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
-        self._measure(num_rows, prompt_tokens, self._clock() - began)
+        self._measure(num_decoding, num_drafts, prompt_tokens, self._clock() - began)
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
         return True
@@ -394,9 +394,9 @@ class EngineCore:
             missing -= 1
         return min(num_drafts, len(seq.pages.pages) * self.page_size - len(seq.ids))
 
-    def _prompt_chunks(self, num_rows: int) -> list[tuple[Sequence, Chunk]]:
+    def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
         """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
-        budget = self._chunk_budget(num_rows)
+        budget = self._chunk_budget(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         for seq in sorted(computing, key=place_in_line):
@@ -420,9 +420,9 @@ class EngineCore:
             return computes_next_page_of(other, seq, self.page_size)
         return computes_towards(other, seq)
 
-    def _chunk_budget(self, num_rows: int) -> int:
+    def _chunk_budget(self, num_decoding: int, num_drafts: int = 0) -> int:
         limits = self._limits
-        return self._step_times.chunk_tokens(num_rows, limits.itl_target_s, limits.chunk_size)
+        return self._step_times.chunk_tokens(num_decoding, limits.itl_target_s, limits.chunk_size, num_drafts)
 
     def _catch_up(self, seq: Sequence) -> None:
         """Take over what others have computed of its prompt since it was admitted."""
@@ -556,9 +556,9 @@ class EngineCore:
     def _emit(self, seq: Sequence, event: Event) -> None:
         self._events.append((seq, event))
 
-    def _measure(self, num_rows: int, prompt_tokens: int, took_s: float) -> None:
+    def _measure(self, num_decoding: int, num_drafts: int, prompt_tokens: int, took_s: float) -> None:
         self._step_s = took_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * took_s
-        self._step_times.note(num_rows, prompt_tokens, took_s)
+        self._step_times.note(num_decoding, prompt_tokens, took_s, num_drafts)
         if prompt_tokens:
             self._prompt_steps = self._prompt_steps.with_steps(took_s)
         else:

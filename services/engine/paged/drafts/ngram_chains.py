@@ -25,8 +25,8 @@ class NgramChains:
     def __init__(self, num_heads: int, num_kept: int | None = None) -> None:
         """Both are powers of two. The last `num_kept` positions are remembered; None: all."""
         self._head_mask = num_heads - 1
-        self._heads = array("q", bytes(8 * num_heads))  # 1 + position; 0: none
-        self._earlier = array("q", bytes(8 * (num_kept or 0)))  # likewise, by position
+        self._heads = array("q", (0,)) * num_heads  # 1 + position; 0: none
+        self._earlier = array("q", (0,)) * (num_kept or 0)  # likewise, by position
         self._num_kept = num_kept
         self._last = [NO_ID] * NGRAM
         self.end = 0  # the next position

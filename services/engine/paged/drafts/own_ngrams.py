@@ -12,7 +12,9 @@ _MIN_HEADS, _MAX_HEADS = 1 << 10, 1 << 16
 
 
 class OwnNgrams:
-    """Of one sequence, whose ids only ever grow. They are read in place."""
+    """Of one sequence, whose ids only ever grow; they are read in place. Implements Source."""
+
+    name = "lookup"
 
     def __init__(self, ids: list[int]) -> None:
         self._ids = ids
@@ -26,9 +28,10 @@ class OwnNgrams:
 
     def index(self, most: int) -> int:
         """Take up to so many more of its ids in; returns how many."""
-        first = self._chains.end
-        self._chains.add(self._ids[first : first + most])
-        return self._chains.end - first
+        first, count = self._chains.end, min(most, self.backlog)
+        if count > 0:
+            self._chains.add(self._ids[first : first + count])
+        return count
 
     def match(self, most: int) -> Match | None:
         """What followed where the longest part of its end stood, the last time; `most` ids."""

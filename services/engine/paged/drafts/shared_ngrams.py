@@ -2,10 +2,12 @@
 
 from collections import OrderedDict
 
-from services.engine.paged.drafts.match import Ids
+from services.engine.paged.drafts.match import LONGEST, Ids, Match, Trail
 from services.engine.paged.drafts.text_ring import TextRing
 
 _MAX_BYTES = 64 << 20  # some 25 salts with 130,000 ids each, or 800 with 4,000
+# Ids that a text begins with though they were told: as many as are compared, and what a guess may reach over.
+_OVERLAP = LONGEST + 8
 
 
 class SharedNgrams:
@@ -35,3 +37,35 @@ class SharedNgrams:
         while self.size_bytes > self._max_bytes:
             _, forgotten = self._rings.popitem(last=False)
             self.size_bytes -= forgotten.size_bytes
+
+
+class SaltNgrams:
+    """What one sequence, whose ids only ever grow, takes from its salt's texts and adds to them. Implements
+    Source."""
+
+    name = "ngrams"
+
+    def __init__(self, ids: list[int], salt: str, shared: SharedNgrams, told: int) -> None:
+        """The others need not be told of its first `told` ids."""
+        self._ids = ids
+        self._salt = salt
+        self._shared = shared
+        self._told = told
+        self._trail = Trail()
+
+    @property
+    def untold(self) -> int:
+        return len(self._ids) - self._told
+
+    def tell(self) -> None:
+        """Of all that is new, and of as much before it as it takes to find the beginning."""
+        self._shared.add(self._salt, self._ids[max(0, self._told - _OVERLAP) :])
+        self._told = len(self._ids)
+
+    def match(self, most: int) -> Match | None:
+        ring = self._shared.of(self._salt)
+        found = ring.match(self._ids, self._trail, most) if ring is not None else None
+        if found is None:
+            return None
+        match, self._trail = found
+        return match

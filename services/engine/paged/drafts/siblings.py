@@ -1,6 +1,6 @@
 """What others went on with after the very same ids, as far as the radix tree has it, which is only read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from services.engine.paged.drafts.match import Match
@@ -12,20 +12,25 @@ _MOST_COMPARED = 64  # children: a popular prompt has thousands
 
 
 class Siblings:
-    """Of one sequence."""
+    """Of one sequence, whose ids only ever grow. Implements Source."""
 
-    def __init__(self, page_size: int) -> None:
+    name = "tree"
+
+    def __init__(self, ids: list[int], page_size: int, deepest: Callable[[], Node | None]) -> None:
+        """`deepest` tells the node of the sequence's last page in the tree, if there is one."""
+        self._ids = ids
+        self._deepest = deepest
+        self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._under: Node | None = None
         self._followed: Node | None = None  # a child of `_under`
         self._seen = 0  # children of `_under` of which none goes on alike
 
-    def match(self, under: Node | None, ids: Sequence[int], most: int) -> Match | None:
-        """Up to `most` ids; `under` is the node of the sequence's last page in the tree."""
-        if under is None:
+    def match(self, most: int) -> Match | None:
+        if (deepest := self._deepest()) is None:
             return None
-        page_size = self._page_bytes // TOKEN_BYTES
-        node, open_ids = _descend(under, pack_tokens(ids[under.depth * page_size :]), self._page_bytes)
+        open_ids = pack_tokens(self._ids[deepest.depth * self._page_size :])
+        node, open_ids = _descend(deepest, open_ids, self._page_bytes)
         if node is not self._under:
             self._under, self._followed, self._seen = node, None, 0
         child = self._find(node, open_ids) if node is not None else None

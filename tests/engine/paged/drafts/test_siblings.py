@@ -29,7 +29,7 @@ def test_it_is_what_some_text_goes_on_with_after_the_same_ids(texts, ids, publis
     under = tree.insert(ids[: published * PAGE])
     for text in texts:
         tree.insert(text)
-    match = Siblings(PAGE).match(under, ids, 3)
+    match = Siblings(ids, PAGE, lambda: under).match(3)
     whole = [text[: len(text) // PAGE * PAGE] for text in texts]
     going_on = [text[len(ids) :] for text in whole if text[: len(ids)] == ids and len(text) > len(ids)]
     assert (match is not None) == bool(going_on)
@@ -39,31 +39,37 @@ def test_it_is_what_some_text_goes_on_with_after_the_same_ids(texts, ids, publis
 
 
 def test_who_was_followed_is_followed_on_and_the_latest_otherwise():
-    tree, siblings = Tree(), Siblings(PAGE)
-    root = tree.tree.root("")
-    assert siblings.match(root, [1], 3) is None
+    tree, ids = Tree(), [1]
+    siblings = Siblings(ids, PAGE, lambda: tree.tree.root(""))
+
+    def goes_on(ids_now):
+        ids[:] = ids_now
+        match = siblings.match(3)
+        return list(match.ids) if match is not None else None
+
+    assert goes_on([1]) is None
     tree.insert([1, 2, 3, 4])
-    assert list(siblings.match(root, [1], 3).ids) == [2, 3, 4]
+    assert goes_on([1]) == [2, 3, 4]
     tree.insert([1, 2, 5, 6])
-    assert list(siblings.match(root, [1, 2], 3).ids) == [3, 4]
-    assert list(siblings.match(root, [1, 2, 5], 3).ids) == [6]
-    assert siblings.match(root, [1, 2, 9], 3) is None
+    assert goes_on([1, 2]) == [3, 4]
+    assert goes_on([1, 2, 5]) == [6]
+    assert goes_on([1, 2, 9]) is None
     tree.insert([1, 2, 9, 7])
-    assert list(siblings.match(root, [1, 2, 9], 3).ids) == [7]
+    assert goes_on([1, 2, 9]) == [7]
 
 
 def test_it_reads_on_into_the_pages_behind():
     tree = Tree()
     under = tree.insert([1, 2, 3, 4])
     tree.insert([*range(1, 13)])
-    assert list(Siblings(PAGE).match(under, [*range(1, 8)], 5).ids) == [8, 9, 10, 11, 12]
+    assert list(Siblings([*range(1, 8)], PAGE, lambda: under).match(5).ids) == [8, 9, 10, 11, 12]
 
 
 def test_only_those_of_the_same_salt():
     tree = Tree()
     tree.insert([1, 2, 3, 4], salt="other")
-    assert Siblings(PAGE).match(tree.tree.root("own"), [1], 3) is None
+    assert Siblings([1], PAGE, lambda: tree.tree.root("own")).match(3) is None
 
 
 def test_without_a_cache_there_is_nothing():
-    assert Siblings(PAGE).match(None, [1], 3) is None
+    assert Siblings([1], PAGE, lambda: None).match(3) is None

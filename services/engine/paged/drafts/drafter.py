@@ -1,0 +1,110 @@
+"""Drafts from what was said before: by the sequence itself and, if asked for, by others of its salt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.engine.paged import sequence
+from services.engine.paged.drafts.acceptance import Acceptance
+from services.engine.paged.drafts.drafting import Wish
+from services.engine.paged.drafts.guesser import Guess, Guesser
+from services.engine.paged.drafts.own_ngrams import OwnNgrams
+from services.engine.paged.drafts.proposal import Proposal
+from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
+from services.engine.paged.drafts.shared_ngrams import SaltNgrams, SharedNgrams
+from services.engine.paged.drafts.siblings import Siblings
+from services.engine.paged.drafts.source import Source
+from services.engine.paged.queue.step_time import StepTimes
+
+# Ids taken in by a step, of all sequences together: prompts that come at once, long ones, are known a little
+# later rather than hold a step up. 0.2 ms.
+_INDEXED_A_STEP = 2048
+_TOLD_AT_ONCE = 256  # ids of a running sequence that the others of its salt are told of
+_NO_CANDIDATE = Candidate(0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    most: int = 5  # drafts of a sequence in a step
+    shares: bool = False  # also from others of the same salt
+    shares_unsalted: bool = False  # and where that is empty
+    itl_target_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """A sequence that has decoded here."""
+
+    own: OwnNgrams
+    of_salt: SaltNgrams | None  # None: it shares with nobody
+    guesser: Guesser
+
+
+class Drafter:
+    """Implements Drafting."""
+
+    def __init__(self, settings: DraftSettings, page_size: int) -> None:
+        self._settings = settings
+        self._page_size = page_size
+        self._shared = SharedNgrams()
+        self._acceptance = Acceptance()
+        self._drafted: dict[sequence.Sequence, _Drafted] = {}
+
+    def __repr__(self) -> str:
+        return f"Drafter(sequences={len(self._drafted)} {self._shared!r})"
+
+    def propose(
+        self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
+    ) -> Sequence[Proposal | None]:
+        guesses = self._guesses(wishes)
+        if not any(guesses):
+            return [None] * len(wishes)
+        candidates = [Candidate(len(g.ids), g.chance) if g is not None else _NO_CANDIDATE for g in guesses]
+        cost = _step_cost(step_times, len(wishes), self._settings.itl_target_s)
+        counts = share_rows(candidates, len(wishes), max_drafts, cost)
+        return [
+            Proposal(guess.source, guess.ids[:count]) if guess is not None and count else None
+            for guess, count in zip(guesses, counts, strict=True)
+        ]
+
+    def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
+        """What its ids go on with tells that, and more."""
+
+    def ended(self, seq: sequence.Sequence) -> None:
+        drafted = self._drafted.pop(seq, None)
+        if drafted is not None and drafted.of_salt is not None and drafted.of_salt.untold:
+            drafted.of_salt.tell()
+
+    def _guesses(self, wishes: Sequence[Wish]) -> list[Guess | None]:
+        guesses, may_index = list[Guess | None](), _INDEXED_A_STEP
+        for wish in wishes:
+            drafted = self._drafted.get(wish.seq) or self._begin(wish.seq)
+            may_index -= drafted.own.index(may_index)
+            if drafted.of_salt is not None and drafted.of_salt.untold >= _TOLD_AT_ONCE:
+                drafted.of_salt.tell()
+            most = min(wish.most, self._settings.most)
+            guesses.append(drafted.guesser.guess(most) if most > 0 else None)
+        return guesses
+
+    def _begin(self, seq: sequence.Sequence) -> _Drafted:
+        own, of_salt = OwnNgrams(seq.ids), None
+        sources: list[Source] = [own]
+        if self._may_share(seq):
+            # Of the prompt the others learn only what the answer goes on from: they have what they are asked.
+            of_salt = SaltNgrams(seq.ids, seq.request.cache_salt, self._shared, len(seq.request.prompt_ids))
+            siblings = Siblings(seq.ids, self._page_size, lambda: seq.pages.node if seq.pages else None)
+            sources = [own, siblings, of_salt]
+        drafted = _Drafted(own, of_salt, Guesser(seq.ids, sources, self._acceptance))
+        self._drafted[seq] = drafted
+        return drafted
+
+    def _may_share(self, seq: sequence.Sequence) -> bool:
+        """Speed tells what others of the salt have said, and without one these are all the world."""
+        settings = self._settings
+        return settings.shares and (bool(seq.request.cache_salt) or settings.shares_unsalted)
+
+
+def _step_cost(step_times: StepTimes, batch: int, target_s: float | None) -> StepCost:
+    """Of what the target leaves, drafts take half at the most: the rest is for prompts."""
+    plain_s = step_times.decode_s(batch)
+    limit_s = (plain_s + target_s) / 2 if target_s is not None else None
+    return StepCost(plain_s, step_times.draft_s, limit_s)
