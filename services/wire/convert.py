@@ -152,18 +152,33 @@ def layout_from_proto(pb: handshake_pb2.KvLayout, handshake_version: int) -> KvL
     for name in ("page_size", "page_bytes", "tp_size"):
         _positive(f"layout.{name}", getattr(pb, name))
     groups = tuple(map(_group_from_proto, pb.groups))
+    for index, group in enumerate(groups):
+        _require_full_attention(f"layout.groups[{index}].kind", group, index == 0)
     draft = _draft_from_proto(pb.draft) if pb.HasField("draft") else None
     return value_of(KvLayout, pb, groups=groups, handshake_version=handshake_version, draft=draft)
 
 
 def _draft_from_proto(pb: handshake_pb2.DraftKv) -> DraftKv:
     _positive("layout.draft.group.unit_bytes", pb.group.unit_bytes)
-    return value_of(DraftKv, pb, group=_group_from_proto(pb.group))
+    group = _group_from_proto(pb.group)
+    _require_full_attention("layout.draft.group.kind", group, True)
+    return value_of(DraftKv, pb, group=group)
 
 
 def _group_from_proto(pb: handshake_pb2.KvGroup) -> KvGroup:
     _filled("layout.groups.dtype", pb.dtype)
-    return value_of(KvGroup, pb, kind=known("layout.groups.kind", _KIND_FROM_PROTO, pb.kind))
+    kind = known("layout.groups.kind", _KIND_FROM_PROTO, pb.kind)
+    if kind.is_windowed:
+        _positive("layout.groups.window", pb.window)
+    return value_of(KvGroup, pb, kind=kind)
+
+
+def _require_full_attention(field_name: str, group: KvGroup, due: bool) -> None:
+    """What is carried can be anything else, and nothing else has pages in the radix tree."""
+    if (group.kind is GroupKind.FULL_ATTENTION) is not due:
+        raise ProtocolError(
+            f"{field_name} must {'' if due else 'not '}be full attention, got {group.kind.value}"
+        )
 
 
 def memory_to_proto(memory: PoolMemory) -> handshake_pb2.PoolMemory:

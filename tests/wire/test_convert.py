@@ -362,6 +362,35 @@ def test_a_layout_of_unknown_groups_is_refused(kind):
         convert.layout_from_proto(pb, 1)
 
 
+WINDOWED = KvLayout(
+    16,
+    64,
+    1,
+    groups=(
+        *LAYOUT.groups,
+        KvGroup(GroupKind.CHUNKED_WINDOW, (1,), 1, 1, "float32", window=8, unit_bytes=64),
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", [GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_WINDOW])
+def test_a_window_of_nothing_is_refused(kind):
+    pb = convert.layout_to_proto(
+        replace(WINDOWED, groups=(LAYOUT.groups[0], replace(WINDOWED.groups[1], kind=kind)))
+    )
+    assert convert.layout_from_proto(pb, 1).groups[1].kind is kind
+    pb.groups[1].window = 0
+    with pytest.raises(ProtocolError, match="window"):
+        convert.layout_from_proto(pb, 1)
+
+
+@pytest.mark.parametrize("places", [(1,), (0, 0), (1, 0)])
+def test_a_layout_whose_first_group_is_not_alone_of_full_attention_is_refused(places):
+    groups = tuple(replace(WINDOWED.groups[place], unit_bytes=64) for place in places)
+    with pytest.raises(ProtocolError, match="full attention"):
+        convert.layout_from_proto(convert.layout_to_proto(replace(WINDOWED, groups=groups)), 1)
+
+
 @pytest.mark.parametrize("number", [0, 99])
 @pytest.mark.parametrize(
     "from_proto",
