@@ -69,7 +69,7 @@ class DeltaWrite:
         posted again."""
         moves: list[PageMove] = []
         for lane in self._lanes:
-            most = max_bytes // self._unit_bytes[lane.pool]
+            most = max(0, max_bytes) // self._unit_bytes[lane.pool]  # one unit may be more than it all
             taken = self._take(lane, most if moves else max(1, most))
             max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.pool]
             moves += taken
