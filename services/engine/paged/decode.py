@@ -349,7 +349,9 @@ def _output(tokens: list[Token], admitted: Admitted | None = None) -> Output:
 
 def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:
     if landed.group_bytes != due:
-        moved, expected = (" + ".join(map(str, by_group)) for by_group in (landed.group_bytes, due))
+        told = landed.group_bytes
+        by_group = told if len(told) == len(due) else (sum(told),)  # there may be any number of them
+        moved, expected = (" + ".join(map(str, sizes)) for sizes in (by_group, due))
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
 
 

@@ -96,7 +96,8 @@ async def test_what_a_cold_prompt_would_have_moved_is_told_under_either_plan():
     ("told", "sentence"),
     [
         ([192, 56, 16], r"192 \+ 56 \+ 16 bytes landed where 192 \+ 64 \+ 8 were due"),  # the sum is right
-        ([192, 64], "bytes landed where"),
+        ([192, 64], "256 bytes landed where"),
+        ([1] * 1000, " 1000 bytes landed where"),  # however many there are
         ([], "264 bytes landed where"),  # as from who knows of no groups
     ],
 )
