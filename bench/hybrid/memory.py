@@ -10,8 +10,7 @@ Everything is told in tokens of attention: a state weighs so many of them, and s
 from dataclasses import dataclass
 
 from bench.cache_workload import Workload
-from services.kv.carried.pool_sizes import units_for
-from services.kv.tails import units_at
+from services.kv.carried.pool_sizes import units_for, units_of_a_sequence
 from services.values.kv import GroupKind, KvGroup
 
 
@@ -50,9 +49,9 @@ class Memory:
 
     @property
     def carried_tokens(self) -> int:
-        """What a request carries at its prompt's end."""
-        longest = 4 * self.group.window + 2 * self.page_size  # a state weighs the same everywhere
-        return round(units_at(self.group, longest, self.page_size) * self.group.unit_bytes / self.token_bytes)
+        """What a request needs to go on by a token, wherever it is."""
+        units = units_of_a_sequence(self.group, self.page_size)
+        return round(units * self.group.unit_bytes / self.token_bytes)
 
     def units_for(self, running: int) -> int:
         return units_for(self.group, self.page_size, self.chunk_size, running)

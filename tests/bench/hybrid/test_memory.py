@@ -37,7 +37,7 @@ def test_what_a_request_carries():
     assert memory_of(fake_hybrid(450)).set_aside(2) == 900
     # Of a window of 128 three pages a request, and for chunks of 512 eight at once.
     assert memory_of(fake_windowed(128, PAGE_SIZE)).set_aside(2) == (2 * 3 + 8) * PAGE_SIZE
-    assert memory_of(fake_windowed(128, PAGE_SIZE)).carried_tokens == 128
+    assert memory_of(fake_windowed(128, PAGE_SIZE)).carried_tokens == 192
 
 
 def test_fewer_run_the_more_a_state_weighs():
