@@ -91,7 +91,10 @@ def test_no_tail_is_longer_and_one_is_as_long(checkpoint, page_size):
 def test_who_serves_it_is_the_exit_code(capsys, tmp_path):
     assert check.run([str(tiny_checkpoint("llama"))]) == 0
     *_, torch, sglang = capsys.readouterr().out.splitlines()
-    assert torch.startswith("torch   serves it")
+    assert (
+        torch
+        == "torch   serves it, if at start the model in chunks and token by token is the model in one pass"
+    )
     assert sglang == "sglang  serves it"
     unknown = {**LLAMA_3_1_8B, "compress_ratios": [0, 4], "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(unknown))
@@ -116,8 +119,9 @@ def test_what_sglang_does_otherwise_is_said(capsys, architecture, said):
 
 
 def test_a_config_that_does_not_suffice_is_told_and_who_refuses_it(tmp_path, capsys):
-    assert check.run([str(tiny_checkpoint("jamba"))]) == 0  # the torch engine's own check refuses it
-    first, *_, sglang = capsys.readouterr().out.splitlines()
+    assert check.run([str(tiny_checkpoint("jamba"))]) == 1
+    first, *_, torch, sglang = capsys.readouterr().out.splitlines()
+    assert torch == "torch   refuses it: it fails the check at start: its scan begins each chunk from zeros"
     assert first.endswith("it does not tell the size of a recurrent layer's state")
     assert sglang.startswith("sglang  refuses it: ")
     with pytest.raises(ConfigError, match="cannot be read"):
