@@ -58,7 +58,9 @@ class EngineSettings(ClusterConfig):
         bounds=Bounds(at_least=1),
     )
     self_check: Literal["on", "off"] = setting(
-        "on", "engine torch: try at the start whether the model computed in pieces is the model"
+        "on",
+        "engine torch: try at the start whether the model computed in pieces is the model; off: nobody "
+        "notices where it is not",
     )
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
     prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
