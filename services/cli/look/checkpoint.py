@@ -10,6 +10,7 @@ from services.cli.look.config_json import read_config
 from services.cli.table import format_bytes, format_table
 from services.engine.choose import check_checkpoint
 from services.model.context_length import context_tokens
+from services.model.draft import draft_groups
 from services.model.layer_groups import LayerGroups, RecurrentGroup, layer_groups, text_config
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.settings.flags import Bounds, check_bounds, load, setting
@@ -40,6 +41,7 @@ class CheckpointConfig:
         None, "of the KV; default: the checkpoint's"
     )
     page_size: int = setting(64, "the ranks' --page-size, on whose borders tails begin", bounds=Bounds(1))
+    draft_model: Path | None = setting(None, "a checkpoint that is to draft for it: the ranks' --draft-model")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -64,7 +66,15 @@ def report(config: CheckpointConfig, checkpoint: Mapping[str, Any]) -> list[str]
     dtype, groups = config.dtype or kv_dtype(checkpoint), layer_groups(checkpoint)
     lines = [", ".join(_title(checkpoint, dtype)), ""]
     lines += format_table(_HEADINGS, list(_rows(groups, dtype, config.page_size))).splitlines()
-    return [*lines, "", _moved(groups, dtype, config.page_size)]
+    draft = _draft(config.draft_model, checkpoint) if config.draft_model is not None else []
+    return [*lines, "", _moved(groups, dtype, config.page_size), *draft]
+
+
+def _draft(directory: Path, checkpoint: Mapping[str, Any]) -> list[str]:
+    draft = read_config(directory)
+    groups, dtype = draft_groups(draft, checkpoint), kv_dtype(draft)
+    token = format_bytes(groups.whole_token_bytes(dtype))
+    return [f"Of the draft model {token} more for each token ({dtype}), where prefill ranks have it, too."]
 
 
 def _title(checkpoint: Mapping[str, Any], dtype: str) -> Iterator[str]:

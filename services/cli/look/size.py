@@ -9,6 +9,7 @@ from services.cli.look.carried_bytes import CarriedPools, tail_bytes
 from services.cli.look.config_json import read_config
 from services.cli.table import format_bytes
 from services.model.context_length import context_tokens
+from services.model.draft import draft_groups
 from services.model.layer_groups import layer_groups, text_config
 from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
@@ -38,6 +39,9 @@ class SizeConfig:
     )
     ranks: int = setting(1, "decode DP ranks that share them", bounds=Bounds(at_least=1))
     tp_size: int = setting(1, "GPUs that share a rank's KV heads", bounds=Bounds(at_least=1))
+    draft_model: Path | None = setting(
+        None, "the ranks' --draft-model: a page holds its KV, too; of --gpu-gib it takes its weights"
+    )
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = setting(
         None, "of the KV; default: the checkpoint's"
     )
@@ -129,11 +133,8 @@ class Fit:
 def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fit:
     """On each GPU of a rank. Raises ConfigError as weights, layer_groups and kv_dtype."""
     pool = _pool(config, checkpoint)
-    own = config.weights_gib
     return Fit(
-        weights(checkpoint).bytes_per_gpu(config.tp_size, config.dp_attention_size)
-        if own is None
-        else own * _GIB,
+        _weights_bytes(config, checkpoint),
         config.kv_pages or pool.pages_for(config.conversations, config.ranks),
         pool.page_bytes,
         _carried(config, checkpoint).size_bytes,
@@ -142,10 +143,26 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
     )
 
 
+def _weights_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> float:
+    draft = 0.0
+    if config.draft_model is not None:
+        draft = weights(read_config(config.draft_model)).bytes_per_gpu()
+    if config.weights_gib is not None:
+        return config.weights_gib * _GIB + draft
+    return weights(checkpoint).bytes_per_gpu(config.tp_size, config.dp_attention_size) + draft
+
+
 def _pool(config: SizeConfig, checkpoint: dict[str, Any]) -> Pool:
     dtype = config.dtype or kv_dtype(checkpoint)
     token_bytes = layer_groups(checkpoint).full.token_bytes(dtype, config.tp_size)
-    return Pool(token_bytes, config.page_size, config.context_tokens)
+    return Pool(token_bytes + _draft_token_bytes(config, checkpoint), config.page_size, config.context_tokens)
+
+
+def _draft_token_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> int:
+    if config.draft_model is None:
+        return 0
+    draft = read_config(config.draft_model)
+    return draft_groups(draft, checkpoint).whole_token_bytes(kv_dtype(draft))
 
 
 def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
@@ -164,9 +181,11 @@ def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
     pool, carried = _pool(config, checkpoint), _carried(config, checkpoint)
     full = carried.groups.full
     per_gpu = f" on each of {config.tp_size} GPUs" if config.tp_size > 1 else ""
+    draft_bytes = _draft_token_bytes(config, checkpoint)
     lines = [
-        f"KV per token       {format_bytes(pool.token_bytes)}{per_gpu}: {len(full.layer_ids)} layers, "
-        f"{full.heads}, {carried.dtype}",
+        f"KV per token       {format_bytes(pool.token_bytes - draft_bytes)}{per_gpu}: {len(full.layer_ids)} "
+        f"layers, {full.heads}, {carried.dtype}",
+        *([f"of its draft model {format_bytes(draft_bytes)} a token more"] if draft_bytes else []),
         f"a page             {config.page_size} tokens, {format_bytes(pool.page_bytes)}",
         f"a conversation     {config.context_tokens} tokens, {pool.conversation_pages} pages, "
         f"{format_bytes(pool.conversation_pages * pool.page_bytes)}",

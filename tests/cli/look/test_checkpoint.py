@@ -46,6 +46,19 @@ def test_a_recurrent_model():
     )
 
 
+def test_a_draft_model(tmp_path):
+    draft = {**LLAMA_3_1_8B, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(draft))
+    token = "Of the draft model 4.0 KiB more for each token (bfloat16), where prefill ranks have it, too."
+    assert said(LLAMA_3_1_8B, draft_model=tmp_path)[-1] == token
+    (tmp_path / "config.json").write_text(json.dumps({**draft, "vocab_size": 7}))
+    with pytest.raises(ConfigError, match="vocabulary has 7 ids, the model's 128256"):
+        said(LLAMA_3_1_8B, draft_model=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5_35B_A3B}))
+    with pytest.raises(ConfigError, match="recurrent layers cannot draft"):
+        said(QWEN3_5_35B_A3B, draft_model=tmp_path)
+
+
 def test_a_windowed_model():
     lines = said(GPT_OSS_120B, page_size=16)
     assert cells(lines[5]) == [

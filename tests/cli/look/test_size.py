@@ -55,6 +55,19 @@ def test_pages_and_bytes(llama_8b, capsys):
     ]
 
 
+def test_a_page_holds_the_drafts_kv_too(llama_8b, tmp_path_factory, capsys):
+    config = json.loads((llama_8b / "config.json").read_text()) | {"num_hidden_layers": 4}
+    draft = tmp_path_factory.mktemp("draft")
+    (draft / "config.json").write_text(json.dumps(config))
+    lines = lines_of(capsys, llama_8b, f"--draft-model={draft}", "--context-tokens=8000", "--pool-gib=45")
+    assert lines[:3] == [
+        "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
+        "of its draft model 16.0 KiB a token more",
+        "a page             64 tokens, 9.0 MiB",
+    ]
+    assert lines[-1] == "45 GiB per GPU     --kv-pages=5120: 40 conversations on 1 ranks"
+
+
 def test_what_does_not_fit_is_told(llama_8b, capsys):
     flags = ("--context-tokens=10000", "--pool-gib=2", "--concurrency=4")
     *_, held, remark = lines_of(capsys, llama_8b / "config.json", *flags)
@@ -110,6 +123,14 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(tmp_path, capsys):
     assert run([*flags, "--gpu-gib=80"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("missing: the weights alone are too much")
     assert run([*flags, "--gpu-gib=80", "--weights-gib=20"]) == 0
+
+
+def test_the_drafts_weights_take_memory_too(capsys):
+    model, sizes = tiny_checkpoint(), []
+    for flags in ((), (f"--draft-model={model}",)):
+        run([f"--model={model}", "--gpu-gib=1", "--kv-pages=10", *flags])
+        sizes += [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights")]
+    assert [size.split()[1:] for size in sizes] == [["545.2", "KiB"], ["1.1", "MiB"]]
 
 
 def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
