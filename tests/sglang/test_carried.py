@@ -1,4 +1,4 @@
-"""Groups beside full attention, from the plugin's reports to usage and events; SGLang is an HTTP server."""
+"""Groups beside full attention, from the plugin's reports to usage; SGLang is an HTTP server."""
 
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from engine.sglang.stand_in import OWN, PAGE, PAGE_BYTES, active, chunk, worker_on
+from engine.sglang.stand_in import OWN, PAGE_BYTES, active, chunk, worker_on
 from services.cli.make_model import make_model
-from services.engine.sglang.reports import Moved, TreeEvents, draft_fields, group_fields
+from services.engine.sglang.reports import Moved, draft_fields, group_fields
 from services.engine.sglang.service import worker as worker_module
 from services.engine.sglang.service.engine import SglangDecodeEngine
 from services.engine.sglang.service.launch.settings import KEEP_WHOLE
@@ -76,21 +76,6 @@ async def test_what_all_processes_have_written_is_one_sum(checkpoint):
     async with worker_on(answer, checkpoint) as worker:
         worker._take(Moved(9, 1, PAGE_BYTES, {"swa": 100, "mamba": 7000}))
         assert await worker.bytes_moved(Room(9)) == DUE
-
-
-@pytest.mark.parametrize("carried", [[], CARRIED], ids=["attention alone", "windows and states"])
-async def test_events_are_an_upper_bound_of_where_it_can_go_on(checkpoint, carried):
-    stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": PAGE}
-    stored |= {"token_ids": list(range(PAGE)), "medium": "GPU"}
-    async with worker_on(answer, checkpoint) as worker:
-        worker._take(active(carried=carried))
-        worker._take(TreeEvents(0, [stored]))
-        events = worker.events[0].get_nowait()
-        assert len(events.stored) == 1
-        assert events.resumable_stored == (events.stored if carried else ())
-        worker._take(TreeEvents(0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}]))
-        events = worker.events[0].get_nowait()
-        assert events.resumable_removed == (events.removed if carried else ())
 
 
 @pytest.fixture

@@ -494,16 +494,9 @@ class SglangWorker:
         """What cannot be read is counted, and logged once of each kind."""
         rebuilder = self._rebuilders[dp_rank]
         known = set(rebuilder.unreadable)
-        self.events[dp_rank].put_nowait(self._resumable(read(rebuilder)))
+        self.events[dp_rank].put_nowait(read(rebuilder))
         for kind in rebuilder.unreadable.keys() - known:
             log.error("sglang_events_unreadable dp_rank=%d kind=%r", dp_rank, kind)
-
-    def _resumable(self, events: CacheEvents) -> CacheEvents:
-        """SGLang tells of full attention only. Where windows or states are carried, it can go on at no more
-        than those blocks, and at which ones its tickets say: the upper bound is told."""
-        if not any(active.carried for active in self._active.values()):
-            return events
-        return replace(events, resumable_stored=events.stored, resumable_removed=events.removed)
 
     async def _tell(self) -> None:
         async with self._told:
