@@ -48,14 +48,8 @@ class TimedIndex(PrefixIndex):
             self._num_new += len(added)
         return applied
 
-    def take_snapshot(
-        self,
-        rank: RankId,
-        hashes: set[int],
-        resumable: Iterable[int] = (),
-        packed: Collection[int] | None = None,
-    ) -> None:
-        super().take_snapshot(rank, hashes, resumable, packed)
+    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
+        super().take_snapshot(rank, hashes, packed)
         if self._timing and hashes:
             now_s = time.monotonic()
             blocks = np.fromiter(hashes, np.uint64) if packed is None else np.asarray(packed, np.uint64)

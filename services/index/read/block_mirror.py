@@ -3,13 +3,15 @@
     record --RankHistory--> apply, wait or ignore --apply--> index, in slices that requests come between
                |--a record is missing--> a gap: the rank's records are read again, beside the watch
 
-A rank's snapshot takes effect at once, when all of it is there.
+The blocks of a rank's snapshot take effect at once, when all of it is there. Which of them are resumable is
+taken in bit by bit: what is so no more before them, what is new after: none is seen without its block.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from services.etcd.backoff import Backoff
 from services.etcd.client import Etcd
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RecordKey = HeadKey | SnapshotKey | LogKey
 _SLICE_HASHES = 8192  # taken in within about a millisecond
+_RESUMABLE_COST = 8  # hashes, of one that is told as resumable
+_SLICE_RESUMABLE = _SLICE_HASHES // _RESUMABLE_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +133,9 @@ class BlockMirror:
 
     async def _take(self, life: RankId, reading: _Reading, step: Step) -> None:
         if step.snapshot is not None:
-            blocks = await self._gather([chunk.hashes for chunk in step.snapshot])
+            await self._take_snapshot(life, reading, step.snapshot)
             if self._readings.get(life.key) is not reading:
                 return  # forgotten meanwhile
-            self.index.take_snapshot(life, blocks, _resumable(step.snapshot), _joined(step.snapshot))
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(
@@ -141,7 +144,32 @@ class BlockMirror:
             self.added_blocks += len(delta.added)
             self.removed_blocks += len(delta.removed)
             self._note_age(life.key, reading, delta.age_s)
-            await self.give_way(len(delta.added) + len(delta.removed))
+            resumable = len(delta.resumable_added) + len(delta.resumable_removed)
+            await self.give_way(len(delta.added) + len(delta.removed) + resumable * _RESUMABLE_COST)
+
+    async def _take_snapshot(self, life: RankId, reading: _Reading, chunks: Sequence[PrefixSnapshot]) -> None:
+        blocks = await self._gather([chunk.hashes for chunk in chunks])
+        resumable = await self._gather([chunk.resumable for chunk in chunks])
+        points = self.index.resume_points
+        gone, new = points.changes(life.key, resumable)
+        await self._in_slices(life.key, reading, points.remove, gone)
+        if self._readings.get(life.key) is reading:
+            self.index.take_snapshot(life, blocks, _joined(chunks))
+            self.added_blocks += len(blocks)
+        await self._in_slices(life.key, reading, points.add, new)
+
+    async def _in_slices(
+        self,
+        rank: RankKey,
+        reading: _Reading,
+        change: Callable[[RankKey, Sequence[int]], object],
+        resumable: Iterable[int],
+    ) -> None:
+        """Until the rank is forgotten."""
+        rest = iter(resumable)
+        while (part := tuple(islice(rest, _SLICE_RESUMABLE))) and self._readings.get(rank) is reading:
+            change(rank, part)
+            await self.give_way(len(part) * _RESUMABLE_COST)
 
     async def _gather(self, chunks: Sequence[Hashes]) -> set[int]:
         blocks: set[int] = set()
@@ -150,7 +178,6 @@ class BlockMirror:
                 part = chunk[start : start + _SLICE_HASHES]
                 blocks.update(part)
                 await self.give_way(len(part))
-        self.added_blocks += len(blocks)
         return blocks
 
     def _note_age(self, rank: RankKey, reading: _Reading, age_s: float) -> None:
@@ -184,10 +211,6 @@ class BlockMirror:
         if reading is None:
             reading = self._readings[rank] = _Reading()
         return reading
-
-
-def _resumable(snapshot: Iterable[PrefixSnapshot]) -> Iterator[int]:
-    return (block for chunk in snapshot for block in chunk.resumable)
 
 
 def _joined(snapshot: Iterable[PrefixSnapshot]) -> Hashes:

@@ -63,17 +63,14 @@ class PrefixIndex:
 
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
         """The rank holds exactly these; whatever was known of this or another life is forgotten."""
-        self.take_snapshot(rank, set(hashes), resumable)
+        self.take_snapshot(rank, set(hashes))
+        self.resume_points.remove_rank(rank.key)
+        self.resume_points.add(rank.key, resumable)
 
-    def take_snapshot(
-        self,
-        rank: RankId,
-        hashes: set[int],
-        resumable: Iterable[int] = (),
-        packed: Collection[int] | None = None,
-    ) -> None:
-        """The same of a set, which is the index's from now on. `packed`: the same hashes once more, where
-        they are at hand: the filter reads them ten times as fast as out of a set.
+    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
+        """The same of a set, which is the index's from now on, but for the resume points: they take so much
+        longer that the caller changes them, in slices. `packed`: the same hashes once more, where they are at
+        hand: the filter reads them ten times as fast as out of a set.
 
         Of a life that is known the set stays the same object, so that one frozen for the garbage collector
         (see garbage.py) stays so.
@@ -85,8 +82,6 @@ class PrefixIndex:
         else:
             known.clear()
             known.update(hashes)  # into an empty set: no more than a copy of the table
-        self.resume_points.remove_rank(key)
-        self.resume_points.add(key, resumable)
         self._fill_column(key, packed)
 
     def _fill_column(self, key: RankKey, packed: Collection[int] | None) -> None:

@@ -5,6 +5,7 @@ of a prompt's blocks are anybody's, and whose.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from services.values.rank import RankKey
 
@@ -43,6 +44,11 @@ class ResumableBlocks:
             if not ranks:
                 del self._ranks[block]
         return len(gone)
+
+    def changes(self, key: RankKey, blocks: AbstractSet[int]) -> tuple[AbstractSet[int], AbstractSet[int]]:
+        """What to remove and what to add, until the rank's are these."""
+        known = self._blocks.get(key, set())
+        return known - blocks, blocks - known
 
     def remove_rank(self, key: RankKey) -> None:
         self.remove(key, tuple(self._blocks.get(key, ())))

@@ -1,6 +1,7 @@
 """One rank's records as a watch brings them, with no etcd behind."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -74,6 +75,52 @@ async def test_a_large_snapshot_lets_others_have_their_turn_and_takes_effect_at_
     assert len(seen) > 10 and set(seen) == {1, 100_000}
 
 
+def resumable_snapshot(epoch: int, resumable: range) -> tuple[KeyChange, KeyChange]:
+    """Of the first 100,000 blocks."""
+    record = PrefixSnapshot(LIFE, epoch, 0, hashes_of(range(100_000)), hashes_of(resumable))
+    revision = 10 * epoch
+    return (
+        KeyChange(KEYS.snapshot(RANK, epoch, 0), encode_snapshot(record), revision),
+        KeyChange(KEYS.head(RANK), encode_head(PrefixHead(LIFE, epoch, 0, 1)), revision + 1),
+    )
+
+
+async def test_resumable_blocks_let_others_have_their_turn_and_are_never_seen_without_their_block() -> None:
+    mirror = mirror_of_nothing()
+    points = mirror.index.resume_points
+    await apply(mirror, snapshot(0, 7), head(1))
+    seen: list[tuple[int, int]] = []
+
+    async def look() -> None:
+        while True:
+            seen.append((mirror.index.num_blocks(RANK), points.num_blocks(RANK)))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    await apply(mirror, *resumable_snapshot(2, range(40_000)))
+    assert seen[-1][1] < points.num_blocks(RANK) == 40_000
+    assert _largest_step(seen) <= 1024 and {held for held, resumable in seen if resumable} == {100_000}
+    seen.clear()
+    await apply(mirror, *resumable_snapshot(3, range(20_000, 60_000)))
+    looking.cancel()
+    assert _largest_step(seen) <= 1024 and 20_000 <= min(resumable for _, resumable in seen) < 21_024
+    assert list(points.deepest([20_000], {RANK: 1})) == [RANK] and not points.deepest([19_999], {RANK: 1})
+
+
+def _largest_step(seen: list[tuple[int, int]]) -> int:
+    return max(abs(after - before) for (_, before), (_, after) in pairwise(seen))
+
+
+async def test_many_resumable_blocks_of_a_delta_let_others_have_their_turn() -> None:
+    mirror = mirror_of_nothing()
+    await apply(mirror, *resumable_snapshot(1, range(0)))
+    turns: list[int] = []
+    asyncio.get_running_loop().call_soon(lambda: turns.append(mirror.index.resume_points.num_blocks(RANK)))
+    record = PrefixDelta(LIFE, 1, 0, resumable_added=hashes_of(range(2_000)))
+    await apply(mirror, KeyChange(KEYS.log(RANK, 0), encode_delta(record), 20))
+    assert turns == [2_000]
+
+
 async def test_a_chunk_that_never_came_is_a_gap() -> None:
     mirror = mirror_of_nothing()
     await apply(mirror, snapshot(0, 1), head(2))
@@ -115,16 +162,18 @@ async def test_a_gap_is_read_again_until_etcd_answers() -> None:
     assert mirror.gaps == 1
 
 
-async def test_what_is_forgotten_while_it_is_taken_in_stays_forgotten() -> None:
+@pytest.mark.parametrize("turns", [1, 10, 20, 30])
+async def test_what_is_forgotten_while_it_is_taken_in_stays_forgotten(turns: int) -> None:
     mirror = mirror_of_nothing()
-    record = PrefixSnapshot(LIFE, 1, 0, hashes_of(range(50_000)))
-    await apply(mirror, KeyChange(KEYS.snapshot(RANK, 1, 0), encode_snapshot(record), 1))
-    taking = asyncio.create_task(apply(mirror, head(1)))
-    await asyncio.sleep(0)
+    chunk, its_head = resumable_snapshot(1, range(20_000))
+    await apply(mirror, chunk)
+    taking = asyncio.create_task(apply(mirror, its_head))
+    for _ in range(turns):
+        await asyncio.sleep(0)
     assert not taking.done()
     mirror.forget(RANK)
     await taking
-    assert mirror.index.num_blocks(RANK) == 0
+    assert mirror.index.num_blocks(RANK) == len(mirror.index.resume_points) == 0
 
 
 any_key = st.sampled_from(
