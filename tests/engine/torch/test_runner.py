@@ -1,6 +1,7 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, count_near_ties, random_prompt, reference_generation
 from services.cli.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
+from services.engine.torch import checkpoint
 from services.engine.torch import runner as torch_runner
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
@@ -170,16 +172,16 @@ def test_what_is_sampled_does_not_depend_on_the_batch():
 
 def test_two_ranks_of_a_process_load_their_models_one_after_the_other(monkeypatch):
     """Else torch's default dtype could be the wrong one for good."""
-    load_model, both, alone = torch_runner.load_model, threading.Barrier(2), []
+    made_by, both, alone = checkpoint.AutoModelForCausalLM, threading.Barrier(2), []
 
-    def load(*args):
+    def make(*args, **kwargs):
         try:
             both.wait(timeout=0.2)
         except threading.BrokenBarrierError:
             alone.append(True)
-        return load_model(*args)
+        return made_by.from_pretrained(*args, **kwargs)
 
-    monkeypatch.setattr(torch_runner, "load_model", load)
+    monkeypatch.setattr(checkpoint, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=make))
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda dtype: make_runner(dtype=dtype), ["bfloat16", "float16"]))
     assert alone == [True, True]
