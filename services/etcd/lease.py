@@ -2,7 +2,7 @@
 
 grant --> HELD --answer, TTL > 0--> HELD (deadline = time of sending + TTL)
             |--stream breaks--> HELD, new stream, until the deadline
-            |--answer, TTL <= 0--> LOST        etcd says that it is gone
+            |--answer, TTL <= 0--> HELD, asked again; said three times in a row: LOST, it is gone
             |--deadline passes---> LOST        nobody told us, but it may be gone
             +--revoke------------> LOST
 """
@@ -26,6 +26,11 @@ _KEEP_ALIVE = Method(
 _KeepAliveStream = EtcdStream[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeepAliveResponse]
 
 
+# A member that has just started, or lags behind, says that a lease is gone of which it has yet to read
+# (etcd before 3.5.3: https://github.com/etcd-io/etcd/pull/13690).
+_SAID_GONE = 3
+
+
 class EtcdLease:
     """A lease under which keys live; `lost` is set once it is gone or may be. Made by `grant`.
 
@@ -40,6 +45,7 @@ class EtcdLease:
         self._etcd = etcd
         self._deadline = deadline  # on etcd.clock
         self._streams = 0  # on which it has been kept alive
+        self._said_gone = 0  # times in a row
         self._task = asyncio.create_task(self._keep_alive())
 
     @classmethod
@@ -76,7 +82,9 @@ class EtcdLease:
                 try:
                     await self._keep_alive_on_one_stream(backoff)
                 except LeaseNotFound:
-                    break
+                    self._said_gone += 1
+                    if self._said_gone == _SAID_GONE:
+                        break
                 except IsthmusError as error:
                     logger.warning(
                         "lease_renewal_failed lease_id=%x left_s=%.1f error=%s",
@@ -90,7 +98,7 @@ class EtcdLease:
             self.lost.set()
 
     async def _keep_alive_on_one_stream(self, backoff: Backoff) -> None:
-        """Returns never; raises LeaseNotFound when the lease is gone, else what broke the stream."""
+        """Returns never; raises LeaseNotFound when the lease is said to be gone, or what broke the stream."""
         try:
             async with asyncio.timeout(self._left_s()):
                 stream = await self._etcd.connection.open_stream(_KEEP_ALIVE)
@@ -116,6 +124,7 @@ class EtcdLease:
             raise stream.silent(Unavailable("etcd did not answer a keep-alive in time"))
         if response.TTL <= 0:
             raise LeaseNotFound(f"etcd no longer knows the lease {self.id:x}")
+        self._said_gone = 0
         # From the time of sending: the answer may have been under way for long.
         self._deadline = sent + response.TTL
 

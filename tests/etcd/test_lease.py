@@ -26,6 +26,31 @@ async def test_a_lease_revoked_behind_our_back_is_lost(etcd: Etcd) -> None:
     await lease.revoke()  # harmless
 
 
+async def test_a_lease_is_not_lost_to_a_member_that_has_yet_to_read_of_it(etcd: Etcd, monkeypatch) -> None:
+    open_stream, denied = etcd.connection.open_stream, []
+
+    async def open_forgetful(method):
+        stream = await open_stream(method)
+        read = stream.read
+
+        async def forgetful(timeout_s):
+            response = await read(timeout_s)
+            if response is not None and len(denied) < 2:
+                denied.append(response)
+                response.TTL = 0
+            return response
+
+        monkeypatch.setattr(stream, "read", forgetful)
+        return stream
+
+    monkeypatch.setattr(etcd.connection, "open_stream", open_forgetful)
+    lease = await EtcdLease.grant(etcd, 3)
+    before = lease.deadline
+    await until(lambda: lease.deadline > before)
+    assert len(denied) == 2 and not lease.lost.is_set()
+    await lease.revoke()
+
+
 async def test_when_etcd_is_away_the_deadline_is_the_loss(own_server: EmbeddedEtcd) -> None:
     async with client(own_server.endpoint, timeout_s=2.0) as etcd:
         lease = await EtcdLease.grant(etcd, 1)
