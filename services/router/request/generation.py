@@ -340,15 +340,16 @@ class _ResponseStream:
 
     def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
         progress = self._progress
-        if output.token_ids:
-            self._note_tokens(len(output.token_ids))
-        progress.output_ids.extend(output.token_ids)
+        text, num_tokens, matched = self._text_of(output)
+        if num_tokens:
+            self._note_tokens(num_tokens)
+        progress.output_ids.extend(output.token_ids[:num_tokens])
         response = generation_pb2.GenerateResponse(
             request_id=self._checked.request_id,
-            token_ids=output.token_ids,
-            logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs],
+            text=text,
+            token_ids=output.token_ids[:num_tokens],
+            logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs[:num_tokens]],
         )
-        response.text, matched = self._text_of(output)
         if matched is not None and output.finished is None:
             assert progress.stream is not None
             progress.stream.close()  # the rank would go on
@@ -357,19 +358,26 @@ class _ResponseStream:
             self._finish(response, reason, matched or "")
         return response
 
-    def _text_of(self, output: Output) -> tuple[str, str | None]:
-        """The new text to release, and the stop string or stop token that ended it."""
-        ids, terminator = output.token_ids, None
+    def _text_of(self, output: Output) -> tuple[str, int, str | None]:
+        """The new text to release, of how many tokens, and the stop string or stop token that ended it.
+
+        What comes in the same message after a stop string is no part of the answer: it ends at the same token
+        however its tokens come.
+        """
+        ids, terminator, text = output.token_ids, None, ""
         if output.finished is FinishReason.STOP and ids:
             terminator = self._tokenizer.token_text(ids[-1])
             ids = ids[:-1]  # its text is not part of the answer
-        text = self._detokenizer.push(ids)
-        if output.finished is not None:
-            text += self._detokenizer.finish()
-        text, matched = self._stop.push(text)
-        if matched is None and output.finished is not None:
-            text += self._stop.finish()
-        return text, matched if matched is not None else terminator
+        for num_tokens, token_id in enumerate(ids, start=1):
+            released, matched = self._stop.push(self._detokenizer.push((token_id,)))
+            text += released
+            if matched is not None:
+                return text, num_tokens, matched
+        if output.finished is None:
+            return text, len(output.token_ids), None
+        released, matched = self._stop.push(self._detokenizer.finish())
+        text += released if matched is not None else released + self._stop.finish()
+        return text, len(output.token_ids), matched if matched is not None else terminator
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress

@@ -12,7 +12,7 @@ from services.router.request.generation import Generator
 from services.router.request.progress import Checked
 from services.values.errors import ContextExceeded, InvalidRequest, IsthmusError, NoCapacity, Unavailable
 from services.values.rank import Generation, Plan, RankId
-from services.values.request import Admitted, FinishReason, Output, SamplingParams
+from services.values.request import Admitted, FinishReason, Output, SamplingParams, TokenLogprobs
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 CHECKED = Checked("r", SamplingParams(), "", "", 0)
@@ -258,3 +258,34 @@ async def test_an_abort_at_the_end_of_a_pool_is_heeded(character_tokenizer):
 
     assert await outgrowing(character_tokenizer, cluster, abort) == ([0], "ABORTED")
     assert len(cluster.excluded) == 1
+
+
+class AtOnceCluster(LosingCluster):
+    """Its rank sends all tokens of a request together, with logprobs."""
+
+    def _start(self, command, prompt):
+        stream = OutputStream(MagicMock(), "r")
+        admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
+        ids = tuple(range(self._num_tokens))
+        stream.put(Output(ids, tuple(TokenLogprobs(i, -0.5, ()) for i in ids), admitted=admitted))
+        return stream
+
+    def finished(self, placed, all_ids):
+        self.all_ids = list(all_ids)
+
+
+async def test_what_comes_together_with_a_stop_string_is_no_part_of_the_answer(character_tokenizer):
+    """A rank that drafts sends more tokens together than one that does not."""
+    texts = [character_tokenizer.token_text(token_id) for token_id in range(9)]
+    cluster = AtOnceCluster(9)
+    generator = Generator(
+        "m", character_tokenizer, cluster, MagicMock(), max_attempts=1, max_wait_s=1.0, request_timeout_s=60.0
+    )
+    sampling = common_pb2.SamplingParams(stop=[texts[4] + texts[5]], logprobs=0)
+    request = generation_pb2.GenerateRequest(text="a", sampling=sampling)
+    (response,) = [response async for response in generator.generate(request)]
+    assert list(response.token_ids) == [0, 1, 2, 3, 4, 5] == cluster.all_ids[-6:]
+    assert [each.chosen.token_id for each in response.logprobs] == [0, 1, 2, 3, 4, 5]
+    assert response.text == "".join(texts[:4])
+    assert response.finish.usage.completion_tokens == 6
+    assert response.finish.matched_stop == texts[4] + texts[5]
