@@ -52,6 +52,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
         cache=settings.cache(Role.DECODE),
         lease=settings.lease,
         digest_share=settings.kv_digest_share,
+        speculation=settings.speculates,
         open_channel=partial(open_channel, tls=settings.tls()),
     )
 

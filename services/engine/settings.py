@@ -7,6 +7,7 @@ from typing import Literal
 
 from services.engine.paged.core import Limits
 from services.engine.paged.decode import WriteLease
+from services.engine.paged.drafts.speculation import Mode, Speculation
 from services.engine.paged.engine import CacheSettings
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
@@ -113,6 +114,19 @@ class EngineSettings(ClusterConfig):
     fake_prompt_token_s: float = setting(
         0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
     )
+    speculation: Mode = setting(
+        "off",
+        "draft what follows, verified in one step; text stays the same: lookup goes on as the request itself "
+        "did, tree also as others of its cache salt, draft as --draft-model does (decode)",
+    )
+    draft_tokens: int = setting(
+        5, "drafts of a sequence in a step, at most (decode)", bounds=Bounds(at_least=1, at_most=64)
+    )
+    speculate_unsalted: bool = setting(
+        False,
+        "--speculation=tree: learn from requests without a cache salt for each other, too; speed then tells "
+        "clients what others were answered (decode)",
+    )
     draft_model: str = setting(
         "",
         "engine torch: directory of a small checkpoint with the model's tokenizer, to draft with; prefill "
@@ -131,6 +145,20 @@ class EngineSettings(ClusterConfig):
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         parameters_of(self.nixl_parameter)
+        if self.speculation != "off" and self.engine == "sglang":
+            raise ConfigError(
+                "--speculation is for --engine=torch: SGLang has --engine-arg=--speculative-algorithm=..."
+            )
+        if self.speculation == "draft" and not self.has_draft:
+            raise ConfigError("--speculation=draft needs --draft-model")
+
+    @property
+    def has_draft(self) -> bool:
+        return bool(self.fake_draft if self.engine == "fake" else self.draft_model)
+
+    @property
+    def speculates(self) -> Speculation:
+        return Speculation(self.speculation, self.draft_tokens, self.speculate_unsalted)
 
     @property
     def served_name(self) -> str:

@@ -16,6 +16,7 @@ import grpc
 
 from services.engine.base import RemotePrefill
 from services.engine.paged.core import Limits
+from services.engine.paged.drafts.speculation import Speculation
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
 from services.engine.paged.events import Reserved, Token
 from services.engine.paged.legs import both
@@ -84,9 +85,10 @@ class PagedDecodeEngine(PagedEngine):
         cache: CacheSettings,
         lease: WriteLease,
         digest_share: float = 0.0,
+        speculation: Speculation | None = None,
         open_channel: OpenChannel = channels.open_channel,
     ) -> None:
-        super().__init__(make_runner, limits, cache)
+        super().__init__(make_runner, limits, cache, speculation)
         self._open_transport = open_transport
         self._own_id = own_id
         self._lease = lease

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.drafts.speculation import Speculation
 from services.engine.paged.events import Event, Token
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
@@ -101,9 +102,16 @@ class PagedEngine:
     tells_resume_points = True
     tells_pairs = False
 
-    def __init__(self, make_runner: Callable[[], ModelRunner], limits: Limits, cache: CacheSettings) -> None:
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        limits: Limits,
+        cache: CacheSettings,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._make_runner = make_runner
         self._limits = limits
+        self._speculation = speculation or Speculation()
         self._cache_settings = cache
         self._thread: EngineThread | None = None
         self._core: EngineCore | None = None
@@ -258,7 +266,8 @@ class PagedEngine:
         began = time.monotonic()
         warm_up(runner, cache, carried, self._limits.chunk_size)
         self._warm_up_s = time.monotonic() - began
-        return EngineCore(runner, cache, self._limits, time.monotonic, carried)
+        drafting = self._speculation.drafting(runner, self._limits.itl_target_s)
+        return EngineCore(runner, cache, self._limits, time.monotonic, carried, drafting)
 
     def _watch(
         self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs

@@ -59,7 +59,7 @@ class Drafter:
         if not any(guesses):
             return [None] * len(wishes)
         candidates = [Candidate(len(g.ids), g.chance) if g is not None else _NO_CANDIDATE for g in guesses]
-        cost = _step_cost(step_times, len(wishes), self._settings.itl_target_s)
+        cost = step_cost(step_times, len(wishes), self._settings.itl_target_s)
         counts = share_rows(candidates, len(wishes), max_drafts, cost)
         return [
             Proposal(guess.source, guess.ids[:count]) if guess is not None and count else None
@@ -103,7 +103,7 @@ class Drafter:
         return settings.shares and (bool(seq.request.cache_salt) or settings.shares_unsalted)
 
 
-def _step_cost(step_times: StepTimes, batch: int, target_s: float | None) -> StepCost:
+def step_cost(step_times: StepTimes, batch: int, target_s: float | None) -> StepCost:
     """Of what the target leaves, drafts take half at the most: the rest is for prompts."""
     plain_s = step_times.decode_s(batch)
     limit_s = (plain_s + target_s) / 2 if target_s is not None else None

@@ -1,0 +1,93 @@
+"""Drafts from a small model: how many each sequence gets, so that what they cost is worth it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.engine.paged import sequence
+from services.engine.paged.batch import chunk_of
+from services.engine.paged.drafts.acceptance import Acceptance
+from services.engine.paged.drafts.drafter import step_cost
+from services.engine.paged.drafts.drafting import Wish
+from services.engine.paged.drafts.proposal import Proposal
+from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
+from services.engine.paged.queue.step_time import StepTimes
+from services.engine.paged.runner import DraftModel
+
+_KIND = "draft", 0
+# Who is not worth a draft tries one after so many steps, and after twice as many each time that it was wrong:
+# one in 32 that costs a fifth of a step is 0.6 %.
+_FIRST_REST, _LONGEST_REST = 32, 256
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A sequence that has decoded here."""
+
+    acceptance: Acceptance
+    rest: int = _FIRST_REST  # steps between two tries
+    rested: int = 0
+
+
+class ModelDrafter:
+    """Implements Drafting."""
+
+    def __init__(
+        self, draft: DraftModel, page_size: int, most: int, itl_target_s: float | None = None
+    ) -> None:
+        """`most` drafts of a sequence in a step."""
+        self._draft = draft
+        self._page_size = page_size
+        self._most = most
+        self._itl_target_s = itl_target_s
+        self._acceptance = Acceptance()
+        self._drafted: dict[sequence.Sequence, _Drafted] = {}
+
+    def __repr__(self) -> str:
+        return f"ModelDrafter(sequences={len(self._drafted)} chance={self._acceptance.chance(_KIND):.2f})"
+
+    def propose(
+        self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
+    ) -> Sequence[Proposal | None]:
+        counts = self._counts(wishes, max_drafts, step_cost(step_times, len(wishes), self._itl_target_s))
+        proposals: list[Proposal | None] = [None] * len(wishes)
+        asked = [index for index, count in enumerate(counts) if count]
+        if asked:
+            chunks = [chunk_of(wishes[index].seq, 1, self._page_size) for index in asked]
+            drafts = self._draft.propose(chunks, [counts[index] for index in asked])
+            for index, ids in zip(asked, drafts, strict=True):
+                proposals[index] = Proposal(_KIND[0], ids) if ids else None
+        return proposals
+
+    def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
+        drafted = self._drafted[seq]
+        drafted.acceptance.note(_KIND, num_accepted, min(num_accepted + 1, len(proposal.ids)))
+        drafted.rest = _FIRST_REST if num_accepted else min(_LONGEST_REST, 2 * drafted.rest)
+
+    def ended(self, seq: sequence.Sequence) -> None:
+        self._drafted.pop(seq, None)
+
+    def _counts(self, wishes: Sequence[Wish], max_drafts: int, cost: StepCost) -> list[int]:
+        guess_s = self._draft.step_s / max(1, len(wishes))  # each round drafts for the whole batch
+        candidates = [
+            Candidate(min(wish.most, self._most), self._of(wish.seq).acceptance.chance(_KIND), guess_s)
+            for wish in wishes
+        ]
+        counts = share_rows(candidates, len(wishes), max_drafts, cost)
+        left = max_drafts - sum(counts)
+        for index, (wish, count) in enumerate(zip(wishes, counts, strict=True)):
+            if self._tries(self._of(wish.seq), count) and left > 0 and wish.most > 0:
+                counts[index], left = 1, left - 1
+        return counts
+
+    def _tries(self, drafted: _Drafted, count: int) -> bool:
+        """Whether it is to have a draft though that is not worth it, to find out whether that still holds."""
+        drafted.rested = 0 if count else drafted.rested + 1
+        if drafted.rested < drafted.rest:
+            return False
+        drafted.rested = 0
+        return True
+
+    def _of(self, seq: sequence.Sequence) -> _Drafted:
+        if seq not in self._drafted:
+            self._drafted[seq] = _Drafted(Acceptance(self._acceptance))
+        return self._drafted[seq]

@@ -1,0 +1,31 @@
+"""Who drafts for a decode rank, as its operator says."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from services.engine.paged.drafts.drafter import Drafter, DraftSettings
+from services.engine.paged.drafts.drafting import Drafting, NoDrafting
+from services.engine.paged.drafts.model_drafter import ModelDrafter
+from services.engine.paged.runner import ModelRunner
+
+Mode = Literal["off", "lookup", "tree", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """`lookup` goes on as the sequence itself did, `tree` also as others of its salt did, `draft` as a small
+    model does."""
+
+    mode: Mode = "off"
+    draft_tokens: int = 5  # at most, of a sequence in a step
+    unsalted: bool = False  # `tree` where the salt is empty, too
+
+    def drafting(self, runner: ModelRunner, itl_target_s: float | None) -> Drafting:
+        page_size = runner.layout.page_size
+        if self.mode == "off":
+            return NoDrafting()
+        if self.mode == "draft":
+            assert runner.draft is not None  # see EngineSettings
+            return ModelDrafter(runner.draft, page_size, self.draft_tokens, itl_target_s)
+        shares = self.mode == "tree"
+        return Drafter(DraftSettings(self.draft_tokens, shares, self.unsalted, itl_target_s), page_size)

@@ -1,0 +1,100 @@
+"""How many drafts of a small model a step verifies, on a clock that says what steps and drafts cost."""
+
+import random
+
+import pytest
+
+from engine.paged.core_rank import Rank
+from services.engine.paged.drafts.model_drafter import ModelDrafter
+
+DRAFT_S, ROW_S, FIXED_S = 0.001, 0.001, 0.009
+
+
+class ScriptedDraft:
+    """Implements DraftModel: right with some chance, at a price."""
+
+    def __init__(self, rank_of, chance, seed=1):
+        self._rank_of, self.chance, self._random = rank_of, chance, random.Random(seed)
+        self.step_s = DRAFT_S
+        self.calls = self.drafts = 0
+
+    def propose(self, chunks, counts):
+        rank = self._rank_of()
+        rank.now += DRAFT_S * max(counts)
+        self.calls += 1
+        self.drafts += sum(counts)
+        return [self._guess(rank, chunk, count) for chunk, count in zip(chunks, counts, strict=True)]
+
+    def _guess(self, rank, chunk, count):
+        right = rank.expected(chunk.history, count)
+        return tuple(t if self._random.random() < self.chance else (t + 1) % 512 for t in right)
+
+
+class TimedRunner:
+    def __init__(self, rank):
+        self._rank, self._runner = rank, rank.core.runner
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def run(self, chunks):
+        self._rank.now += FIXED_S + ROW_S * sum(len(chunk.token_ids) for chunk in chunks)
+        return self._runner.run(chunks)
+
+
+def seconds(chance, batch=1, answer=60, num_pages=256):
+    """That the answers take, and how the draft was asked; `chance` None: no drafts."""
+    draft = ScriptedDraft(lambda: rank, chance)
+    drafter = ModelDrafter(draft, 4, 5) if chance is not None else None
+    rank = Rank(num_pages=num_pages, drafting=drafter)
+    rank.core.runner = TimedRunner(rank)
+    rank.run([rank.submit([400, 401], 20)])  # steps have been measured
+    draft.calls = draft.drafts = 0
+    began = rank.now
+    seqs = [rank.submit([10 * i, 5], answer) for i in range(batch)]
+    rank.run(seqs)
+    assert all(rank.tokens[s] == rank.expected(s.request.prompt_ids, answer) for s in seqs)
+    return rank.now - began, draft, drafter
+
+
+def test_a_draft_that_agrees_is_asked_for_all_it_may():
+    with_drafts, draft, drafter = seconds(1.0)
+    assert with_drafts < seconds(None)[0] / 2.5
+    assert draft.drafts > 4 * draft.calls
+    assert "sequences=0" in repr(drafter)
+
+
+def test_a_draft_that_never_agrees_is_hardly_asked_any_more():
+    plain, (with_drafts, draft, _) = seconds(None, answer=400)[0], seconds(0.0, answer=400)
+    assert with_drafts < 1.03 * plain
+    assert draft.calls > 2
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+@pytest.mark.parametrize("batch", [1, 6])
+def test_drafts_do_not_cost_more_than_they_give(batch, chance):
+    assert seconds(chance, batch, 120)[0] < 1.03 * seconds(None, batch, 120)[0]
+
+
+def test_a_draft_that_comes_to_agree_is_found_out():
+    draft = ScriptedDraft(lambda: rank, 0.0)
+    rank = Rank(num_pages=1024, drafting=ModelDrafter(draft, 4, 5))
+    rank.core.runner = TimedRunner(rank)
+    seq = rank.submit([1, 2], 1500)
+    while len(seq.ids) < 400:
+        rank.step()
+    draft.chance, before, steps = 1.0, len(seq.ids), 0
+    while len(seq.ids) < before + 900:
+        rank.step()
+        steps += 1
+    assert steps < 600
+
+
+def test_no_more_drafts_than_a_step_may_have():
+    rank = Rank(max_step_drafts=3, drafting=ModelDrafter(ScriptedDraft(lambda: rank, 1.0), 4, 5))
+    rank.core.runner = runner = TimedRunner(rank)
+    most = []
+    run = runner.run
+    runner.run = lambda chunks: most.append(sum(c.num_drafts for c in chunks)) or run(chunks)
+    rank.run([rank.submit([i, 7], 12) for i in range(3)])
+    assert 0 < max(most) <= 3
