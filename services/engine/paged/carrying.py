@@ -1,6 +1,6 @@
 """What sequences carry through their phases: where they go on from, which borders they keep.
 
-begin --> (catch_up --> chunk_end, account)* --> release
+begin --> (catch_up --> chunk_end, account)* --> [rest -->] release
 """
 
 from bisect import insort
@@ -92,6 +92,12 @@ class Carrying:
             self._keep_border(seq)
         elif seq.computed == len(seq.ids) and seq.computed % self._books.index_block == 0:
             self._books.note_border(seq.carried)
+
+    def rest(self, seq: Sequence) -> None:
+        """It computes no more, and keeps what its room may read."""
+        assert seq.carried is not None
+        self._keep_border(seq)
+        self._books.rest(seq.carried)
 
     def release(self, seq: Sequence) -> None:
         """It gives its pages back next; the border that it passed last becomes a resume point."""

@@ -542,6 +542,7 @@ class EngineCore:
             if seq.carried is not None:
                 self.carried.quarantine(seq.carried)
         elif seq.room_open:
+            self._carrying.rest(seq)
             self._kept.add(seq)
         else:
             self._release(seq)

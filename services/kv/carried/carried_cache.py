@@ -4,11 +4,13 @@
                                    \\--quarantine--> quarantined --end_quarantine--> free
 
     sequence:  resume | receive --> extend, trim, save (any number of times) --> close
-                                                                      \\-> quarantine --> end_quarantine
+                                                                      |\\-> rest --> close
+                                                                      \\--> quarantine --> end_quarantine
 
 Rule 1: for each open sequence so much of each pool is set aside as it takes to go on by a token, wherever it
         is; and for the chunks of a step, all together, what one of full size takes beyond that. So it always
         gets what it needs: resume points are evicted for it, then what others have saved, never a sequence.
+        One that rests, or is in quarantine, goes on no more: it has what it holds.
 Rule 2: a page of a tail that a resume point holds lies before the point, whole, and is never written again.
 Rule 3: a state is written by one sequence alone. Whoever else wants it has a copy in another slot.
 
@@ -52,6 +54,7 @@ class SequenceCarried:
     computes: bool = True  # its ids, here; else somebody else writes what is carried at their end
     resumed: int = 0  # the resume point that it went on from last
     saved: SavedPoint | None = None
+    rests: bool = False
     quarantined: bool = False
 
 
@@ -63,8 +66,10 @@ class _Pool:
     of_sequence: int  # units set aside for each open sequence
     of_chunks: int  # and for the chunks of a step beyond those
 
-    def has_room(self, num_sequences: int) -> bool:
-        return num_sequences * self.of_sequence + self.of_chunks <= self.units.num_units
+    def has_room(self, num_sequences: int, resting_units: int = 0) -> bool:
+        """For so many that go on, beside what others hold that do not."""
+        set_aside = num_sequences * self.of_sequence + self.of_chunks
+        return set_aside + resting_units <= self.units.num_units
 
 
 class CarriedCache:
@@ -120,10 +125,12 @@ class CarriedCache:
     def may_open(self, *, computes: bool) -> bool:
         """Whether there is room for one more sequence.
 
-        Beside others one that computes counts as two: without resume points each would compute all.
+        Beside others that go on, one that computes counts as two: without resume points each would compute
+        all.
         """
-        count = 1 + computes + sum(1 + seq.computes for seq in self._sequences)
-        return not self._sequences or all(pool.has_room(count) for pool in self._pools)
+        going_on = [seq for seq in self._sequences if not seq.rests]
+        count = 1 + (computes and bool(going_on)) + sum(1 + seq.computes for seq in going_on)
+        return all(pool.has_room(count, self._resting_units(pool)) for pool in self._pools)
 
     def resumable(self, node: Node | None, matched: int) -> int:
         """Where a sequence that matched `matched` tokens, down to `node`, would go on; not a use."""
@@ -226,6 +233,11 @@ class CarriedCache:
         if point is not None:
             self.points.keep(node, point, self._size_bytes(point), seq.resumed)
 
+    def rest(self, seq: SequenceCarried) -> None:
+        """It goes on no more, trimmed; what it holds may be read until it is closed."""
+        self._drop_saved(seq)
+        seq.rests = True
+
     def close(self, seq: SequenceCarried) -> None:
         """Give everything back. Raises ProtocolError: it is not open."""
         self._require(seq, quarantined=False)
@@ -234,6 +246,7 @@ class CarriedCache:
     def quarantine(self, seq: SequenceCarried) -> None:
         """Give it up while a writer may still write its units."""
         self._require(seq, quarantined=False)
+        self.rest(seq)
         seq.quarantined = True
 
     def end_quarantine(self, seq: SequenceCarried) -> None:
@@ -274,7 +287,10 @@ class CarriedCache:
                 assert own <= pool.of_sequence, (
                     f"{pool.group.kind}: a sequence holds {own} of {pool.of_sequence}"
                 )
-            assert pool.has_room(len(self._sequences)), f"{pool.group.kind}: more are open than may be"
+            going_on = sum(not seq.rests for seq in self._sequences)
+            assert pool.has_room(going_on, self._resting_units(pool)), (
+                f"{pool.group.kind}: more are open than may be"
+            )
         self.points.check()
         books = self.books()
         assert all(of_pool.balanced for of_pool in books), f"the books do not balance: {books}"
@@ -326,8 +342,12 @@ class CarriedCache:
     def _most_pages(self, pool: _Pool, seq: SequenceCarried) -> int:
         """That its tail may have now: all but what is set aside for others, or taken by their chunks."""
         place = self._windowed.index(pool)
-        others = [len(other.tails[place].pages) for other in self._sequences if other is not seq]
-        return pool.units.num_units - sum(max(pool.of_sequence, num_pages) for num_pages in others)
+        others = [other for other in self._sequences if other is not seq]
+        taken = (max(len(o.tails[place].pages), 0 if o.rests else pool.of_sequence) for o in others)
+        return pool.units.num_units - sum(taken)
+
+    def _resting_units(self, pool: _Pool) -> int:
+        return sum(len(self._units_of_sequence(pool, seq)) for seq in self._sequences if seq.rests)
 
     def _take(self, pool: _Pool, num_units: int) -> list[PageId]:
         """Of what is set aside for a sequence: by Rule 1 it is there, or only resume points and what

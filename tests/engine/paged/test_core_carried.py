@@ -66,6 +66,19 @@ def test_a_prefill_rank_offers_what_it_holds_at_once_and_what_is_carried_last(ra
     assert rank.core.carried.num_open == 0
 
 
+def test_prompts_whose_rooms_are_read_slowly_take_what_they_hold_and_no_more():
+    rank = Rank(num_pages=64, carried=(fake_state(),), room_for=6)
+    seqs = [rank.submit([i] * 6, room=i + 1) for i in range(8)]
+    for _ in range(20):
+        rank.step()
+    computed = [seq for seq in seqs if seq in rank.carried]
+    assert len(computed) == 6
+    for seq in computed[:2]:
+        rank.core.room_ended(seq)
+    rank.run(seqs)
+    assert all(seq in rank.carried for seq in seqs)
+
+
 def test_where_prompts_branch_off_a_resume_point_is_kept(rank):
     rank.run([rank.submit(range(30), 1)])
     rank.run([rank.submit([*range(14), 90, 91, 92], 1)])

@@ -203,6 +203,24 @@ def test_one_who_goes_on_from_a_point_does_not_evict_that():
     assert books.cache.resume(node, 2).position == 2
 
 
+def test_one_that_rests_has_what_it_holds_and_no_more():
+    """Of a window three pages are set aside for each that goes on, twice for one that computes."""
+    books = Books(WINDOW, units=(2 + 1 + 7,))
+    for _ in range(2):
+        seq = books.cache.resume(None, 0)
+        assert not books.cache.may_open(computes=True)
+        books.compute(seq, 4)
+        books.cache.note_border(seq)
+        books.cache.rest(seq)
+        assert seq.saved is None
+    assert books.cache.may_open(computes=True)
+    computing = books.cache.resume(None, 0)
+    assert not books.cache.may_open(computes=False)
+    assert books.cache.extend(computing, 20) == 12  # the others hold two pages each
+    books.cache.trim(computing, 12)
+    books.cache.check()
+
+
 def test_what_a_writer_may_write_is_not_lent_before_he_has_stopped():
     books = Books(WINDOW, STATE, units=(8, 1))
     seq = books.cache.receive(7)
