@@ -146,14 +146,16 @@ class CarriedCache:
         if not self._pools:
             return self._opened(SequenceCarried(matched, None, []))
         seq = self._opened(SequenceCarried(0, None, [Tail() for _ in self._windowed]))
-        self.points.use(node)  # so that it is not the first to be evicted for this
+        point = self.points.use(node)
         try:
             if self._recurrent is not None:
-                seq.slot = self._take(self._recurrent, 1)[0]
-            self._go_to(seq, self.points.deepest(node))
+                seq.slot = self._slot_beside(self._recurrent, point)
+            self._go_to(seq, point)
         except BaseException:
             self._end(seq)
             raise
+        if point is not None and point.slot is not None and point.slot == seq.slot:
+            self.points.evict()
         return seq
 
     def receive(self, prompt_len: int) -> SequenceCarried:
@@ -312,7 +314,7 @@ class CarriedCache:
             pool.units.drop(tail.pages)
             tail.pages = list(pages)
             tail.first_page = self._first_page(pool, point.position)
-        if point.slot is not None and seq.slot is not None:
+        if point.slot is not None and seq.slot is not None and point.slot != seq.slot:
             self._copy_slot(point.slot, seq.slot)
 
     def _first_page(self, pool: _Pool, position: int) -> int:
@@ -353,14 +355,26 @@ class CarriedCache:
         """Of what is set aside for a sequence: by Rule 1 it is there, or only resume points and what
         sequences have saved hold it.
         """
-        while not self._evict_points(pool, num_units) and self._drop_least_saved():
-            pass
+        self._make_room(pool, num_units)
         return pool.units.take(num_units)
 
-    def _evict_points(self, pool: _Pool, num_units: int) -> bool:
+    def _slot_beside(self, pool: _Pool, point: SavedPoint | None) -> PageId:
+        """For who goes on from `point`. Where that is all that can be evicted, its own slot, held by both."""
+        if self._make_room(pool, 1, spared=point) or point is None or point.slot is None:
+            return pool.units.take(1)[0]
+        pool.units.share([point.slot])
+        return point.slot
+
+    def _make_room(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
+        """Until so many units are free; False: there are fewer, and nothing is left to be let go of."""
+        while not (fit := self._evict_points(pool, num_units, spared)) and self._drop_least_saved():
+            pass
+        return fit
+
+    def _evict_points(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
         """Until so many units are free; False: there are fewer, and no more points."""
         while pool.units.free_units < num_units:
-            if not self.points.evict():
+            if not self.points.evict(spared):
                 return False
         return True
 

@@ -123,9 +123,9 @@ class ResumePoints:
         self._touch(kept)
         return kept.point
 
-    def evict(self) -> bool:
-        """Let go of the one that is worth least; False: there is none."""
-        if (least := self._order.least()) is None:
+    def evict(self, spared: SavedPoint | None = None) -> bool:
+        """Let go of the one that is worth least, but for `spared`; False: there is none."""
+        if (least := self._least(spared)) is None:
             return False
         self._age = max(self._age, least.worth)
         self.evictions += 1
@@ -149,6 +149,15 @@ class ResumePoints:
             assert kept.above is self._kept_above(node), f"{node}: {kept.above} is not the next one above"
             assert kept.below == set(self._nearest_below(node)), f"{node}: {kept.below} are not those below"
         self._order.check()
+
+    def _least(self, spared: SavedPoint | None) -> _KeptPoint | None:
+        least = self._order.least()
+        if least is None or least.point is not spared:
+            return least
+        self._order.remove(least)
+        another = self._order.least()
+        self._order.add(least)
+        return another
 
     def _touch(self, kept: _KeptPoint) -> None:
         kept.uses += 1

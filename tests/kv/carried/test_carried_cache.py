@@ -203,6 +203,29 @@ def test_one_who_goes_on_from_a_point_does_not_evict_that():
     assert books.cache.resume(node, 2).position == 2
 
 
+def test_what_another_has_saved_goes_before_the_point_that_one_goes_on_from():
+    books = Books(STATE, units=(3,))
+    node = books.keep([1, 2])
+    other = books.cache.receive(4)
+    books.cache.note_border(other)
+    assert (other.saved is None, books.free()) == (False, (0,))
+    assert books.cache.resume(node, 2).position == 2
+    assert (other.saved, len(books.cache.points)) == (None, 1)
+
+
+def test_where_no_other_slot_is_left_one_goes_on_in_the_points_own():
+    books = Books(WINDOW, STATE, units=(8, 2))
+    node = books.keep([1, 2])
+    point = books.cache.points.deepest(node)
+    books.cache.rest(books.cache.receive(4))
+    books.copies.clear()
+    seq = books.cache.resume(node, 2)
+    assert (seq.position, seq.slot, books.copies) == (2, point.slot, [])
+    assert (len(books.cache.points), books.free()) == (0, (5, 0))
+    books.cache.close(seq)
+    assert books.free() == (6, 1)
+
+
 def test_one_that_rests_has_what_it_holds_and_no_more():
     """Of a window three pages are set aside for each that goes on, twice for one that computes."""
     books = Books(WINDOW, units=(2 + 1 + 7,))

@@ -121,6 +121,17 @@ def test_what_was_of_use_stays_longer_and_not_for_ever(store):
     assert 4 not in store.positions()
 
 
+def test_one_that_is_spared_is_worth_what_it_was(store):
+    least = store.keep(range(2))
+    for ids in ([8] * 4, [9] * 4):
+        store.keep(ids)
+    spared = store.points.deepest(least)
+    while store.points.evict(spared):
+        store.points.check()
+    assert (store.dropped, store.positions()) == ([4, 4], [2])
+    assert store.points.evict() and not store.points.evict()
+
+
 def test_a_point_dies_with_its_node(store):
     store.keep(range(4))
     store.tree.evict(1)
