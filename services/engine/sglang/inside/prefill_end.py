@@ -11,8 +11,7 @@ from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, TransferInfo
 
 from services.engine.sglang.inside.idle_waits import room_news
 from services.engine.sglang.inside.memory.posted import Posted
-from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
-from services.engine.sglang.inside.memory.state_groups import WINDOW, StateComponent
+from services.engine.sglang.inside.memory.replicas import TpPlace
 from services.engine.sglang.inside.own_process import OwnProcess
 from services.engine.sglang.inside.process_reporter import process_reporter
 from services.engine.sglang.inside.streams import frames
@@ -154,22 +153,15 @@ class PrefillEnd(OwnProcess):
 
     def maybe_send_extra(self, peer_name: str, prefill_state_indices: Any, *args: Any, **kwargs: Any) -> Any:
         """A generator of SGLang's: what it yields is posted. Windows' tails and states are counted here, with
-        the room's last chunk; of unequal sides the narrower one's part is written."""
+        the room's last chunk."""
         self._until_written()
         peer = self.decode_kv_args_table[peer_name]
-        for index, component in enumerate(self._memory.components):
-            if component.is_carried and self._is_state_counted(component, peer):
-                own, its = component.own_bytes(), sum(peer.dst_state_item_lens[index])
-                units = len(prefill_state_indices[index])
-                self._posted.setdefault(self._posting.room, Posted()).carried(
-                    component.kind, units * min(own, its)
-                )
+        posted = self._posted.setdefault(self._posting.room, Posted())
+        for kind, size_bytes in self._memory.written_states(
+            prefill_state_indices, peer.dst_state_item_lens, *self._places(peer)
+        ):
+            posted.carried(kind, size_bytes)
         yield from super().maybe_send_extra(peer_name, prefill_state_indices, *args, **kwargs)
-
-    def _is_state_counted(self, component: StateComponent, peer: Any) -> bool:
-        """A window's heads are spread as full attention's; every process has a part of a state of its own."""
-        heads = self._memory.buffers.spread_heads
-        return component.kind != WINDOW or is_counted(heads, *self._places(peer))
 
     def _places(self, peer: Any) -> tuple[TpPlace, TpPlace]:
         """Of the writer, this process, and of the reader."""

@@ -7,7 +7,7 @@ Of a DP rank's processes each has some of the heads; a layout is of the whole mo
 The draft's buffers, where the process speculates, have the same page ids, and cross with the pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
@@ -108,6 +108,21 @@ class ProcessMemory:
         if self.draft is None:
             return of_model, 0
         return of_model, self.draft.buffers.written_bytes(peer_item_bytes[count:], writer, reader)
+
+    def written_states(
+        self,
+        indices: Sequence[Sized | None],
+        peer_item_bytes: Sequence[Sequence[int]],
+        writer: TpPlace,
+        reader: TpPlace,
+    ) -> Iterator[tuple[str, int]]:
+        """SGLang's word and bytes of each carried component. `indices`, by component: pages or slots that are
+        written; SGLang writes nothing of components for which there are none, or that the list is too short
+        for."""
+        heads = self.buffers.spread_heads
+        for component, units, peer in zip(self.components, indices, peer_item_bytes, strict=False):
+            if component.is_carried and units is not None:
+                yield component.kind, len(units) * component.written_bytes(peer, heads, writer, reader)
 
 
 def _num_layers(buffers: Buffers) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
 from services.values.kv import GroupKind, KvGroup
 
 # sglang.srt.disaggregation.base.conn.StateType
@@ -38,9 +39,27 @@ class StateComponent:
         """The same of the whole model, however its heads are spread."""
         if self.kind == WINDOW:
             return self.own_bytes() // max(1, num_kv_heads // tp_size) * num_kv_heads
+        sliced, replicated = self._state_bytes()
+        return sliced * tp_size + replicated
+
+    def written_bytes(
+        self, peer_item_bytes: Sequence[int], spread_heads: int, writer: TpPlace, reader: TpPlace
+    ) -> int:
+        """A page's, or a slot's, of a write from here to there: of two sides with different tensor
+        parallelism the narrower one's part, and nothing that another process writes, too. `spread_heads`: of
+        attention, that the processes share out."""
+        if self.kind == WINDOW:
+            own = self.own_bytes() if is_counted(spread_heads, writer, reader) else 0
+        else:
+            sliced, replicated = self._state_bytes()
+            own = sliced + (replicated if is_counted(1, writer, reader) else 0)
+        return min(own, sum(peer_item_bytes))
+
+    def _state_bytes(self) -> tuple[int, int]:
+        """A slot's in this process: of buffers that the processes share out, and that each holds whole."""
         sliced = self.sliced or (1,) * len(self.item_bytes)
-        pairs = zip(self.item_bytes, sliced, strict=True)
-        return sum(size * (tp_size if parts else 1) for size, parts in pairs)
+        replicated = sum(size for size, parts in zip(self.item_bytes, sliced, strict=True) if not parts)
+        return self.own_bytes() - replicated, replicated
 
 
 def components_of(kv_args: Any) -> tuple[StateComponent, ...]:

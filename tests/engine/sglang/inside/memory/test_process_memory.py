@@ -1,5 +1,6 @@
 """What SGLang lists of a process's memory, as our layout, with a draft and without."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +13,7 @@ from services.engine.sglang.inside.memory.process_memory import (
     read_item_bytes,
 )
 from services.engine.sglang.inside.memory.replicas import TpPlace, check_drafts
-from services.engine.sglang.inside.memory.state_groups import AttentionHeads
+from services.engine.sglang.inside.memory.state_groups import AttentionHeads, StateComponent
 from services.kv.ticket import check_layouts
 from services.values.errors import ProtocolError
 from services.values.kv import GroupKind
@@ -75,21 +76,20 @@ def test_a_draft_has_to_have_a_place_and_to_be_the_same():
         check_drafts(prefill=own, decode=memory(fingerprint=6).layout(7))
 
 
+def writes(prefill_tp, decode_tp):
+    """Between processes as SGLang pairs them: each of the wider side with one of the other's."""
+    wider = max(prefill_tp, decode_tp)
+    pairs = {(rank * prefill_tp // wider, rank * decode_tp // wider) for rank in range(wider)}
+    return [(TpPlace(here, prefill_tp), TpPlace(there, decode_tp)) for here, there in pairs]
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), list(product([1, 2, 4], repeat=2)))
 @pytest.mark.parametrize(("prefill_drafts", "decode_drafts"), [(0, 0), (0, 1), (1, 1)])
 def test_what_all_processes_write_is_a_page_of_the_model_and_one_of_the_draft(
     prefill_tp, decode_tp, prefill_drafts, decode_drafts
 ):
-    """Between processes as SGLang pairs them: each of the wider side with one of the other's."""
-    wider = max(prefill_tp, decode_tp)
-    pairs = {(rank * prefill_tp // wider, rank * decode_tp // wider) for rank in range(wider)}
-    writer = memory(prefill_tp, bool(prefill_drafts))
-    written = [
-        writer.written_bytes(
-            listed(decode_tp, bool(decode_drafts)), TpPlace(here, prefill_tp), TpPlace(there, decode_tp)
-        )
-        for here, there in pairs
-    ]
+    writer, there = memory(prefill_tp, bool(prefill_drafts)), listed(decode_tp, bool(decode_drafts))
+    written = [writer.written_bytes(there, *places) for places in writes(prefill_tp, decode_tp)]
     assert sum(of_model for of_model, _ in written) == 2 * LAYERS * ITEM
     assert sum(of_draft for _, of_draft in written) == (2 * DRAFT_ITEM if prefill_drafts else 0)
 
@@ -102,3 +102,49 @@ def test_a_latent_is_whole_in_every_process():
     assert (len(layout.groups[0].layer_ids), layout.draft.group.layer_ids) == (3, (0,))
     writes = [latent.written_bytes([640] * 4, TpPlace(rank, 4), TpPlace(rank, 4)) for rank in range(4)]
     assert writes == [(3 * 640, 640), (0, 0), (0, 0), (0, 0)]
+
+
+WINDOW_ITEM, CONVOLUTION, STATE = ITEM // 2, 96, 1024
+
+
+def carrying(tp_size=1, replicated=False):
+    """Two windowed layers, a kind that is part of each page, and two recurrent layers. `replicated`: every
+    process holds all of a convolution."""
+    window = StateComponent("swa", (int(WINDOW_ITEM * share(KV_HEADS, tp_size)),) * 4)
+    convolution = CONVOLUTION if replicated else CONVOLUTION // tp_size
+    sizes = (convolution, convolution, STATE // tp_size, STATE // tp_size)
+    state = StateComponent("mamba", sizes, (0, 1, 0, 1), (0 if replicated else 8,) * 2 + (8, 8))
+    components = (window, StateComponent("dsa", (64,)), state)
+    return replace(memory(tp_size, drafts=False), components=components, window_size=31)
+
+
+def item_bytes(own):
+    return [component.item_bytes for component in own.components]
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "replicated"),
+    [
+        *((*sizes, False) for sizes in product([1, 2, 4, 8], repeat=2)),
+        *((size, size, True) for size in (1, 2, 4, 8)),  # SGLang refuses other pairs
+    ],
+)
+def test_what_all_processes_write_is_each_tail_and_state_once(prefill_tp, decode_tp, replicated):
+    writer, reader = carrying(prefill_tp, replicated), carrying(decode_tp, replicated)
+    written = Counter()
+    for places in writes(prefill_tp, decode_tp):
+        for kind, size_bytes in writer.written_states([[4, 5], [9], [7]], item_bytes(reader), *places):
+            written[kind] += size_bytes
+    window, state = reader.layout(7).carried
+    assert (window.unit_bytes, state.unit_bytes) == (4 * WINDOW_ITEM, 2 * (CONVOLUTION + STATE))
+    assert written == {"swa": 2 * window.unit_bytes, "mamba": state.unit_bytes}
+
+
+@pytest.mark.parametrize("indices", [[None, [9], [7]], [[4, 5]], [[4, 5], [9], None], []])
+def test_what_sglang_has_no_indices_for_is_not_written(indices):
+    """nixl/conn.py, maybe_send_extra."""
+    own, place = carrying(), TpPlace(0, 1)
+    sizes = {"swa": 2 * 4 * WINDOW_ITEM, "mamba": 2 * (CONVOLUTION + STATE)}
+    given = dict(zip(["swa", "dsa", "mamba"], indices, strict=False))
+    written = dict(own.written_states(indices, item_bytes(own), place, place))
+    assert written == {kind: sizes[kind] for kind in sizes if given.get(kind)}
