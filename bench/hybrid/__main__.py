@@ -1,6 +1,6 @@
 """What decode's hits by attention alone are worth where layers have windows or states, and what those weigh.
 
-    python -m bench.hybrid --json FILE [--engine fake|torch] [--quick]
+    python -m bench.hybrid --json FILE [--engine fake|torch] [--quick] [--only "window of 128 documents"]
 
 Until now the least of all groups decided what a decode rank had of a prompt; a recurrent group, whose
 state comes by wire, had nothing: hits of 0 (vllm 42524). Here decode matches attention's pages, and
@@ -156,8 +156,11 @@ def main() -> None:
     load = Load(arguments.context, arguments.page_size, arguments.chunk_size, arguments.quick)
     in_torch = arguments.engine == "torch"
     with models_of(arguments) as models:
-        hits, computed = ([], []) if in_torch else replayed(models[:2], load, arguments.seed)
-        cases = cases_of(models, load, in_torch)
+        cases = [case for case in cases_of(models, load, in_torch) if arguments.only in _name(case)]
+        if not cases:
+            raise SystemExit(f"nothing has {arguments.only!r}")
+        replays = not in_torch and not arguments.only
+        hits, computed = replayed(models[:2], load, arguments.seed) if replays else ([], [])
         measured = asyncio.run(driven(cases, rank_settings(arguments), arguments))
     sides = [row for each in measured for row in side_rows(each)]
     shortage = [shortage_row(each) for each in measured if each.case.has_one_turn]
@@ -172,6 +175,10 @@ def main() -> None:
         write_json(arguments.json, "hybrid", settings | {"load_at_start": load_at_start}, sides, dict(parts))
 
 
+def _name(case: Case) -> str:
+    return f"{case.model.name} {case.make(0).name}"
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,6 +186,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--engine", choices=("fake", "torch"), default="fake")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few and short requests")
+    parser.add_argument(
+        "--only", default="", help="time what has this in 'MODEL WORKLOAD' alone, and replay nothing"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of each side, on requests of their own")
     parser.add_argument("--context", type=int, help="tokens of a document; default 8192, torch 4096")
     parser.add_argument(
