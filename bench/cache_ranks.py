@@ -225,7 +225,7 @@ class Planner:
             pending_tokens=at_decode.pending_tokens,
             prefill_tokens_per_s=at_decode.tokens_per_s,
             running=load.running,
-            step_s=load.step_s,
+            token_s=load.token_s,
             free_tokens=load.books.free * page_size,
             evictable_tokens=load.books.cached * page_size,
             queued=at_decode.queued,

@@ -136,7 +136,7 @@ class Oracle:
             queued=len(rank._queue),
             prefill_tokens_per_s=rank.timing.tokens_per_s,
             running=rank.num_running,
-            step_s=rank.batch_step_s(),
+            token_s=rank.batch_step_s(),
             free_tokens=books.free * BLOCK_TOKENS,
             evictable_tokens=books.cached * BLOCK_TOKENS,
             resume_tokens=_resume_tokens(rank, request),

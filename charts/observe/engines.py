@@ -113,8 +113,8 @@ def engines() -> Dashboard:
                     graph(
                         "Mean step time by rank",
                         "s",
-                        "Moving average. On decode ranks it is the pause between tokens; it grows with the "
-                        "batch.",
+                        "Moving average. On decode ranks without speculation it is the pause between tokens; it grows "
+                        "with the batch.",
                         highest(_now("isthmus_step_seconds"), _NAME),
                     ),
                     graph(
@@ -145,6 +145,36 @@ def engines() -> Dashboard:
                         "short",
                         "What a newcomer waits behind, by rank.",
                         highest(_now("isthmus_pending_tokens"), _NAME),
+                    ),
+                ],
+            ),
+            (
+                "Speculation",
+                [
+                    graph(
+                        "Draft acceptance rate by source",
+                        "percentunit",
+                        "Of the tokens that were drafted and verified, those that were right: lookup is the "
+                        "request's own text, tree and ngrams are others of its cache salt, draft is a small model.",
+                        Query(
+                            f"{_rate('isthmus_accepted_draft_tokens_total', 'source')} / "
+                            f"{_rate('isthmus_drafted_tokens_total', 'source')}",
+                            "{{source}}",
+                        ),
+                        maximum=1,
+                    ),
+                    graph(
+                        "Drafted tokens by source",
+                        "short",
+                        "Verified per second. Fewer where drafts are seldom right: a request then tries one now "
+                        "and then.",
+                        Query(_rate("isthmus_drafted_tokens_total", "source"), "{{source}}"),
+                    ),
+                    graph(
+                        "Tokens per step by rank",
+                        "short",
+                        "That a decoding request gets; 1 without speculation.",
+                        highest(_now("isthmus_tokens_per_step"), _NAME),
                     ),
                 ],
             ),

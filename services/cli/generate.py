@@ -85,8 +85,14 @@ def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> s
         f"{usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
         f"KV moved {format_bytes(usage.kv_bytes_moved)}{_carried(usage)}, "
-        f"saved {format_bytes(usage.kv_bytes_saved)}; {usage.completion_tokens} generated"
+        f"saved {format_bytes(usage.kv_bytes_saved)}; {usage.completion_tokens} generated{_drafted(usage)}"
     )
+
+
+def _drafted(usage: generation_pb2.Usage) -> str:
+    """Nothing without speculation."""
+    drafted = usage.drafted_tokens
+    return f", {usage.accepted_draft_tokens} of {drafted} drafts were right" if drafted else ""
 
 
 def _carried(usage: generation_pb2.Usage) -> str:

@@ -97,6 +97,30 @@ def _carried(load: RankLoad) -> Iterator[Metric]:
     )
 
 
+def _drafts(load: RankLoad) -> Iterator[Metric]:
+    """Without a sample where nothing was drafted."""
+    drafted = CounterMetricFamily(
+        "isthmus_drafted_tokens",
+        "Tokens that were drafted and verified, by source: lookup (the request's own text), tree and ngrams "
+        "(others of its cache salt), draft (a small model).",
+        labels=["source"],
+    )
+    accepted = CounterMetricFamily(
+        "isthmus_accepted_draft_tokens", "Of drafted tokens, those that were right.", labels=["source"]
+    )
+    for count in load.drafts:
+        drafted.add_metric([count.source], count.drafted)
+        accepted.add_metric([count.source], count.accepted)
+    yield drafted
+    yield accepted
+    yield GaugeMetricFamily(
+        "isthmus_tokens_per_step",
+        "Moving average of the tokens that a decoding sequence gets in a step: more than 1 where drafts are "
+        "accepted. 0: not known yet, or engine sglang.",
+        load.tokens_per_step,
+    )
+
+
 class PoolCollector(Collector):
     def __init__(self, load: Callable[[], RankLoad]) -> None:
         self._load = load
@@ -109,6 +133,7 @@ class PoolCollector(Collector):
         yield pages
         yield from _carried(load)
         yield _kv_paths(load.kv_paths)
+        yield from _drafts(load)
         yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
         yield GaugeMetricFamily(

@@ -153,6 +153,7 @@ def _candidate(priced: Priced, chosen: bool, explained: Explained) -> generation
         prefill_context_tokens=0 if prefill is None else _context_tokens(prefill),
         decode_resume_tokens=decode.resume_tokens,
         decode_indexed_resume_tokens=decode.matched_resume_tokens,
+        decode_tokens_per_step=decode.tokens_per_step,
         prefill_resume_tokens=None if prefill is None else prefill.resume_tokens,
         prefill_indexed_resume_tokens=None if prefill is None else prefill.matched_resume_tokens,
         terms=[generation_pb2.CostTerm(name=name, seconds=seconds) for name, seconds in priced.terms],
@@ -172,6 +173,7 @@ def _unpriced(rank: Candidate, explained: Explained) -> generation_pb2.Candidate
             decode_context_tokens=_context_tokens(rank),
             decode_resume_tokens=rank.resume_tokens,
             decode_indexed_resume_tokens=rank.matched_resume_tokens,
+            decode_tokens_per_step=rank.tokens_per_step,
             pinned=explained.pinned == rank.id.key,
             excluded=rank.excluded,
         )

@@ -18,6 +18,15 @@ class CarriedPool:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Of one source of drafts."""
+
+    source: str  # lookup, tree, ngrams or draft
+    drafted: int  # tokens, since the rank's start
+    accepted: int  # of them
+
+
+@dataclass(frozen=True, slots=True)
 class RankLoad:
     """What a rank is doing now; see common.proto for each field."""
 
@@ -32,6 +41,7 @@ class RankLoad:
     admitted_per_s: float = 0.0
     stalled: bool = False
     kv_paths: tuple[KvPath, ...] = ()  # of a prefill rank: by what it has written
+    tokens_per_step: float = 0.0  # that a decoding sequence gets lately; 0: not known
     # Not told to routers:
     reserved_pages: int = 0  # kept back for the growth of what runs
     retractions: int = 0  # since the rank's start, as `overtakes`
@@ -44,8 +54,22 @@ class RankLoad:
     evicted_points: int = 0  # since the start, for others or for sequences
     open_rooms: int = 0  # transfers of a prefill rank that are not over
     unreadable_events: int = 0  # since the start, of what another's engine told of its cache
+    drafts: tuple[DraftCount, ...] = ()
     decode_steps: StepHistogram = NO_STEPS  # since the start, of single tokens only
     prompt_steps: StepHistogram = NO_STEPS  # that computed prompts, too
+
+    @property
+    def token_s(self) -> float:
+        """Between two tokens of a sequence."""
+        return self.step_s / max(1.0, self.tokens_per_step)
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(each.drafted for each in self.drafts)
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        return sum(each.accepted for each in self.drafts)
 
     @property
     def queue_wait_s(self) -> float:

@@ -191,6 +191,8 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     admitted: Admitted | None = None
     finished: FinishReason | None = None
+    drafted_tokens: int = 0  # verified by those steps, and
+    accepted_draft_tokens: int = 0  # of them, those that are among the tokens
 
     def followed_by(self, later: "Output") -> "Output":
         """Both in one; `later` is not the first."""
@@ -199,6 +201,8 @@ class Output:
             self.logprobs + later.logprobs,
             self.admitted,
             later.finished,
+            self.drafted_tokens + later.drafted_tokens,
+            self.accepted_draft_tokens + later.accepted_draft_tokens,
         )
 
 

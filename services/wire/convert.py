@@ -248,6 +248,7 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         admitted_per_s=finite("load.admitted_per_s", pb.admitted_per_s),
         stalled=pb.stalled,
         kv_paths=tuple(map(_kv_path_from_proto, pb.kv_paths)),
+        tokens_per_step=finite("load.tokens_per_step", pb.tokens_per_step),
     )
 
 

@@ -124,6 +124,8 @@ def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput
         logprobs=[logprobs_to_proto(entry) for entry in output.logprobs],
         admitted=None if output.admitted is None else admitted_to_proto(output.admitted),
         finished=None if output.finished is None else finish_reason_to_proto(output.finished),
+        drafted_tokens=output.drafted_tokens,
+        accepted_draft_tokens=output.accepted_draft_tokens,
     )
 
 
@@ -137,6 +139,8 @@ def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
         logprobs=tuple(logprobs_from_proto(entry) for entry in pb.logprobs),
         admitted=admitted_from_proto(pb.admitted) if pb.HasField("admitted") else None,
         finished=finish_reason_from_proto(pb.finished) if end == "finished" else None,
+        drafted_tokens=pb.drafted_tokens,
+        accepted_draft_tokens=pb.accepted_draft_tokens,
     )
 
 

@@ -11,6 +11,12 @@ from services.engine.paged.drafts.drafting import NoDrafting
 from services.engine.paged.drafts.model_drafter import ModelDrafter
 from services.values.errors import ConfigError
 
+SOURCES = {
+    "off": set(),
+    "lookup": set(),
+    "tree": {"tree", "ngrams"},
+    "draft": {"draft"},
+}  # its text repeats nothing
 DRAFTING = {"off": NoDrafting, "lookup": Drafter, "tree": Drafter, "draft": ModelDrafter}
 
 
@@ -33,8 +39,15 @@ async def test_answers_are_the_same_whoever_drafts(mode):
     settings = replace(FAKE, speculation=mode, fake_draft="agree:0.8")
     async with Pair(settings) as pair:
         assert type(core_of(pair.decode)._drafting) is DRAFTING[mode]
-        prompt = [1, 2, 3]
+        prompt, told = [1, 2, 3], []
         for _ in range(2):
-            answer = await pair.generate(prompt, 60, cache_salt="a salt")
-            assert answer.tokens == continuation(prompt, 60)
+            async with pair.outputs(pair.request(prompt, 60, cache_salt="a salt")) as outputs:
+                said = [output async for output in outputs]
+            assert [token_id for output in said for token_id in output.token_ids] == continuation(prompt, 60)
+            told += said
+        load = pair.decode.load()
+        assert sum(output.drafted_tokens for output in told) == load.drafted_tokens
+        assert sum(output.accepted_draft_tokens for output in told) == load.accepted_draft_tokens
+        assert {count.source for count in load.drafts if count.accepted} == SOURCES[mode]
+        assert (load.tokens_per_step > 1.5) == (mode in ("tree", "draft"))
         await pair.assert_nothing_held()

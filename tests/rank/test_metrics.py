@@ -11,7 +11,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.rank.metrics import PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import CarriedPool, RankLoad
+from services.values.load import CarriedPool, DraftCount, RankLoad
 from services.values.rank import Plan
 from services.values.request import Admitted
 
@@ -99,3 +99,16 @@ def test_pools_beside_full_attention_and_resume_points_are_shown():
     assert registry.get_sample_value("isthmus_carried_units", labels) == 3
     assert registry.get_sample_value("isthmus_resume_points") == 2
     assert registry.get_sample_value("isthmus_evicted_resume_points_total") == 5
+
+
+def test_drafts_are_counted_by_source():
+    drafts = (DraftCount("draft", 10, 8), DraftCount("lookup", 5, 0))
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(lambda: RankLoad(drafts=drafts, tokens_per_step=2.5)))
+
+    def value(name, source):
+        return registry.get_sample_value(f"isthmus_{name}_tokens_total", {"source": source})
+
+    assert (value("drafted", "draft"), value("accepted_draft", "draft")) == (10, 8)
+    assert (value("drafted", "lookup"), value("accepted_draft", "lookup")) == (5, 0)
+    assert registry.get_sample_value("isthmus_tokens_per_step") == 2.5

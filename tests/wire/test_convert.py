@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.kv import (
+    DraftKv,
     GroupKind,
     GroupTarget,
     KvGroup,
@@ -59,17 +60,24 @@ ranks = st.builds(RankId, names, uint32, uint64.map(Generation))
 addresses = st.builds(RankAddress, ranks, names)
 rendezvous = st.builds(Rendezvous, uint64.map(Room), ranks, ranks)
 runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
-groups = st.builds(
-    KvGroup,
-    st.sampled_from(GroupKind),
-    ids,
-    uint32,
-    uint32,
-    names,
-    st.none() | uint32,
-    uint32,
-    st.integers(1, 2**64 - 1),
-)
+
+
+def groups(kinds):
+    return st.builds(
+        KvGroup,
+        st.sampled_from(kinds),
+        ids,
+        uint32,
+        uint32,
+        names,
+        st.none() | uint32,
+        st.integers(1, 2**32 - 1),
+        st.integers(1, 2**64 - 1),
+    )
+
+
+attention = groups([GroupKind.FULL_ATTENTION])
+carried = groups([kind for kind in GroupKind if kind is not GroupKind.FULL_ATTENTION])
 targets = st.builds(GroupTarget, uint32, uint32, st.lists(runs, max_size=3).map(tuple))
 layouts = st.builds(
     KvLayout,
@@ -77,7 +85,8 @@ layouts = st.builds(
     page_bytes=st.integers(1, 2**64 - 1),
     model_fingerprint=uint64,
     tp_size=st.integers(1, 2**32 - 1),
-    groups=st.lists(groups, max_size=3).map(tuple),
+    groups=st.builds(lambda first, others: (first, *others), attention, st.lists(carried, max_size=2)),
+    draft=st.none() | st.builds(DraftKv, uint64, attention),
 )
 memories = st.builds(PoolMemory, uint64, st.integers(1, 2**32 - 1), st.sampled_from(["DRAM", "VRAM"]), uint32)
 tickets = st.builds(
@@ -104,6 +113,7 @@ loads = st.builds(
     seconds,
     st.booleans(),
     kv_paths=st.lists(kv_paths, max_size=3).map(tuple),
+    tokens_per_step=seconds,
 )
 
 max_tokens_and_min = st.one_of(
@@ -162,6 +172,8 @@ outputs = st.builds(
     st.lists(logprobs, max_size=3).map(tuple),
     st.none() | admissions,
     st.none() | st.sampled_from(FinishReason),
+    uint32,
+    uint32,
 )
 prefill_results = st.builds(
     PrefillResult, uint32, st.none() | logprobs, uint32, uint32, uint64, seconds, seconds

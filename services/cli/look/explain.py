@@ -1,6 +1,7 @@
 """`isthmus explain`: where a prompt would go, and the price of every candidate by its terms."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -128,9 +129,16 @@ def _tokens(candidate: generation_pb2.Candidate, field: str) -> object:
     return "all" if untold else getattr(candidate, field)
 
 
+def _notes(candidate: generation_pb2.Candidate) -> Iterator[str]:
+    if candidate.pinned:
+        yield "pinned"
+    if candidate.decode_tokens_per_step > 1:
+        yield f"{candidate.decode_tokens_per_step:.1f} tokens a step"
+
+
 def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
     terms = {term.name: f"{1e3 * term.seconds:.2f}" for term in candidate.terms}
-    note = candidate.excluded or ("pinned" if candidate.pinned else "")
+    note = candidate.excluded or ", ".join(_notes(candidate))
     # Where nothing can be chosen those that could be are not priced either.
     is_priced = candidate.plan != common_pb2.PLAN_UNSPECIFIED
     return [

@@ -23,6 +23,7 @@ from services.engine.paged.batch import (
     usable_drafts,
 )
 from services.engine.paged.carrying import Carrying
+from services.engine.paged.drafts.counts import DraftCounts
 from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
@@ -79,6 +80,7 @@ class EngineCore:
         self.carried = carried or CarriedCache(runner.layout, ())
         self._carrying = Carrying(self.carried, cache, limits.chunk_size)
         self._drafting = drafting or NoDrafting()
+        self._drafts = DraftCounts()
         self._limits = limits
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
@@ -202,6 +204,7 @@ class EngineCore:
         self.failed_steps = 0
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
         self._measure(num_decoding, num_drafts, prompt_tokens, self._clock() - began)
+        self._drafts.note_step(num_decoding, sum(map(len, sampled[:num_decoding])))
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
         return True
@@ -251,6 +254,8 @@ class EngineCore:
             carried=self.carried.pools(),
             resume_points=len(self.carried.points),
             evicted_points=self.carried.points.evictions,
+            tokens_per_step=self._drafts.tokens_per_step,
+            drafts=self._drafts.by_source(),
             decode_steps=self._decode_steps,
             prompt_steps=self._prompt_steps,
         )
@@ -477,17 +482,19 @@ class EngineCore:
     # -- afterwards -------------------------------------------------------------------------------
 
     def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
-        for accepted in sampled[:-1]:
-            self._append(seq, accepted)  # which ends nothing: see usable_drafts
+        for right in sampled[:-1]:
+            self._append(seq, right)  # which ends nothing: see usable_drafts
+        accepted = max(0, len(sampled) - 1)
         if seq.proposal is not None:
-            self._drafting.note(seq, seq.proposal, len(sampled) - 1)
+            self._drafting.note(seq, seq.proposal, accepted)
+            self._drafts.note(seq.proposal.source, chunk.num_drafts, accepted)
             seq.proposal = None
-        seq.computed = chunk.end - chunk.num_drafts + max(0, len(sampled) - 1)
+        seq.computed = chunk.end - chunk.num_drafts + accepted
         self._publish(seq)
         self._carrying.account(seq)
         self._offer(seq)
         if sampled:
-            self._append(seq, sampled[-1])
+            self._append(seq, sampled[-1], chunk.num_drafts, accepted)
 
     def _publish(self, seq: Sequence) -> None:
         assert seq.pages is not None
@@ -514,7 +521,8 @@ class EngineCore:
             if whole and not self.carried.is_empty:
                 self._emit(seq, Carried(seq.room, self.carried.units_of(seq.carried)))
 
-    def _append(self, seq: Sequence, sampled: Sampled) -> None:
+    def _append(self, seq: Sequence, sampled: Sampled, drafted: int = 0, accepted: int = 0) -> None:
+        """The newest token; the last one of a step tells of its drafts."""
         first = seq.phase is not Phase.DECODING
         seq.ids.append(sampled.token_id)
         seq.phase = Phase.DECODING
@@ -523,7 +531,18 @@ class EngineCore:
         if seq.single_token and finished is None:
             finished = FinishReason.LENGTH
         compute_s = self._clock() - seq.admitted_s if first else 0.0
-        self._emit(seq, Token(sampled.token_id, sampled.logprobs, finished, compute_s, seq.reused_tokens))
+        self._emit(
+            seq,
+            Token(
+                sampled.token_id,
+                sampled.logprobs,
+                finished,
+                drafted,
+                accepted,
+                compute_s,
+                seq.reused_tokens,
+            ),
+        )
         if finished is not None:
             self._active.remove(seq)
             self._gate.note_end(seq)

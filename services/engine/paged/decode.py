@@ -346,7 +346,14 @@ async def _next(mailbox: Mailbox, kind: type[E]) -> E:
 
 def _output(tokens: list[Token], admitted: Admitted | None = None) -> Output:
     logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
-    return Output(tuple(token.token_id for token in tokens), logprobs, admitted, tokens[-1].finished)
+    return Output(
+        tuple(token.token_id for token in tokens),
+        logprobs,
+        admitted,
+        tokens[-1].finished,
+        sum(token.drafted for token in tokens),
+        sum(token.accepted for token in tokens),
+    )
 
 
 def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:

@@ -29,6 +29,8 @@ class Token:
     token_id: int
     logprobs: TokenLogprobs | None
     finished: FinishReason | None
+    drafted: int = 0  # ids that its step verified; on the last token of the step
+    accepted: int = 0  # of them, those that are tokens now
     # On the first token only:
     compute_s: float = 0.0  # admission until now
     reused_tokens: int = 0  # of the prompt, computed by others: when it was admitted, or since then

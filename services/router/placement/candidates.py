@@ -31,7 +31,7 @@ class DecodeCandidate:
     pending_tokens: int  # queued or being computed there
     prefill_tokens_per_s: float
     running: int  # sequences
-    step_s: float
+    token_s: float  # between two tokens of a sequence
     free_tokens: int  # room in free pages
     evictable_tokens: int  # cached, unlocked
     excluded: str = ""  # why it cannot be chosen (draining, failed, ...); empty: it can
@@ -45,6 +45,7 @@ class DecodeCandidate:
     receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
     resume_tokens: int | None = None  # of the hit, from where it goes on computing; None: the hit's end
     matched_resume_tokens: int | None = None  # likewise, of what the index says
+    tokens_per_step: float = 0.0  # that a sequence gets; 0: not known
 
     @property
     def reused_tokens(self) -> int:

@@ -318,7 +318,7 @@ class Placer:
             pending_tokens=now.pending_tokens,
             prefill_tokens_per_s=now.tokens_per_s,
             running=now.running,
-            step_s=now.load.step_s,
+            token_s=now.load.token_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
             excluded=self._exclusion(rank, asked),
@@ -332,6 +332,7 @@ class Placer:
             receives=key not in self._apart,
             resume_tokens=hit.resume,
             matched_resume_tokens=hit.matched_resume,
+            tokens_per_step=now.load.tokens_per_step,
         )
 
     def _prefill_candidate(self, rank: Registration, asked: Asked, hit: _Hit) -> PrefillCandidate:
@@ -432,7 +433,7 @@ class Placer:
             evicted = min(lacking, books.cached * page_size)
             load_s += self._settings.weights.evict_weight * evicted / now.tokens_per_s
             if rank.role is Role.DECODE:
-                load_s += (lacking - evicted) * now.load.step_s / max(1, now.running)
+                load_s += (lacking - evicted) * now.load.token_s / max(1, now.running)
         return load_s, now.running
 
 

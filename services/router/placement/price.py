@@ -160,9 +160,9 @@ class PriceList:
         outgrow_s, lacking = self.outgrow_s(decode), delta - decode.free_tokens
         if lacking <= 0:
             return Receiver(wait_s, 0.0, 0.0, outgrow_s, delta, uncached, decode)
-        # Sequences that end free at least as many tokens as were generated, one each in every step.
+        # Sequences that end free at least as many tokens as were generated, one each in that time.
         shortage = max(0, lacking - decode.evictable_tokens)
-        room_s = shortage * decode.step_s / max(1, decode.running)
+        room_s = shortage * decode.token_s / max(1, decode.running)
         evicted = min(lacking, decode.evictable_tokens)
         evict_s = evicted * self.evict_s_per_token
         return Receiver(wait_s, room_s, evict_s, outgrow_s, delta, uncached, decode)
@@ -222,7 +222,7 @@ class PriceList:
         It does not wait for them, but its tokens come late while they last.
         """
         decode, itl_weight = receiver.decode, self.weights.itl_weight
-        return itl_weight * receiver.wait_s, itl_weight * decode.running * decode.step_s
+        return itl_weight * receiver.wait_s, itl_weight * decode.running * decode.token_s
 
     def receiving_s(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
         """`fixed` and `overlapped` of a decode rank."""

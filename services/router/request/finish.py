@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from services.router.cluster import Placed
-from services.router.request.progress import Progress
-from services.values.request import Admitted, FinishReason
+from services.router.request.progress import Progress, Served
+from services.values.request import FinishReason
 from services.wire import convert, convert_request
 from services.wire.fields import message_of
 from services.wire.isthmus.v1 import generation_pb2
@@ -37,7 +37,7 @@ def _placements(progress: Progress) -> Iterator[generation_pb2.Placement]:
     bounds = [*(each.first_output for each in progress.served), len(progress.output_ids)]
     for each, end in zip(progress.served, bounds[1:], strict=True):
         placement = _placement(each.placed)
-        placement.usage.CopyFrom(_usage(each.admitted, end - each.first_output))
+        placement.usage.CopyFrom(_usage(each, end - each.first_output))
         yield placement
 
 
@@ -53,7 +53,8 @@ def _placement(placed: Placed) -> generation_pb2.Placement:
     )
 
 
-def _usage(admitted: Admitted, completion_tokens: int) -> generation_pb2.Usage:
+def _usage(served: Served, completion_tokens: int) -> generation_pb2.Usage:
+    admitted = served.admitted
     return message_of(
         generation_pb2.Usage,
         admitted,
@@ -62,6 +63,8 @@ def _usage(admitted: Admitted, completion_tokens: int) -> generation_pb2.Usage:
         delta_tokens=admitted.delta_tokens,
         kv_bytes_saved=admitted.kv_bytes_saved,
         carried_bytes=admitted.carried_bytes,
+        drafted_tokens=served.drafted_tokens,
+        accepted_draft_tokens=served.accepted_draft_tokens,
     )
 
 

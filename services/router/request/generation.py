@@ -343,6 +343,7 @@ class _ResponseStream:
         text, num_tokens, matched = self._text_of(output)
         if num_tokens:
             self._note_tokens(num_tokens)
+            progress.served[-1].note_drafts(output)
         progress.output_ids.extend(output.token_ids[:num_tokens])
         response = generation_pb2.GenerateResponse(
             request_id=self._checked.request_id,

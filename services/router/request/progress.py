@@ -8,7 +8,7 @@ from services.router.cluster import Placed
 from services.router.links.decode_client import OutputStream
 from services.router.request.stages import Stages
 from services.values.rank import RankId
-from services.values.request import Admitted, FinishReason, SamplingParams
+from services.values.request import Admitted, FinishReason, Output, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,19 @@ class Checked:
         return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Served:
     """A placement that generated."""
 
     placed: Placed
     admitted: Admitted  # what it had and did
     first_output: int  # tokens that placements before it had generated
+    drafted_tokens: int = 0  # verified there, and
+    accepted_draft_tokens: int = 0  # of them, those that were right
+
+    def note_drafts(self, output: Output) -> None:
+        self.drafted_tokens += output.drafted_tokens
+        self.accepted_draft_tokens += output.accepted_draft_tokens
 
 
 @dataclass(slots=True)

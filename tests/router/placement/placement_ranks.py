@@ -22,7 +22,7 @@ def decode(index: int, **changes) -> DecodeCandidate:
         pending_tokens=0,
         prefill_tokens_per_s=5_000.0,
         running=0,
-        step_s=0.02,
+        token_s=0.02,
         free_tokens=1_000_000,
         evictable_tokens=0,
     )

@@ -229,7 +229,7 @@ def test_the_home_goes_before_this_routers_share():
 
 
 def test_of_equally_cheap_ranks_the_least_crowded_is_taken():
-    decodes = [decode(i, running=1 + (i != 2), step_s=0.0) for i in range(8)]
+    decodes = [decode(i, running=1 + (i != 2), token_s=0.0) for i in range(8)]
     prefills = [prefill(i, queued=1 + (i != 5), pending_tokens=100) for i in range(8)]
     for i in range(50):
         chosen = choose(request(plans=REMOTE), decodes, prefills, tie=i / 50).chosen

@@ -38,7 +38,7 @@ def book_price(asked, weights, d, p, able) -> float:
     lacking = max(0, delta - d.free_tokens)
     wait = d.pending_tokens / d.prefill_tokens_per_s
     price = evict_s * min(lacking, d.evictable_tokens) + outgrow(asked, weights, d, peers)
-    price += max(0, lacking - d.evictable_tokens) * d.step_s / max(1, d.running)
+    price += max(0, lacking - d.evictable_tokens) * d.token_s / max(1, d.running)
     if p is None:
         compute = (asked.prompt_tokens - min(resumed(d), asked.prompt_tokens - 1)) / d.prefill_tokens_per_s
         return price + wait + compute * (1 + occupy(weights, decodes) + weights.itl_weight * d.running)
@@ -50,7 +50,7 @@ def book_price(asked, weights, d, p, able) -> float:
     price += asked.carried_bytes / BANDWIDTH
     missing = max(0, asked.prompt_tokens - p.hit_tokens - p.free_tokens)
     price += evict_s * min(missing, p.evictable_tokens)
-    price += weights.itl_weight * (wait + d.running * d.step_s)
+    price += weights.itl_weight * (wait + d.running * d.token_s)
     return price + weights.remote_overhead_s
 
 

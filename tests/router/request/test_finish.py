@@ -122,7 +122,8 @@ class Travelled:
         }
         for index in range(stay.num_tokens):
             finished = ends.get(stay.end) if index == stay.num_tokens - 1 else None
-            stream.put(Output((7,), admitted=None if index else admitted, finished=finished))
+            first = None if index else admitted
+            stream.put(Output((7,), (), first, finished, drafted_tokens=3, accepted_draft_tokens=2))
         if stay.num_tokens:
             self.told.append((number, admitted))
         if stay.end == "lost" or not stay.num_tokens:
@@ -172,6 +173,8 @@ def test_usage_placements_and_totals_say_the_same(character_tokenizer, moved, la
         assert own.prompt_tokens == reached
         assert own.kv_bytes_moved == admitted.kv_bytes_moved
         assert own.carried_bytes == admitted.carried_bytes
+        assert own.drafted_tokens == 3 * own.completion_tokens
+        assert own.accepted_draft_tokens == 2 * own.completion_tokens
         assert own.kv_bytes_moved + own.kv_bytes_saved == admitted.kv_bytes_prompt
         reached += own.completion_tokens
     assert reached == prompt_tokens + usage.completion_tokens

@@ -105,7 +105,7 @@ class RankAddress(_message.Message):
     def __init__(self, id: _Optional[_Union[RankId, _Mapping]] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
 class RankLoad(_message.Message):
-    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths")
+    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class RankLoad(_message.Message):
     ADMITTED_PER_S_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     KV_PATHS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_tokens: int
@@ -136,7 +137,8 @@ class RankLoad(_message.Message):
     admitted_per_s: float
     stalled: bool
     kv_paths: _containers.RepeatedCompositeFieldContainer[KvPath]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ...) -> None: ...
+    tokens_per_step: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
 
 class KvPath(_message.Message):
     __slots__ = ("kind", "reach", "lanes")
