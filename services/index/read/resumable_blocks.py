@@ -58,9 +58,9 @@ class ResumableBlocks:
         may change."""
         if not self._ranks:
             return
-        depths = {block: depth for depth, block in enumerate(hashes, 1)}
-        for depth in sorted(map(depths.__getitem__, depths.keys() & self._ranks.keys()), reverse=True):
-            yield depth, self._ranks[hashes[depth - 1]]
+        for depth in range(len(hashes), 0, -1):
+            if (ranks := self._ranks.get(hashes[depth - 1])) is not None:
+                yield depth, ranks
 
     def deepest(self, hashes: Sequence[int], most: Mapping[RankKey, int]) -> dict[RankKey, int]:
         """Of each rank of `most`, its deepest one of the sequence within so many blocks; ranks that have none

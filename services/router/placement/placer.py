@@ -257,7 +257,8 @@ class Placer:
         for hashes in chains:
             yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
         least_loaded = (key for key in order if self._may_serve(side.ranks[key], asked))
-        yield from islice(least_loaded, _LEAST_LOADED)
+        few = list(islice(least_loaded, _LEAST_LOADED))
+        yield from few
         if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
             roomiest = (key for key in order if self._holds_most(side.ranks[key]))
             yield from islice(
@@ -268,8 +269,8 @@ class Placer:
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
             yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
-        if self._telling:
-            yield from self._resuming(side, order, asked)
+        if self._telling and few:
+            yield from self._resuming(side, order, asked, few[0])
         for hashes in chains:
             yield from self._holding(side, order, asked, hashes)
 
@@ -283,7 +284,7 @@ class Placer:
             if holders is None:  # then one of the next will do
                 holders = self._index.holders_of(ranks, hashes[longest])
             else:  # whoever stands before those that were taken holds less
-                holders = order.sorted(holders)
+                holders = order.ascending(holders)
             # Of a rank whose records are half applied a match may be too short: nobody is taken twice.
             untaken = (key for key in holders if key not in taken)
             deeper = next((key for key in untaken if self._may_serve(side.ranks[key], asked)), None)
@@ -293,20 +294,23 @@ class Placer:
             longest = max(longest, self._index.match(deeper, hashes))
             yield deeper
 
-    def _resuming(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
-        """Those that can go on, or soon will, further into the prompt than all before them."""
+    def _resuming(self, side: _Side, order: LoadOrder, asked: Asked, least: RankKey) -> Iterator[RankKey]:
+        """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
+        least loaded that may serve: nobody stands before it."""
         guesses, points = self._balance.resume_guesses, self._index.resume_points
         hashes = asked.chains.tokens
         for found in (guesses.along(hashes, self._balance.clock()), points.along(hashes)):
-            taken: set[RankKey] = set()
+            taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
-                # One of those that were taken goes on further than all of these.
-                standing = (key for key in order.sorted(ranks | taken) if key in side.ranks)
-                serving = (key for key in standing if key in taken or self._may_serve(side.ranks[key], asked))
-                first = next(serving, None)
-                if first is not None and first not in taken:
-                    taken.add(first)
+                # Those seen go on further: who was taken of them stands first, or they may not serve.
+                unseen = order.ascending(ranks - seen, taken)
+                first = next((key for key in unseen if self._may_serve(side.ranks[key], asked)), None)
+                seen |= ranks
+                if first is not None:
+                    taken = first
                     yield first
+                if taken == least:
+                    break
 
     def _decode_candidate(self, rank: Registration, asked: Asked, hit: _Hit) -> DecodeCandidate:
         key = rank.id.key

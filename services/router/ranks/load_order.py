@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop
 from operator import itemgetter
 
 from services.values.rank import RankKey
@@ -24,10 +25,18 @@ class LoadOrder:
     def __iter__(self) -> Iterator[RankKey]:
         return map(_rank_of, self._order)
 
-    def sorted(self, ranks: Iterable[RankKey]) -> list[RankKey]:
-        """Those of `ranks` that stand in it, as they do."""
+    def ascending(self, ranks: Iterable[RankKey], before: RankKey | None = None) -> Iterator[RankKey]:
+        """Those of `ranks` that stand in it, as they do; only those that stand before one of them.
+
+        The first costs O(ranks), each further one O(log ranks).
+        """
         known = [(self._loads[rank], rank) for rank in ranks if rank in self._loads]
-        return [rank for _, rank in sorted(known)]
+        if before is not None:
+            end = self._loads[before], before
+            known = [entry for entry in known if entry < end]
+        heapify(known)
+        while known:
+            yield heappop(known)[1]
 
     def update(self, rank: RankKey, load: Load) -> None:
         """Of a rank that it was made with."""

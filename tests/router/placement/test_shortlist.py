@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from router.placement.known_cluster import BOTH, HASHES, HYBRID, REMOTE, Router, of_other_layout
 from services.router.placement.decision import Nowhere
 from services.router.placement.exclusion import TOO_SMALL
+from services.router.placement.placer import Placer
 from services.router.placement.price import PriceWeights
+from services.router.ranks.load_order import LoadOrder
 from services.values.errors import NoCapacity, Unavailable
 from services.values.rank import Plan
 
@@ -72,6 +74,25 @@ def test_of_many_that_go_on_where_they_kept_a_state_the_best_are_looked_at(decod
     asked = router.asked(plans=plans)
     every, few = router.placer.explain(asked, 0.5), router.placer.place(asked, 0.5)
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
+
+
+@pytest.mark.parametrize("least_has_points", [True, False])
+def test_each_rank_is_looked_for_once_however_many_points_it_has(least_has_points, monkeypatch):
+    router = Router(40, 0, layout=HYBRID)
+    for number, rank in enumerate(router.decodes):
+        router.holds(rank, 40, *range(1, 41) if number or least_has_points else ())
+        router.waits(rank, 100 * number)
+    looked_at = []
+
+    def counting(order, ranks, before=None):
+        looked_at.append(len(ranks))
+        return ascending(order, ranks, before)
+
+    ascending = LoadOrder.ascending
+    monkeypatch.setattr(LoadOrder, "ascending", counting)
+    monkeypatch.setattr(Placer, "_holding", lambda *_: iter(()))
+    assert router.place().chosen.decode.id.rank == (0 if least_has_points else 1)
+    assert looked_at == ([40] if least_has_points else [39] + 39 * [0])
 
 
 @pytest.mark.parametrize("blocks", [[3], [0, 3], [1, 3, 5]])

@@ -20,4 +20,7 @@ def test_it_is_sorted_whatever_changes(table, data):
     assert list(order) == sorted(table, key=lambda rank: (table[rank], rank))
     assert len(order) == len(table)
     some = data.draw(st.sets(ranks))  # and others
-    assert order.sorted(some) == [rank for rank in order if rank in some]
+    assert list(order.ascending(some)) == [rank for rank in order if rank in some]
+    before = data.draw(st.sampled_from(sorted(table)))
+    ahead = list(order)[: list(order).index(before)]
+    assert list(order.ascending(some, before)) == [rank for rank in ahead if rank in some]
