@@ -4,7 +4,7 @@ of ranks are refused. Pure."""
 from dataclasses import dataclass
 
 from services.values.errors import ProtocolError
-from services.values.kv import GroupKind, KvLayout
+from services.values.kv import DraftKv, GroupKind, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,23 @@ def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
 def check_drafts(prefill: KvLayout, decode: KvLayout) -> None:
     """Raises ProtocolError for a pair between which SGLang fails every transfer, or writes a draft's KV into
     another's: it sends what prefill has, by position. Decode may have a draft alone."""
-    if prefill.draft is not None and decode.draft is None:
+    if prefill.draft is None:
+        return
+    if decode.draft is None:
         raise ProtocolError(
             "prefill speculates and decode does not: the draft's KV that SGLang sends has no place there"
         )
-    if prefill.draft is not None and prefill.draft != decode.draft:
-        raise ProtocolError(
-            f"prefill and decode speculate with different drafts: {prefill.draft}, {decode.draft}"
-        )
+    if prefill.draft != decode.draft:
+        both = f"{_said(prefill.draft)}; {_said(decode.draft)}"
+        raise ProtocolError(f"prefill and decode speculate with different drafts: {both}")
+
+
+def _said(draft: DraftKv) -> str:
+    group = draft.group
+    return (
+        f"{draft.model_fingerprint:016x} with {len(group.layer_ids)} layers, {group.num_kv_heads} heads of "
+        f"{group.head_dim} in {group.dtype}, {group.unit_bytes} bytes a page"
+    )
 
 
 def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
