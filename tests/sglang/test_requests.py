@@ -2,10 +2,11 @@
 
 import pytest
 
-from engine.sglang.stand_in import OWN, worker_on
+from engine.sglang.stand_in import OWN, PAGE_BYTES, chunk, worker_on
 from services.engine.sglang.service.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
 from services.values.errors import InvalidRequest, NoCapacity
-from services.values.request import GenerationRequest, SamplingParams
+from services.values.rank import Generation, RankAddress, RankId
+from services.values.request import FinishReason, GenerationRequest, PrefillResult, SamplingParams
 
 
 @pytest.mark.parametrize("engine", [SglangDecodeEngine, SglangPrefillEngine])
@@ -46,3 +47,34 @@ async def test_a_prefill_rank_registers_the_longest_prompt_that_it_takes(checkpo
 )
 def test_stages_are_those_that_sglang_measured(meta_info, stages):
     assert _stages(meta_info, 4.0) == stages
+
+
+async def prefilled(request, rendezvous):
+    return PrefillResult(5, None, 0, len(request.all_ids), kv_bytes_moved=PAGE_BYTES)
+
+
+prefilled.peer = RankAddress(RankId("p", 0, Generation(2)), "127.0.0.1:9")
+STEPS = [(5,), (6, 7, 8), (9, 3)]  # of a decode that speculates
+
+
+@pytest.mark.parametrize(
+    ("stop", "answered", "finish"),
+    [
+        (99, [(5,), (6, 7, 8), (9, 3)], FinishReason.LENGTH),
+        (7, [(5,), (6, 7)], FinishReason.STOP),
+        (3, [(5,), (6, 7, 8), (9, 3)], FinishReason.STOP),
+    ],
+)
+async def test_several_tokens_of_a_step_come_together_and_end_at_a_stop_token(
+    checkpoint, stop, answered, finish
+):
+    async def answer(worker, request, response):
+        for step in STEPS:
+            await response.write(chunk({"type": "length"} if step is STEPS[-1] else None, step))
+
+    sampling = SamplingParams(max_tokens=6, temperature=0, stop_token_ids=(stop,))
+    request = GenerationRequest("r", (1, 2, 3), sampling)
+    async with worker_on(answer, checkpoint) as worker:
+        outputs = SglangDecodeEngine(worker, OWN).generate(request, prefilled)
+        told = [(output.token_ids, output.finished) async for output in outputs]
+    assert told == [*((step, None) for step in answered[:-1]), (answered[-1], finish)]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sglang.key_tree import KeyTree, name
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import pair_hashes, scope_seed
@@ -16,55 +17,6 @@ from services.values.rank import Generation, RankId
 PAGE, BLOCK = 2, 4
 RANK = RankId("d", 0, Generation(1))
 SEED = scope_seed("m")
-
-
-def name(pairs):
-    """Any function of all pairs so far would do."""
-    return hash(pairs)
-
-
-class PairTree:
-    """SGLang's, as far as it matters: pages of pairs, each below the ones before it."""
-
-    def __init__(self):
-        self.pages = set()  # each as all pairs up to its end
-
-    def insert(self, ids):
-        return [self.stored(page) for page in self.pages_of(ids) if not self.holds(page)]
-
-    def holds(self, page):
-        known = page in self.pages
-        self.pages.add(page)
-        return known
-
-    def stored(self, page):
-        parent, pairs = page[:-PAGE], page[-PAGE:]
-        return {
-            "type": "BlockStored",
-            "block_hashes": [name(page)],
-            "parent_block_hash": name(parent) if parent else None,
-            "token_ids": [list(pair) for pair in pairs],
-            "block_size": PAGE,
-            "medium": "GPU",
-        }
-
-    def evict(self, number):
-        """One of its leaves."""
-        leaves = sorted(self.pages - {page[:-PAGE] for page in self.pages})
-        if not leaves:
-            return []
-        page = leaves[number % len(leaves)]
-        self.pages.remove(page)
-        return [{"type": "BlockRemoved", "block_hashes": [name(page)], "medium": "GPU"}]
-
-    def matched(self, ids):
-        """Pairs, each of them a token's KV."""
-        return max((len(page) for page in self.pages_of(ids) if page in self.pages), default=0)
-
-    @staticmethod
-    def pages_of(ids):
-        pairs = tuple(pairwise(ids))
-        return [pairs[:end] for end in range(PAGE, len(pairs) + 1, PAGE)]
 
 
 def rebuilder(block=BLOCK):
@@ -86,7 +38,7 @@ STEPS = st.lists(st.one_of(IDS, st.integers(0, 9)), max_size=12)
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.sampled_from([PAGE, BLOCK]), st.booleans(), st.integers(0, 99))
 def test_the_index_promises_what_a_tree_of_pairs_finds_and_no_block_more(steps, block, joins, seed):
-    tree, events, index = PairTree(), rebuilder(block), PrefixIndex()
+    tree, events, index = KeyTree(PAGE), rebuilder(block), PrefixIndex()
     index.apply_snapshot(RANK, ())
     rng = random.Random(seed)
     for step in steps:
@@ -107,7 +59,7 @@ def test_the_index_promises_what_a_tree_of_pairs_finds_and_no_block_more(steps, 
 
 def test_two_pages_of_the_same_first_tokens_are_two_blocks():
     """Single tokens would name both alike: to remove one would take the other's name away."""
-    tree, events = PairTree(), rebuilder(PAGE)
+    tree, events = KeyTree(PAGE), rebuilder(PAGE)
     first, second = [7, 8, 9], [7, 8, 5]
     stored = events.rebuild([*tree.insert(first), *tree.insert(second)]).stored
     assert stored == (*pair_hashes(first, PAGE, SEED), *pair_hashes(second, PAGE, SEED))
@@ -116,14 +68,14 @@ def test_two_pages_of_the_same_first_tokens_are_two_blocks():
 
 
 def test_a_prompts_last_page_is_no_hit_without_the_token_behind_it():
-    tree, events = PairTree(), rebuilder(PAGE)
+    tree, events = KeyTree(PAGE), rebuilder(PAGE)
     held = set(events.rebuild(tree.insert([1, 2, 3, 4, 5])).stored)
     found = [held.intersection(pair_hashes(ids, PAGE, SEED)) for ids in ([1, 2, 3, 4], [1, 2, 3, 4, 5])]
     assert list(map(len, found)) == [1, 2]
 
 
 def test_salts_share_no_block():
-    tree = PairTree()
+    tree = KeyTree(PAGE)
     told = [{**event, "cache_salt": "t"} for event in tree.insert([1, 2, 3])]
     assert rebuilder(PAGE).rebuild(told).stored == tuple(pair_hashes([1, 2, 3], PAGE, scope_seed("m", "t")))
 
@@ -133,7 +85,7 @@ def test_salts_share_no_block():
     [[1, 2], [[1, 2], 3], [3, [1, 2]], [[1, 2], [3, 4]], [[1, 2, 3], [2, 3, 4]], [[1], [2]], [[1, 2], []]],
 )
 def test_keys_that_are_no_pairs_of_neighbours_are_counted(keys):
-    event = {**PairTree().stored(((1, 2), (2, 3))), "token_ids": keys}
+    event = {**KeyTree(PAGE).stored(((1, 2), (2, 3))), "token_ids": keys}
     tree = rebuilder(PAGE)
     assert tree.rebuild([event]) == CacheEvents()
     assert tree.unreadable.total() == 1
