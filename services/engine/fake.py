@@ -122,10 +122,11 @@ class FakeRunner:
                 value = mix(value ^ (int(pool[chunk.slot, -1]) if position else 0), position)
                 pool[chunk.slot] = value
                 continue
-            tail = next(tails)
-            for seen in range(first_seen(group, position), position):
-                value += int(pool[tail.pages[seen // page_size - tail.first_page], seen % page_size])
-            value = mix(value & _MASK, position)
+            tail, first = next(tails), first_seen(group, position)
+            first_page, page = first // page_size, position // page_size
+            pages = tail.pages[first_page - tail.first_page : page - tail.first_page + 1]
+            seen = pool[list(pages)].reshape(-1)[first % page_size : position - first_page * page_size]
+            value = mix((value + int(seen.sum(dtype=np.uint64))) & _MASK, position)
             pool[tail.pages[position // page_size - tail.first_page], position % page_size] = value
         return value
 
