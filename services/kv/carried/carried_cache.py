@@ -262,11 +262,6 @@ class CarriedCache:
             for pool in self._pools
         )
 
-    def clear(self) -> None:
-        """Evict every resume point."""
-        while self.points.evict():
-            pass
-
     def books(self) -> tuple[PageBooks, ...]:
         """Of each carried group's pool. Walks all units."""
         return tuple(self._books_of(pool) for pool in self._pools)

@@ -93,7 +93,8 @@ def evict_resume_points(pair):
     engines = (*pair.decodes, *pair.prefills)
     count = sum(len(core_of(engine).carried.points) for engine in engines)
     for engine in engines:
-        core_of(engine).carried.clear()
+        while core_of(engine).carried.points.evict():
+            pass
     return count
 
 
