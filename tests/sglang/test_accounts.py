@@ -6,10 +6,13 @@ import pytest
 
 from engine.sglang.settings import sglang_settings
 from services.engine.sglang.reports import TicketSent
+from services.kv.transfer_plan import moved_bytes
+from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
 
 OWN = RankId("w", 0, Generation(1))
+LAYOUT = KvLayout(page_size=16, page_bytes=64, model_fingerprint=7)
 
 
 def chunk(token, retractions=0, finish=None):
@@ -41,9 +44,7 @@ def rank(checkpoint, monkeypatch):
     for module in (engine, worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     own = worker.SglangWorker(sglang_settings(checkpoint), {0: OWN})
-    monkeypatch.setattr(
-        worker.SglangWorker, "layout", SimpleNamespace(page_size=16, page_bytes=0, carried=())
-    )
+    monkeypatch.setattr(worker.SglangWorker, "layout", LAYOUT)
     return engine.SglangDecodeEngine(own, OWN), own, clock
 
 
@@ -57,7 +58,8 @@ class Leg:
 
     async def __call__(self, request, rendezvous):
         num_tokens = len(request.all_ids)
-        return PrefillResult(7, None, 0, num_tokens, queue_s=self.queue_s, compute_s=self.compute_s)
+        moved = sum(moved_bytes(0, num_tokens, LAYOUT))
+        return PrefillResult(7, None, 0, num_tokens, moved, queue_s=self.queue_s, compute_s=self.compute_s)
 
 
 async def outputs(engine, leg):
