@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import tempfile
+from importlib.metadata import EntryPoint, EntryPoints
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -44,6 +45,15 @@ async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(che
         raise
     assert process.returncode == 78, output.decode()
     assert "isthmus-prefill: the plugin is not installed" in output.decode()
+
+
+@pytest.mark.parametrize("module", ["services.engine.sglang.gone", "services.gone.plugin"])
+def test_a_plugin_that_was_installed_from_other_sources_is_refused(monkeypatch, module):
+    """SGLang would start without it, and end again and again at what only the plugin knows."""
+    entry_point = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
+    monkeypatch.setattr(worker, "entry_points", lambda **_: EntryPoints([entry_point]))
+    with pytest.raises(ConfigError, match=f"installed as {module}:register, which does not exist"):
+        worker._require_entry_point()
 
 
 async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint, tmp_path):

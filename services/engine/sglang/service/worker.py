@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -505,11 +506,25 @@ class SglangWorker:
 
 def _require_entry_point() -> None:
     """Raises ConfigError. SGLang's processes have our interpreter, but would miss it only after loading."""
-    if not entry_points(group="sglang.srt.plugins", name="isthmus"):
+    found = entry_points(group="sglang.srt.plugins", name="isthmus")
+    if not found:
         raise ConfigError(
             "the plugin is not installed: SGLang finds it by the entry point isthmus of sglang.srt.plugins, "
             "so isthmus must be installed where SGLang is, not only be on the path"
         )
+    for plugin in found:
+        if not _exists(plugin.module):
+            raise ConfigError(
+                f"the plugin is installed as {plugin.value}, which does not exist: isthmus has changed, "
+                "and must be installed again where SGLang is"
+            )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def _bound(rooms: dict[int, Any]) -> None:
