@@ -14,7 +14,8 @@ windows' tails and one state come with the last chunk. Four parts:
                states of more and more tokens of attention: what they take is not there for pages
 
 Memory is counted in tokens of attention and is the same for both sides. The side of the least of all groups
-is charged one state or tail a request; ours all that its pools set aside, which is two states.
+is charged one state or tail a request; ours all that its pools set aside, which is one, too, and what the
+chunks of a step take of windows.
 
 Engine fake computes exact tokens from real pages, windows and states, moves them over the transport, and
 sleeps for as long as --step-ms and --prompt-token-us say: a step takes as long for many sequences as for one,
