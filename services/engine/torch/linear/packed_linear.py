@@ -20,6 +20,9 @@ _TYPICAL_ROWS = 16
 # lengths 0.7 GB, and 0.6 ms for each new shape. So more rows than the first of these are filled up to a
 # multiple of the second; less coarsely for batches, where every row is felt.
 _ROW_STEPS = ((64, 16), (16, 4))
+# Numbers that torch's activations compute at once. Rows of other widths have gaps between: as one stretch of
+# memory they would end in numbers that are computed by another formula, and how many there are decides which.
+_COLUMN_STEP = 64
 # In an order made for many rows fewer take longer than these (8 layers of hidden size 512, two threads: one
 # row 6.1 ms, four 5.1).
 _FEWEST_ROWS = 4
@@ -44,9 +47,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach()
+        extra = -linear.out_features % _COLUMN_STEP
+        weight = pad(linear.weight.detach(), (0, 0, 0, extra))
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-        self._bias = linear.bias
+        self._bias = None if linear.bias is None else pad(linear.bias.detach(), (0, extra))
+        self._num_columns = linear.out_features
 
     def forward(self, rows: Tensor) -> Tensor:
         num_rows = rows.shape[-2]
@@ -55,7 +60,7 @@ class PackedLinear(nn.Module):
         if extra:
             rows = pad(rows, (0, 0, 0, extra))
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return product[..., :num_rows, :] if extra else product
+        return product[..., :num_rows, : self._num_columns]
 
 
 def pack_linears(module: nn.Module, num_threads: int, keep: Collection[nn.Module] = ()) -> None:

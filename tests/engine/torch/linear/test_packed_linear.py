@@ -22,6 +22,18 @@ def test_a_packed_layer_computes_what_the_plain_one_does(num_rows, bias, dtype, 
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kind", [PanelLinear, PackedLinear])
+@pytest.mark.parametrize("width", [4, 24, 40])
+def test_what_is_left_over_of_a_row_is_the_same_beside_others(width, kind):
+    """torch computes a tensor's last numbers by another formula: rows have gaps between."""
+    rows = 9 * torch.randn(1, 90, 96, generator=torch.Generator().manual_seed(width))
+    with torch.inference_mode():
+        layer = kind(nn.Linear(96, width))
+        alone = torch.cat([layer(rows[:, [row]]).sigmoid() for row in range(90)], dim=1)
+        for num_rows in (2, 9, 33, 90):
+            assert torch.equal(layer(rows[:, :num_rows]).sigmoid(), alone[:, :num_rows])
+
+
 @pytest.mark.parametrize(("num_threads", "kind"), [(1, PanelLinear), (2, PackedLinear)])
 def test_every_linear_layer_is_packed_that_can_be(num_threads, kind):
     model = nn.Sequential(
