@@ -11,6 +11,7 @@ from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
+from services.engine.torch.model.activations import even_activations
 from services.engine.torch.model.mixers import place_rows, wrap
 from services.engine.torch.model.probe import probe
 from services.engine.torch.model.recurrence import Workers, forward_in_place
@@ -47,6 +48,8 @@ class PackedModel:
         """Probe it, and wrap its recurrent layers. Raises ConfigError and Unavailable as probe."""
         self.model = model
         self.remembered = probe(model)
+        if self.device.type == "cpu":
+            even_activations(model)
         self._workers = Workers(num_threads)
         self.in_place = False  # that recurrences of single tokens are computed so
         for mixer in self.remembered.mixers:

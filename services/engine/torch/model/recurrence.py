@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import silu
+from transformers.activations import ACT2FN
 
+from services.engine.torch.model.activations import even, even_names, with_globals
 from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
 from services.engine.torch.model.recurrence_kernel import Floats, delta_rule, mamba2
 from services.engine.torch.model.remembered import StateKind
@@ -31,22 +32,8 @@ _MAMBA2 = {"state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_so
 _ALL_KINDS: Collection[StateKind] = ("conv", "recurrent")
 # What one more thread must find to do, to be worth waking.
 _SHARE_NUMBERS = 1 << 20
-_LARGE = 20.0  # whose softplus it is itself, to float32
 _EPSILON = 1e-6  # of a vector's length, when it is made one
-
-
-class _RowByRow:
-    """torch.nn.functional, but for what gives a number other bits where others stand beside it.
-
-    Its vectors take 32 numbers at a time, and what is left over one by one, by another formula.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return _softplus if name == "softplus" else getattr(functional, name)
-
-
-def _softplus(numbers: Tensor) -> Tensor:
-    return torch.where(numbers > _LARGE, numbers, numbers.exp().log1p())
+_silu, _softplus = even(functional.silu), even(functional.softplus)
 
 
 class Workers:
@@ -98,12 +85,7 @@ def forward_in_place(
     }
     if not {known.kind for known in replaced.values()} >= set(kinds):
         return None
-    own = {**plain.__globals__, **replaced}
-    if own.get("F") is functional:
-        own["F"] = _RowByRow()
-    anew = FunctionType(plain.__code__, own, plain.__name__, plain.__defaults__, plain.__closure__)
-    anew.__kwdefaults__ = plain.__kwdefaults__
-    return MethodType(anew, module)
+    return MethodType(with_globals(plain, **even_names(plain), **replaced), module)
 
 
 class _Replacement(Protocol):
@@ -134,12 +116,19 @@ class _Convolution:
     def __init__(self, fallback: Callable[..., Any], _workers: Workers) -> None:
         self._fallback = fallback
 
-    def __call__(self, hidden_states: Tensor, conv_state: Any, *args: Any, **others: Any) -> Tensor:
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        conv_state: Any,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
         """`hidden_states` are [num_tokens, channels, 1]."""
         if isinstance(conv_state, ConvStates):
             conv_state = conv_state.before(hidden_states)
-        output: Tensor = self._fallback(hidden_states, conv_state, *args, **others)
-        return output
+        output: Tensor = self._fallback(hidden_states, conv_state, weight, bias)
+        return output if activation is None else even(ACT2FN[activation])(output)
 
 
 class _DeltaRule:
@@ -236,7 +225,7 @@ class _Mamba2:
         if D is not None:
             output = output + hidden_states * D
         if z is not None:
-            output = output * silu(z)
+            output = output * _silu(z)
         return output.to(hidden_states.dtype)
 
     def _on_copies(

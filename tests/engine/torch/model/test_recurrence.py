@@ -16,7 +16,13 @@ from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.model import recurrence
 from services.engine.torch.model.handed_states import RecurrentStates
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.model.recurrence import Workers, _DeltaRule, _Mamba2, forward_in_place
+from services.engine.torch.model.recurrence import (
+    Workers,
+    _Convolution,
+    _DeltaRule,
+    _Mamba2,
+    forward_in_place,
+)
 from services.engine.torch.model.remembered import State
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.token_runs import TokenRuns
@@ -76,6 +82,16 @@ def test_the_delta_rule_is_that_of_the_definition(normalised, by_channel, dtype,
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4)
     torch.testing.assert_close(states[[4, 0, 3]], last, atol=1e-5, rtol=1e-4)
     assert torch.equal(states[[1, 2]], before[[1, 2]])
+
+
+def test_a_convolution_gives_a_token_the_same_bits_beside_others():
+    weight, bias, hidden, states = random(20, 4), random(20), random(40, 20, 1), random(40, 20, 3)
+    convolve = _Convolution(qwen3_5.causal_conv1d_update, None)
+    together = convolve(hidden, states.clone(), weight, bias, "silu")
+    alone = [convolve(hidden[[i]], states[[i]], weight, bias, activation="silu") for i in range(40)]
+    assert torch.equal(together, torch.cat(alone))
+    own = qwen3_5.causal_conv1d_update(hidden, states.clone(), weight, bias, "silu")
+    torch.testing.assert_close(together, own)
 
 
 @pytest.mark.parametrize("with_rest", [True, False])

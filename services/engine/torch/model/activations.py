@@ -1,0 +1,93 @@
+"""Activations that give a number the same bits wherever it stands among others, on a CPU.
+
+torch computes most numbers of a tensor as vectors, and what is left over at the end of each thread's share
+one by one, by another formula, which differs in the last bit. Which numbers these are follows from how many
+rows a step has; what a token gets must not. So tensors are filled up to where nothing is left over.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Activation = Callable[..., Tensor]
+
+# Numbers that torch computes at once: two of the widest vectors, of 16-bit numbers.
+_STEP = 64
+# torch gives a thread no fewer numbers (at::internal::GRAIN_SIZE).
+_LEAST_SHARE = 32768
+_NAMES = frozenset({"gelu", "sigmoid", "silu", "softplus"})
+_MODULES = (nn.GELU, nn.Sigmoid, nn.SiLU, nn.Softplus)
+
+
+def even(activation: Activation) -> Activation:
+    """The same, number by number, but for the last bit of some."""
+
+    @wraps(activation)
+    def filled_up(numbers: Tensor, *args: Any, **settings: Any) -> Tensor:
+        size, shape = numbers.numel(), numbers.shape
+        extra = even_size(size, torch.get_num_threads()) - size
+        if not extra and numbers.is_contiguous():  # else each row by itself
+            return activation(numbers, *args, **settings)
+        filled = functional.pad(numbers.reshape(-1), (0, extra))
+        return activation(filled, *args, **settings)[:size].view(shape)
+
+    return filled_up
+
+
+def even_size(size: int, num_threads: int) -> int:
+    """The least one from `size` on of which each thread has whole steps."""
+    step = _STEP * max(1, min(num_threads, -(-size // _LEAST_SHARE)))
+    return -(-size // step) * step
+
+
+def even_activations(model: nn.Module) -> None:
+    """Of all its modules, from now on; what a decorated forward calls by itself stays as it is."""
+    for module in model.modules():
+        if isinstance(module, _MODULES) or type(module).__module__ == "transformers.activations":
+            module.forward = even(module.forward)
+        elif _calls_activations(forward := type(module).forward):
+            module.forward = MethodType(with_globals(forward, **even_names(forward)), module)
+
+
+def _calls_activations(forward: Any) -> bool:
+    is_plain = isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward
+    return is_plain and not _NAMES.isdisjoint(forward.__code__.co_names)
+
+
+class _Names:
+    """A module in which some names mean something else."""
+
+    def __init__(self, module: ModuleType, **own: Any) -> None:
+        self.__dict__.update(own)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+_FUNCTIONAL = _Names(functional, **{name: even(getattr(functional, name)) for name in _NAMES})
+_NN = _Names(nn, functional=_FUNCTIONAL)
+_TORCH = _Names(torch, nn=_NN, sigmoid=even(torch.sigmoid))
+_EVEN = {id(functional): _FUNCTIONAL, id(nn): _NN, id(torch): _TORCH}
+
+
+def even_names(function: FunctionType) -> dict[str, Any]:
+    """What it calls torch by, so that its activations are even."""
+    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    return {name: _EVEN[id(value)] for name, value in names.items() if id(value) in _EVEN}
+
+
+def with_globals(function: FunctionType, **changed: Any) -> FunctionType:
+    """The same function with other globals."""
+    own = {**function.__globals__, **changed}
+    anew = FunctionType(
+        function.__code__, own, function.__name__, function.__defaults__, function.__closure__
+    )
+    anew.__kwdefaults__ = function.__kwdefaults__
+    return anew

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from services.engine.torch.model.activations import even, even_activations, even_size
+
+
+@given(size=st.integers(1, 1 << 20), num_threads=st.integers(1, 100))
+def test_every_thread_has_whole_steps(size, num_threads):
+    filled = even_size(size, num_threads)
+    assert size <= filled < size + 64 * num_threads
+    # As at::parallel_for shares numbers among threads, 32,768 at least to each.
+    count = min(num_threads, -(-filled // 32768))
+    share = -(-filled // count)
+    ends = [min(nth * share, filled) for nth in range(1, count + 1)]
+    assert all(end % 64 == 0 for end in ends)
+
+
+ACTIVATIONS = [
+    functional.silu,
+    functional.softplus,
+    torch.sigmoid,
+    lambda x: functional.gelu(x, approximate="tanh"),
+]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [4, 24, 96, 1408])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_row_is_the_same_among_whatever_others(activation, width, dtype, threads):
+    rows = (3 * torch.randn(70, width, generator=torch.Generator().manual_seed(0))).to(dtype)
+    activation = even(activation)
+    alone = torch.cat([activation(row[None]) for row in rows])
+    for count in (2, 7, 33, 70):
+        assert torch.equal(activation(rows[:count]), alone[:count])
+    with_gaps = torch.zeros(70, 2 * width, dtype=dtype)[:, :width].copy_(rows)
+    assert torch.equal(activation(with_gaps), alone)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.other = nn.Linear(5, 5)
+
+    def forward(self, x, *, softly=False):
+        return functional.softplus(x) if softly else torch.sigmoid(self.act_fn(x))
+
+
+def test_all_of_a_models_activations_are_made_even():
+    model, rows = nn.Sequential(Gate()), torch.randn(7, 5)
+    plain = model(rows), model[0](rows, softly=True)
+    even_activations(model)
+    for softly, expected in enumerate(plain):
+        got = model[0](rows, softly=bool(softly))
+        torch.testing.assert_close(got, expected)
+        alone = torch.cat([model[0](row[None], softly=bool(softly)) for row in rows])
+        assert torch.equal(got, alone)
