@@ -1,6 +1,7 @@
 """Sequences that a test drives over a runner step by step, as an engine would."""
 
 import random
+from dataclasses import replace
 
 from engine.torch.attention.paging import alike
 from services.engine.paged.runner import Chunk, TailPages
@@ -48,6 +49,31 @@ class Sequence:
         assert bool(sampled) == chunk.sample
         self.start = chunk.end - chunk.num_drafts + max(0, len(sampled) - 1)
         self.ids.extend(choice.token_id for choice in sampled)
+
+
+class Guessing(Sequence):
+    """Decodes with drafts; `guess` gives those to come after so many output tokens."""
+
+    def __init__(self, *args, guess=lambda num_output: [], **kwargs):
+        super().__init__(*args, **kwargs)
+        self.guess, self.choices, self.states, self.step_sizes = guess, [], {}, []
+
+    def next_chunk(self):
+        chunk = super().next_chunk()
+        drafts = self.guess(len(self.output_ids)) if self.output_ids else []
+        if not drafts:
+            return chunk
+        return replace(
+            chunk,
+            token_ids=[*chunk.token_ids, *drafts],
+            num_drafts=len(drafts),
+            tails=self.carried.tails(chunk.start, chunk.end + len(drafts)),
+        )
+
+    def take(self, chunk, sampled):
+        super().take(chunk, sampled)
+        self.choices += sampled
+        self.step_sizes.append(len(sampled))
 
 
 class Carried:

@@ -1,13 +1,12 @@
 """Steps that verify drafts choose, and leave behind, what plain decoding does: to the bit."""
 
 import random
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from engine.torch.sequences import GREEDY, Carried, PageTables, Sequence, kv_of, step
+from engine.torch.sequences import GREEDY, Carried, Guessing, PageTables, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
 from services.engine.paged.runner import Chunk
@@ -39,31 +38,6 @@ def runner_of(family):
     """One for all tests: its pools hold what others have left there."""
     sizes = PoolSizes(max_running_requests=6, chunk_size=64)
     return TorchRunner(tiny_checkpoint(family), num_pages=96, page_size=16, sizes=sizes, self_check=False)
-
-
-class Guessing(Sequence):
-    """Decodes with drafts; `guess` gives those to come after so many output tokens."""
-
-    def __init__(self, *args, guess=lambda num_output: [], **kwargs):
-        super().__init__(*args, **kwargs)
-        self.guess, self.choices, self.states, self.step_sizes = guess, [], {}, []
-
-    def next_chunk(self):
-        chunk = super().next_chunk()
-        drafts = self.guess(len(self.output_ids)) if self.output_ids else []
-        if not drafts:
-            return chunk
-        return replace(
-            chunk,
-            token_ids=[*chunk.token_ids, *drafts],
-            num_drafts=len(drafts),
-            tails=self.carried.tails(chunk.start, chunk.end + len(drafts)),
-        )
-
-    def take(self, chunk, sampled):
-        super().take(chunk, sampled)
-        self.choices += sampled
-        self.step_sizes.append(len(sampled))
 
 
 def sequence(runner, tables, length, sampling, **how):

@@ -1,0 +1,169 @@
+"""On a CPU what a request gets is a function of the request, to the bit: whoever else is in its steps."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from engine.torch.sequences import Carried, Guessing, PageTables, step
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import random_prompt
+from services.engine.torch import runner as torch_runner
+from services.engine.torch.model import activations
+from services.engine.torch.runner import TorchRunner
+from services.kv.carried.pool_sizes import PoolSizes
+from services.values.request import SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.95, logprobs=3, seed=5)
+PROMPT = random_prompt(131, seed=1)
+MAX_TOKENS = 7
+# Others beside it: (prompt tokens that they share with it, own ones, tokens a chunk, drafts a step)
+OTHERS = ((0, 5, 5, 0), (64, 30, 33, 2), (128, 40, 160, 0), (0, 17, 3, 5), (96, 60, 160, 1))
+ATTENTION = [("llama", "float32"), ("gemma3", "float32")]
+RECURRENT = [("falcon_h1", "float32"), ("qwen3_5", "float32")]
+MORE_ATTENTION = [
+    ("llama", "bfloat16"),
+    ("gemma3", "bfloat16"),
+    ("gemma4", "float32"),
+    ("gemma4", "bfloat16"),
+]
+MORE_RECURRENT = [
+    ("falcon_h1", "bfloat16"),
+    ("qwen3_5", "bfloat16"),
+    ("bamba", "float32"),
+    ("bamba", "bfloat16"),
+]
+
+
+@cache
+def runner_of(family, dtype="float32", num_threads=1):
+    sizes = PoolSizes(max_running_requests=8, chunk_size=160)
+    return TorchRunner(
+        tiny_checkpoint(family),
+        num_pages=160,
+        page_size=16,
+        num_threads=num_threads,
+        dtype=dtype,
+        sizes=sizes,
+        self_check=False,
+    )
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    """Of every token that was sampled, by all ids before it: a list of what it got each time."""
+    seen = {}
+    sample = torch_runner.sample
+
+    def recording(rows, tokens):
+        for row, token in zip(rows, tokens, strict=True):
+            seen.setdefault(tuple(token.history), []).append(row.clone())
+        return sample(rows, tokens)
+
+    monkeypatch.setattr(torch_runner, "sample", recording)
+    return seen
+
+
+def alone(runner, chunk_size):
+    request = sequence(PageTables(runner), PROMPT, chunk_size)
+    generate(runner, [request])
+    return request.ids[: len(PROMPT) + MAX_TOKENS]
+
+
+def beside_others(runner, chunk_size, expected=()):
+    """Its drafts are the `expected` ids, and then a wrong one.
+
+    The others join one after the other; those that share a prefix read its pages, where there is no state.
+    """
+    tables = PageTables(runner, seed=1)
+    request = sequence(tables, PROMPT, chunk_size, guess=lambda n: guessed(expected, n))
+    others = [joining(tables, request, *other) for other in OTHERS]
+    while request.start < len(PROMPT):
+        step(runner, [request, *(each for each in others if each.start == 0 or each.output_ids)])
+    generate(runner, [request, *others])
+    assert max(request.step_sizes) == (4 if expected else 1)
+    return request.ids[: len(PROMPT) + MAX_TOKENS]
+
+
+def joining(tables, request, num_shared, num_own, chunk_size, num_drafts):
+    ids = PROMPT[:num_shared] + random_prompt(num_own, seed=num_own)
+    other = sequence(tables, ids, chunk_size, guess=lambda n: list(range(n, n + num_drafts)))
+    if tables.slots is None:
+        other.pages[: num_shared // 16], other.start = request.pages[: num_shared // 16], num_shared
+    return other
+
+
+def guessed(expected, num_output):
+    """2 or 3 right ones, and the last is wrong."""
+    right = list(expected[len(PROMPT) + num_output :][: 2 + num_output % 2])
+    return [*right, (right[-1] + 1) % 100] if right else []
+
+
+def sequence(tables, ids, chunk_size, **how):
+    pages = tables.take(len(ids) + 40)
+    return Guessing(ids, pages, chunk_size, sampling=SAMPLING, carried=Carried(tables), **how)
+
+
+def generate(runner, sequences):
+    while going_on := [each for each in sequences if len(each.output_ids) < MAX_TOKENS]:
+        step(runner, going_on)
+
+
+def num_parted(logits, ids, num_times):
+    """Of its output tokens, those whose logits were not the same bits each time."""
+    times = [logits[tuple(ids[:end])] for end in range(len(PROMPT), len(ids))]
+    assert [len(rows) for rows in times] == [num_times] * MAX_TOKENS
+    return sum(any(not torch.equal(row, rows[0]) for row in rows[1:]) for rows in times)
+
+
+def check(logits, runner, cuts):
+    """The request, its prompt computed in chunks of these sizes."""
+    ids = alone(runner, 50)
+    runs = [alone(runner, size) for size in cuts]
+    runs += [beside_others(runner, 50), beside_others(runner, 50, ids)]
+    assert runs == [ids] * len(runs)
+    assert num_parted(logits, ids, 1 + len(runs)) == 0
+
+
+@pytest.mark.parametrize(("family", "dtype"), ATTENTION)
+def test_attention_alone_gives_the_same_bits_beside_others_and_however_it_is_cut(family, dtype, logits):
+    check(logits, runner_of(family, dtype), cuts=[160, 7])
+
+
+@pytest.mark.parametrize(("family", "dtype"), RECURRENT)
+def test_recurrent_layers_give_the_same_bits_beside_others(family, dtype, logits):
+    """Where the chunks of its prompt end at the same tokens: a scan rounds by how long it is."""
+    check(logits, runner_of(family, dtype), cuts=[])
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    yield 2
+    torch.set_num_threads(before)
+    runner_of.cache_clear()  # the others are for one thread
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(("family", "dtype"), ATTENTION + MORE_ATTENTION + RECURRENT + MORE_RECURRENT)
+def test_two_threads_and_other_types_give_the_same_bits_too(family, dtype, two_threads, logits):
+    is_recurrent = (family, dtype) in RECURRENT + MORE_RECURRENT
+    check(logits, runner_of(family, dtype, two_threads), cuts=[] if is_recurrent else [160, 7])
+
+
+def test_experts_round_by_what_else_they_compute(logits):
+    """Products of their rows are torch's own."""
+    runner = runner_of("qwen3_moe")
+    ids = alone(runner, 50)
+    assert beside_others(runner, 50) == ids
+    rows = [logits[tuple(ids[:end])] for end in range(len(PROMPT), len(ids))]
+    assert 0 < max((alone - beside).abs().max() for alone, beside in rows) < 2e-4
+
+
+def test_an_activation_that_ends_otherwise_is_noticed(logits, monkeypatch):
+    """Were what threads and vectors leave over computed by another formula."""
+    monkeypatch.setattr(activations, "even_size", lambda size, num_threads: size)
+    runner = runner_of("falcon_h1")
+    ids = alone(runner, 50)
+    beside_others(runner, 50)
+    assert num_parted(logits, ids, 2) > 0
