@@ -26,6 +26,7 @@ from bench.cache_workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
+from services.engine.paged.drafts.speculation import Mode
 from services.engine.settings import EngineSettings
 from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -69,6 +70,8 @@ class RankSettings:
     # Of the decode rank, as --state-slots and --window-pages.
     decode_slots: int | None = None
     decode_window_pages: int | None = None
+    speculation: Mode = "off"  # of the decode rank
+    draft_model: str = ""
 
     def decode_engine(self, cache_enabled: bool) -> EngineSettings:
         settings = self.engine(self.decode_pages, cache_enabled=cache_enabled, itl_target_s=self.itl_target_s)
@@ -82,6 +85,8 @@ class RankSettings:
             fake_carried=self.fake_carried,
             fake_step_s=self.fake_step_s,
             fake_prompt_token_s=self.fake_prompt_token_s,
+            speculation=self.speculation,
+            draft_model=self.draft_model,
             model=self.model_path,
             model_name=_MODEL_NAME,
             device=self.device,

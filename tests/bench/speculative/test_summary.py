@@ -1,0 +1,39 @@
+"""Ratios of rounds, and which of them are goals."""
+
+import pytest
+
+from bench.speculative.measure import Answer, Run
+from bench.speculative.summary import Counts, goals, row
+
+
+def run(seconds, hit=16, last_id=9):
+    return Run([Answer([1, 2, last_id], 1.0, 1.0 + seconds, 20, hit)], 1)
+
+
+def test_each_round_is_compared_with_its_own():
+    made = row("agrees", 1, "draft", [run(1.0), run(4.0)], [run(0.5), run(1.0)], Counts(10, 8))
+    assert made["ratio"] == pytest.approx(3.0) and made["itl_ratio"] == pytest.approx(0.375)
+    assert made["acceptance"] == 0.8 and made["same_texts"] == 1 and made["same_hits"]
+
+
+@pytest.mark.parametrize(("changed", "goal"), [({"last_id": 8}, "texts"), ({"hit": 0}, "hits")])
+def test_what_is_lost_misses_its_goal(changed, goal):
+    made = row("agrees", 1, "draft", [run(1.0)], [run(0.4, **changed)], Counts())
+    missed = [str(each["goal"]) for each in goals([made]) if not each["met"]]
+    assert len(missed) == 1 and missed[0].startswith(goal)
+
+
+@pytest.mark.parametrize(
+    ("case", "batch", "ratio", "met"),
+    [
+        ("agrees", 1, 1.9, False),
+        ("agrees", 1, 2.1, True),
+        ("never", 1, 0.98, True),
+        ("never", 1, 0.9, False),
+        ("agrees", 16, 0.98, True),
+        ("agrees", 16, 0.96, False),
+    ],
+)
+def test_speed_is_a_goal_where_drafts_are_right_or_never_are(case, batch, ratio, met):
+    made = row(case, batch, "draft", [run(1.0)], [run(1.0 / ratio)], Counts())
+    assert goals([made])[0]["met"] is met
