@@ -149,6 +149,12 @@ def main() -> None:
     parser.add_argument(
         "--prefill-cached", action="store_true", help="prefill has computed the prompts before; not for turns"
     )
+    parser.add_argument(
+        "--speculation",
+        choices=("off", "lookup", "tree"),
+        default="off",
+        help="on both sides; tree learns from all, whose salt is empty",
+    )
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
@@ -179,6 +185,8 @@ def main() -> None:
             max_running_requests=64,
             num_threads=arguments.num_threads,
             transport=arguments.transport,
+            speculation=arguments.speculation,
+            speculate_unsalted=True,
             itl_target_s=arguments.itl_target_ms / 1e3 if arguments.itl_target_ms else None,
             device=str(arguments.device),
             dtype=arguments.dtype or ("bfloat16" if arguments.device.type == "cuda" else None),
