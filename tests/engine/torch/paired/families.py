@@ -1,7 +1,10 @@
 """Small checkpoints of the families, pairs that serve them, and conversations checked token by token."""
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import pytest
 
 from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
@@ -10,6 +13,7 @@ from exactness.reference import count_near_ties, forced_logits, random_prompt, r
 from services.cli.model_families import FAMILIES
 from services.engine.paged.runner import Chunk
 from services.kv.tails import carried_bytes
+from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import SamplingParams
 
@@ -86,6 +90,19 @@ def sampled_as_plain(pair, prompt_ids, token_ids, sampling):
         Chunk([0], 0, [0], True, sampling, [*prompt_ids, *token_ids[:i]], i) for i in range(len(token_ids))
     )
     return [sample_row(row, chunk).token_id for row, chunk in zip(logits, chunks, strict=True)]
+
+
+async def die_after(pair, request, count):
+    """Tokens that came from the first decode rank, which is stopped once `count` are there."""
+    tokens, stops = [], []
+    async with pair.outputs(request) as outputs:
+        with pytest.raises(Unavailable):
+            async for output in outputs:
+                tokens += output.token_ids
+                if len(tokens) >= count and not stops:
+                    stops.append(asyncio.create_task(pair.decodes[0].stop()))
+    await asyncio.gather(*stops)
+    return tokens
 
 
 def evict_resume_points(pair):

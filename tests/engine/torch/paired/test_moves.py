@@ -1,7 +1,5 @@
 """A stream whose rank stops goes on at another one with the same tokens, greedy or drawn by a seed."""
 
-import asyncio
-
 import pytest
 
 from engine.pair import Pair, settled
@@ -9,30 +7,17 @@ from engine.torch.paired.families import (
     CARRYING,
     GREEDY,
     Talk,
+    die_after,
     new_text,
     sampled_as_plain,
     torch_settings,
 )
-from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import SamplingParams
 
 DEFAULT = ["qwen3_5", "gpt_oss"]
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 PROMPT, ANSWER, BEFORE = 45, 40, 22  # tokens; a border of blocks lies on either side of the death
-
-
-async def die_after(pair, request, count):
-    """Tokens that came from the first decode rank, which is stopped once `count` are there."""
-    tokens, stops = [], []
-    async with pair.outputs(request) as outputs:
-        with pytest.raises(Unavailable):
-            async for output in outputs:
-                tokens += output.token_ids
-                if len(tokens) == count:
-                    stops.append(asyncio.create_task(pair.decodes[0].stop()))
-    await asyncio.gather(*stops)
-    return tokens
 
 
 async def check_moved(family, plan, sampling):

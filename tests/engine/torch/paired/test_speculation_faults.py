@@ -1,0 +1,166 @@
+"""A step that verifies could keep too much, too little or another's: each such fault is seen.
+
+Most change tokens; all change what test_speculation.py compares.
+"""
+
+import pytest
+import torch
+
+from engine.torch.paired.speculating import (
+    DELTA_NET,
+    FULL,
+    MAMBA,
+    WINDOWED,
+    every_draft_pays,
+    lead,
+    meet_limits,
+    repeat_two_turns,
+    settings_of,
+    without_drafts,
+)
+from services.engine.paged import core
+from services.engine.paged.carrying import Carrying
+from services.engine.torch import draft_tokens, runner
+from services.engine.torch.attention import step_view
+from services.engine.torch.model.token_runs import TokenRuns
+from services.values.errors import Unavailable
+
+pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)
+
+
+def wrong_kv_stays(patch):
+    """Where a draft's K and V lie, those of the token chosen instead are not written: the tree gets the
+    draft's."""
+    stored, drafted = step_view._stored, set()
+
+    def mutated(pool, chunks, kv):
+        rows, pages, slots = stored(pool, chunks, kv)
+        if rows is not None or len(pages) > len(chunks):
+            return rows, pages, slots
+        kept = []
+        for row, (chunk, *place) in enumerate(zip(chunks, pages.tolist(), slots.tolist(), strict=True)):
+            if is_draft := bool(getattr(chunk.history, "drafts", ())):
+                drafted.add((id(kv), *place))
+            if is_draft or (id(kv), *place) not in drafted:
+                kept.append(row)
+        return torch.tensor(kept, dtype=torch.int64), pages[kept], slots[kept]
+
+    patch.setattr(step_view, "_stored", mutated)
+
+
+def publishes_drafts(patch):
+    """Before it is known which of them are right."""
+    account = core.EngineCore._account
+
+    def mutated(self, seq, chunk, sampled):
+        if chunk.end // self.page_size > seq.pages.num_published:
+            self.cache.publish(seq.pages, [*seq.ids[: chunk.end - chunk.num_drafts], *chunk.drafts])
+        account(self, seq, chunk, sampled)
+
+    patch.setattr(core.EngineCore, "_account", mutated)
+
+
+def keeps_one_too_many(patch):
+    """The choice behind the first wrong draft, too."""
+
+    def mutated(drafts, choices):
+        return tuple(choices[: len(keep_accepted(drafts, choices)) + 1])
+
+    keep_accepted = runner.keep_accepted
+    patch.setattr(runner, "keep_accepted", mutated)
+
+
+def takes_states(patch, change):
+    """`change` makes other firsts and counts of those that are kept, of runs so long."""
+    kept = TokenRuns.kept
+
+    def mutated(runs, counts):
+        lengths = runs.counts[runs.waits].tolist()
+        changed = [change(*each) for each in zip(counts, lengths, strict=True)]
+        taken = kept(runs, [count for _, count in changed])
+        for run, (skipped, _) in enumerate(changed):
+            taken.firsts[run] += skipped
+        return taken
+
+    patch.setattr(TokenRuns, "kept", mutated)
+
+
+def state_one_token_too_far(patch):
+    takes_states(patch, lambda count, length: (0, min(length, count + 1)))
+
+
+def state_one_token_behind(patch):
+    takes_states(patch, lambda count, length: (0, max(1, count - 1)))
+
+
+def state_of_another_row(patch):
+    takes_states(patch, lambda count, length: (min(1, length - count), count))
+
+
+def draws_once_for_all(patch):
+    """The number of the first position at all, and the penalties of what was said before the drafts."""
+    patch.setattr(draft_tokens, "DraftedHistory", lambda ids, drafts: ids)
+
+
+def drafts_are_no_output(patch):
+    single_token = draft_tokens._single_token
+
+    def mutated(chunk, nth):
+        return draft_tokens.replace(single_token(chunk, nth), num_output_ids=chunk.num_output_ids)
+
+    patch.setattr(draft_tokens, "_single_token", mutated)
+
+
+def drafts_pass_the_end(patch):
+    patch.setattr(core, "usable_drafts", lambda seq, ids, most, vocab_size: ids[:most])
+
+
+def drafts_pass_borders(patch):
+    patch.setattr(Carrying, "most_ahead", lambda carrying, seq, most: most)
+
+
+# What is wrong, with whom, led through what, and where that is seen at least.
+DEFAULT = [
+    (wrong_kv_stays, FULL, "tree", repeat_two_turns, "memory"),
+    (keeps_one_too_many, FULL, "tree", repeat_two_turns, "tokens"),
+    (state_one_token_too_far, MAMBA, "tree", repeat_two_turns, "tokens"),
+]
+FAULTS = [
+    (wrong_kv_stays, FULL, "draft", repeat_two_turns, "tokens"),
+    (wrong_kv_stays, WINDOWED, "tree", repeat_two_turns, "tokens"),
+    (publishes_drafts, FULL, "tree", repeat_two_turns, "memory"),
+    (state_one_token_too_far, DELTA_NET, "tree", repeat_two_turns, "tokens"),
+    (state_one_token_too_far, DELTA_NET, "draft", repeat_two_turns, "tokens"),
+    (state_one_token_behind, MAMBA, "tree", repeat_two_turns, "tokens"),
+    (state_of_another_row, MAMBA, "draft", repeat_two_turns, "tokens"),
+    (state_of_another_row, DELTA_NET, "tree", repeat_two_turns, "tokens"),
+    (draws_once_for_all, FULL, "tree", repeat_two_turns, "tokens"),
+    (drafts_are_no_output, FULL, "tree", meet_limits, "tokens"),
+    (drafts_pass_the_end, FULL, "tree", meet_limits, "crash"),
+    (drafts_pass_borders, MAMBA, "draft", repeat_two_turns, "hits"),
+]
+
+
+async def differences(fault, family, mode, scenario):
+    """Between drafts under a fault, and no drafts."""
+    settings = settings_of(family, mode, page_size=4, kv_pages=640)
+    plain = await lead(without_drafts(settings), scenario)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        try:
+            drafted = await lead(settings, scenario)
+        except Unavailable:
+            return {"crash"}
+    assert drafted.rejected > 0
+    return set(drafted.differences(plain))
+
+
+@pytest.mark.parametrize(("fault", "family", "mode", "scenario", "seen_in"), DEFAULT)
+async def test_a_fault_is_seen(fault, family, mode, scenario, seen_in):
+    assert seen_in in await differences(fault, family, mode, scenario)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(("fault", "family", "mode", "scenario", "seen_in"), FAULTS)
+async def test_other_faults_are_seen(fault, family, mode, scenario, seen_in):
+    assert seen_in in await differences(fault, family, mode, scenario)
