@@ -29,12 +29,12 @@ def even(activation: Activation) -> Activation:
     """The same, number by number, but for the last bit of some."""
 
     @wraps(activation)
-    def filled_up(numbers: Tensor, *args: Any, **settings: Any) -> Tensor:
-        size, shape = numbers.numel(), numbers.shape
+    def filled_up(input: Tensor, *args: Any, **settings: Any) -> Tensor:
+        size, shape = input.numel(), input.shape
         extra = even_size(size, torch.get_num_threads()) - size
-        if not extra and numbers.is_contiguous():  # else each row by itself
-            return activation(numbers, *args, **settings)
-        filled = functional.pad(numbers.reshape(-1), (0, extra))
+        if not extra and input.is_contiguous():  # else each row by itself
+            return activation(input, *args, **settings)
+        filled = functional.pad(input.reshape(-1), (0, extra))
         return activation(filled, *args, **settings)[:size].view(shape)
 
     return filled_up

@@ -27,7 +27,7 @@ ACTIVATIONS = [
 ]
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 3])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -55,7 +55,7 @@ class Gate(nn.Module):
         self.other = nn.Linear(5, 5)
 
     def forward(self, x, *, softly=False):
-        return functional.softplus(x) if softly else torch.sigmoid(self.act_fn(x))
+        return functional.softplus(input=x) if softly else torch.sigmoid(self.act_fn(x))
 
 
 def test_all_of_a_models_activations_are_made_even():
