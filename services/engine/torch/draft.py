@@ -9,9 +9,11 @@ of that very position. Where the two distributions are alike, so are the tokens.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -34,7 +36,8 @@ from services.values.request import SamplingParams
 _GREEDY = SamplingParams(temperature=0)
 # So many tokens of a sequence are computed one by one: a longer chunk reads its pages into one piece first.
 _ONE_BY_ONE = 8
-_SHARE = 0.1  # of a new measurement
+# The last rounds tell by their median what one takes: the first compiles kernels, for 0.8 s instead of 1 ms.
+_TIMED_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,11 @@ class TorchDraft:
         self._max_context_tokens = checkpoint.max_context_tokens
         self.validity = ShadowValidity(num_pages, page_size)
         self.memory: PoolMemory = replace(self._pools.memory[0], num_pages=num_pages)
-        self.step_s = 0.0
+        self._rounds_s = deque[float](maxlen=_TIMED_ROUNDS)
+
+    @property
+    def step_s(self) -> float:
+        return median_low(self._rounds_s) if self._rounds_s else 0.0
 
     @property
     def kv(self) -> DraftKv:
@@ -138,7 +145,9 @@ class TorchDraft:
         """The target computes them."""
         lacking = [(chunk, self._lacking(chunk)) for chunk in chunks]
         own = [
-            _part(chunk, span, chunk.token_ids[span.start - chunk.start :]) for chunk, span in lacking if span
+            _part(chunk, span, chunk.token_ids[span.start - chunk.start : span.stop - chunk.start])
+            for chunk, span in lacking
+            if span
         ]
         if own:
             self._compute(own, ())
@@ -146,7 +155,6 @@ class TorchDraft:
             self.validity.computed(chunk.pages, span.start, span.stop)
 
     def propose(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[tuple[int, ...]]:
-        began = time.perf_counter()
         drafting = [
             self._drafting(nth, len(chunks), *each)
             for nth, each in enumerate(zip(chunks, counts, strict=True))
@@ -155,7 +163,6 @@ class TorchDraft:
             self._draft([each for each in drafting if each.count > 0])
         for each in drafting:
             self.validity.foreseen(each.chunk.pages, each.chunk.end, each.ids[:-1])
-        self._note_time(time.perf_counter() - began, max((len(each.ids) for each in drafting), default=0))
         return [tuple(each.ids) for each in drafting]
 
     def close(self) -> None:
@@ -178,18 +185,30 @@ class TorchDraft:
         return _Drafting(chunk, max(0, min(count, room)), pages, replace(chunk.sampling, logprobs=None))
 
     def _draft(self, drafting: Sequence[_Drafting]) -> None:
-        going, logits = self._catch_up(drafting)
+        sequences = [(each.chunk.pages, each.chunk.history) for each in drafting]
+        spans = self.validity.to_compute(sequences, self._settings.catch_up_tokens)
+        catches_up = any(len(span) > _ONE_BY_ONE for span in spans)
+        began = time.perf_counter()
+        going, logits = self._catch_up(drafting, spans)
         while going:
             for each, choice in zip(going, sample(logits, [each.choosing for each in going]), strict=True):
                 each.ids.append(choice.token_id)
+            began, catches_up = self._note_round(began, catches_up), False
             going = [each for each in going if len(each.ids) < each.count]
             if going:
                 logits = self._compute([each.next_token for each in going], range(len(going)))
 
-    def _catch_up(self, drafting: Sequence[_Drafting]) -> tuple[list[_Drafting], Tensor]:
+    def _note_round(self, began: float, catches_up: bool) -> float:
+        """Of the next one the beginning. One that catches up tells nothing of the others."""
+        ended = time.perf_counter()
+        if not catches_up:
+            self._rounds_s.append(ended - began)
+        return ended
+
+    def _catch_up(
+        self, drafting: Sequence[_Drafting], spans: Sequence[range]
+    ) -> tuple[list[_Drafting], Tensor]:
         """Who has all that it lacked, and the logits after the newest token of each."""
-        sequences = [(each.chunk.pages, each.chunk.history) for each in drafting]
-        spans = self.validity.to_compute(sequences, self._settings.catch_up_tokens)
         ready, rows, parts, end = list[_Drafting](), list[int](), list[Chunk](), 0
         for each, span in zip(drafting, spans, strict=True):
             if span:
@@ -205,11 +224,6 @@ class TorchDraft:
 
     def _compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Tensor:
         return self._model.compute(self._pools, chunks, rows).logits
-
-    def _note_time(self, took_s: float, num_drafts: int) -> None:
-        if num_drafts:
-            of_one = took_s / num_drafts
-            self.step_s = of_one if self.step_s == 0 else (1 - _SHARE) * self.step_s + _SHARE * of_one
 
 
 def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:

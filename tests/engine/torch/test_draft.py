@@ -155,9 +155,46 @@ def test_nobodys_kv_is_taken_for_ones_own(runner):
     assert after == alone
 
 
-def test_none_are_drafted_past_its_context(tmp_path):
+class Computing:
+    """A draft's model, whose calls take as long on a clock as `seconds` says of their tokens."""
+
+    def __init__(self, runner, monkeypatch, seconds=len):
+        self.now, self.spans = 0.0, []
+        compute, perf_counter = runner.draft._compute, "services.engine.torch.draft.time.perf_counter"
+
+        def timed(chunks, rows):
+            self.spans += [(chunk.start, chunk.end) for chunk in chunks]
+            self.now += seconds([token_id for chunk in chunks for token_id in chunk.token_ids])
+            return compute(chunks, rows)
+
+        monkeypatch.setattr(runner.draft, "_compute", timed)
+        monkeypatch.setattr(perf_counter, lambda: self.now)
+
+
+def test_the_first_rounds_and_those_that_catch_up_do_not_tell_what_a_draft_takes(monkeypatch):
+    runner, compiles = make_runner(), iter([800.0, 600.0])
+    Computing(runner, monkeypatch, lambda ids: next(compiles, len(ids)))
+    assert runner.draft.step_s == 0
+    sequence = Drafting(runner, random_prompt(30, seed=2), PageTables(runner), num_drafts=3)
+    run(runner, [sequence], 1)
+    run(runner, [sequence], 6)
+    assert runner.draft.step_s == 1
+    for _ in range(9):
+        sequence.num_drafts = 1
+        runner.draft.lent(sequence.pages)
+        step(runner, [sequence])
+    assert runner.draft.step_s == 1
+    runner.close()
+
+
+def test_none_are_drafted_past_its_context(tmp_path, monkeypatch):
+    """And nothing is computed there: it may have no such positions."""
     draft = edited(tmp_path, max_position_embeddings=40)
     runner = make_runner(draft=draft)
+    computing = Computing(runner, monkeypatch)
+    sequence = Drafting(runner, random_prompt(60, seed=2), PageTables(runner))
+    run(runner, [sequence], 3)
+    assert max(end for _, end in computing.spans) == 40
     sequence = Drafting(runner, random_prompt(34, seed=2), PageTables(runner))
     run(runner, [sequence], 20)
     assert sequence.output_ids[:20] == plain(runner, random_prompt(34, seed=2), 20)
