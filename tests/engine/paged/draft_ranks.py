@@ -1,10 +1,28 @@
-"""Who drafts with a runner's draft model and nothing else, and counts."""
+"""Who drafts with a runner's draft model and nothing else, and what becomes of drafts."""
 
 from itertools import accumulate
 
+import pytest
+
 from services.engine.fake_draft import FakeDraftingRunner
 from services.engine.paged.batch import chunk_of
+from services.engine.paged.drafts import drafter, model_drafter
 from services.engine.paged.drafts.proposal import Proposal
+from services.engine.paged.drafts.row_shares import StepCost
+
+
+@pytest.fixture
+def every_draft_pays(monkeypatch):
+    """Whatever a step takes on this machine: what may be right is verified."""
+    for module in (drafter, model_drafter):
+        monkeypatch.setattr(module, "step_cost", lambda *_: StepCost(plain_s=1.0, draft_s=0.0))
+
+
+def drafts_of(engine):
+    """How many were right, and how many were not or came behind one that was not."""
+    counts = engine.load().drafts
+    accepted = sum(each.accepted for each in counts)
+    return accepted, sum(each.drafted for each in counts) - accepted
 
 
 class ModelDrafting:

@@ -8,14 +8,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
-
+from engine.paged.draft_ranks import drafts_of
 from engine.pair import Pair, core_of, eager
 from engine.torch.paired.families import new_text, torch_settings
 from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import faint_checkpoint, grown_checkpoint, last_token_draft
-from services.engine.paged.drafts import drafter, model_drafter
-from services.engine.paged.drafts.row_shares import StepCost
 from services.kv.block_hash import unpack_tokens
 from services.values.rank import Plan
 from services.values.request import FinishReason, SamplingParams, TokenLogprobs
@@ -43,20 +40,6 @@ def settings_of(family, mode, **changes):
 
 def without_drafts(settings):
     return replace(settings, speculation="off", draft_model="")
-
-
-@pytest.fixture
-def every_draft_pays(monkeypatch):
-    """Whatever a step takes on this machine: what may be right is verified."""
-    for module in (drafter, model_drafter):
-        monkeypatch.setattr(module, "step_cost", lambda *_: StepCost(plain_s=1.0, draft_s=0.0))
-
-
-def drafts_of(engine):
-    """How many were right, and how many were not or came behind one that was not."""
-    counts = engine.load().drafts
-    accepted = sum(each.accepted for each in counts)
-    return accepted, sum(each.drafted for each in counts) - accepted
 
 
 # What they say

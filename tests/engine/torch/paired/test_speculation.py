@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.paged.draft_ranks import drafts_of, every_draft_pays
 from engine.pair import Pair, core_of
 from engine.torch.paired.families import die_after, new_text
 from engine.torch.paired.speculating import (
@@ -19,8 +20,6 @@ from engine.torch.paired.speculating import (
     compare,
     crowd,
     crowded,
-    drafts_of,
-    every_draft_pays,
     meet_limits,
     repeat_turns,
     repeat_two_turns,

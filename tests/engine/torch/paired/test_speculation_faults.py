@@ -6,12 +6,12 @@ Most change tokens; all change what test_speculation.py compares.
 import pytest
 import torch
 
+from engine.paged.draft_ranks import every_draft_pays
 from engine.torch.paired.speculating import (
     DELTA_NET,
     FULL,
     MAMBA,
     WINDOWED,
-    every_draft_pays,
     lead,
     meet_limits,
     repeat_two_turns,
