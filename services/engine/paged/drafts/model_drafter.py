@@ -9,14 +9,16 @@ from services.engine.paged.drafts.acceptance import Acceptance
 from services.engine.paged.drafts.drafter import step_cost
 from services.engine.paged.drafts.drafting import Wish
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
+from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rounds
 from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.runner import DraftModel
 
 _KIND = "draft", 0
-# Who is not worth a draft tries one after so many steps, and after twice as many each time that it was wrong:
-# one in 32 that costs a fifth of a step is 0.6 %.
-_FIRST_REST, _LONGEST_REST = 32, 256
+# Every so many steps who is not worth a draft tries one: all in the same step, for a round takes as long for
+# one as for all, and one in 32 that costs a fifth of a step is 0.6 %. Who was wrong misses as many of these
+# occasions, and twice as many each time.
+_TRY_EVERY = 32
+_LONGEST_REST = 8
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class _Drafted:
     """A sequence that has decoded here."""
 
     acceptance: Acceptance
-    rest: int = _FIRST_REST  # steps between two tries
+    rest: int = 1  # occasions up to and with the next try
     rested: int = 0
 
 
@@ -40,6 +42,7 @@ class ModelDrafter:
         self._most = most
         self._itl_target_s = itl_target_s
         self._acceptance = Acceptance()
+        self._steps = 0
         self._drafted: dict[sequence.Sequence, _Drafted] = {}
 
     def __repr__(self) -> str:
@@ -61,31 +64,33 @@ class ModelDrafter:
     def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
         drafted = self._drafted[seq]
         drafted.acceptance.note(_KIND, num_accepted, min(num_accepted + 1, len(proposal.ids)))
-        drafted.rest = _FIRST_REST if num_accepted else min(_LONGEST_REST, 2 * drafted.rest)
+        drafted.rest = 1 if num_accepted else min(_LONGEST_REST, 2 * drafted.rest)
 
     def ended(self, seq: sequence.Sequence) -> None:
         self._drafted.pop(seq, None)
 
     def _counts(self, wishes: Sequence[Wish], max_drafts: int, cost: StepCost) -> list[int]:
-        guess_s = self._draft.step_s / max(1, len(wishes))  # each round drafts for the whole batch
         candidates = [
-            Candidate(min(wish.most, self._most), self._of(wish.seq).acceptance.chance(_KIND), guess_s)
+            Candidate(min(wish.most, self._most), self._of(wish.seq).acceptance.chance(_KIND))
             for wish in wishes
         ]
-        counts = share_rows(candidates, len(wishes), max_drafts, cost)
-        left = max_drafts - sum(counts)
-        for index, (wish, count) in enumerate(zip(wishes, counts, strict=True)):
-            if self._tries(self._of(wish.seq), count) and left > 0 and wish.most > 0:
-                counts[index], left = 1, left - 1
+        counts = share_rounds(candidates, len(wishes), max_drafts, cost, self._draft.step_s)
+        self._steps += 1
+        if self._steps % _TRY_EVERY == 0:
+            self._try_again(wishes, counts, max_drafts, cost)
         return counts
 
-    def _tries(self, drafted: _Drafted, count: int) -> bool:
-        """Whether it is to have a draft though that is not worth it, to find out whether that still holds."""
-        drafted.rested = 0 if count else drafted.rested + 1
-        if drafted.rested < drafted.rest:
-            return False
-        drafted.rested = 0
-        return True
+    def _try_again(self, wishes: Sequence[Wish], counts: list[int], max_drafts: int, cost: StepCost) -> None:
+        """Give those a draft that are not worth one, to find out whether that still holds."""
+        guessing_s = self._draft.step_s * max(1, *counts)
+        for index, wish in enumerate(wishes):
+            total, drafted = sum(counts), self._of(wish.seq)
+            step_s = cost.plain_s + guessing_s + (total + 1) * cost.draft_s
+            if counts[index] or not wish.most or total == max_drafts or not cost.allows(step_s):
+                continue
+            drafted.rested += 1
+            if drafted.rested >= drafted.rest:
+                counts[index], drafted.rested = 1, 0
 
     def _of(self, seq: sequence.Sequence) -> _Drafted:
         if seq not in self._drafted:

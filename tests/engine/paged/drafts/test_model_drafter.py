@@ -13,21 +13,23 @@ DRAFT_S, ROW_S, FIXED_S = 0.001, 0.001, 0.009
 class ScriptedDraft:
     """Implements DraftModel: right with some chance, at a price."""
 
-    def __init__(self, rank_of, chance, seed=1):
+    def __init__(self, rank_of, chance, seed=1, round_s=DRAFT_S):
+        """`chance` is a number, or tells that of a sequence by its ids."""
         self._rank_of, self.chance, self._random = rank_of, chance, random.Random(seed)
-        self.step_s = DRAFT_S
+        self.step_s = round_s
         self.calls = self.drafts = 0
 
     def propose(self, chunks, counts):
         rank = self._rank_of()
-        rank.now += DRAFT_S * max(counts)
+        rank.now += self.step_s * max(counts)
         self.calls += 1
         self.drafts += sum(counts)
         return [self._guess(rank, chunk, count) for chunk, count in zip(chunks, counts, strict=True)]
 
     def _guess(self, rank, chunk, count):
         right = rank.expected(chunk.history, count)
-        return tuple(t if self._random.random() < self.chance else (t + 1) % 512 for t in right)
+        chance = self.chance(chunk.history) if callable(self.chance) else self.chance
+        return tuple(t if self._random.random() < chance else (t + 1) % 512 for t in right)
 
 
 class TimedRunner:
@@ -42,9 +44,9 @@ class TimedRunner:
         return self._runner.run(chunks)
 
 
-def seconds(chance, batch=1, answer=60, num_pages=256):
+def seconds(chance, batch=1, answer=60, num_pages=256, round_s=DRAFT_S):
     """That the answers take, and how the draft was asked; `chance` None: no drafts."""
-    draft = ScriptedDraft(lambda: rank, chance)
+    draft = ScriptedDraft(lambda: rank, chance, round_s=round_s)
     drafter = ModelDrafter(draft, 4, 5) if chance is not None else None
     rank = Rank(num_pages=num_pages, drafting=drafter)
     rank.core.runner = TimedRunner(rank)
@@ -74,6 +76,27 @@ def test_a_draft_that_never_agrees_is_hardly_asked_any_more():
 @pytest.mark.parametrize("batch", [1, 6])
 def test_drafts_do_not_cost_more_than_they_give(batch, chance):
     assert seconds(chance, batch, 120)[0] < 1.03 * seconds(None, batch, 120)[0]
+
+
+def test_a_round_for_one_that_agrees_is_not_paid_for_by_those_that_do_not():
+    plain = seconds(None, 8, 120, 512)[0]
+    of_one = seconds(lambda ids: 0.9 * (ids[0] == 0), 8, 120, 512, round_s=0.004)[0]
+    assert of_one < 1.03 * plain
+    assert seconds(0.9, 8, 120, 512, round_s=0.004)[0] < 0.9 * plain
+
+
+def test_those_that_try_again_do_so_together():
+    """However they came: a round for each of them would be one in most steps."""
+    draft = ScriptedDraft(lambda: rank, 0.0, round_s=0.005)
+    rank = Rank(num_pages=1024, max_running=16, drafting=ModelDrafter(draft, 4, 5))
+    rank.core.runner = TimedRunner(rank)
+    seqs, steps = [], 0
+    while len(seqs) < 80:
+        if steps % 8 == 0:
+            seqs.append(rank.submit([len(seqs), 5], 120))
+        rank.step()
+        steps += 1
+    assert 4 < draft.calls <= steps / 32 + 4
 
 
 def test_a_draft_that_comes_to_agree_is_found_out():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
+from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rounds, share_rows
 
 SECONDS = st.floats(0.001, 1.0)
 CANDIDATES = st.lists(st.builds(Candidate, st.integers(0, 3), st.floats(0.0, 1.0)), min_size=1, max_size=3)
@@ -17,9 +17,24 @@ def tokens(candidates, counts, batch):
     return batch + sum(c.chance**j for c, count in chances for j in range(1, count + 1))
 
 
-def rate(candidates, counts, batch, cost):
-    guess_s = sum(c.guess_s * count for c, count in zip(candidates, counts, strict=True))
-    return tokens(candidates, counts, batch) / (cost.plain_s + cost.draft_s * sum(counts) + guess_s)
+def rate(candidates, counts, batch, cost, round_s=0.0):
+    step_s = cost.plain_s + cost.draft_s * sum(counts) + round_s * max(counts)
+    return tokens(candidates, counts, batch) / step_s
+
+
+@given(
+    candidates=CANDIDATES,
+    others=st.integers(0, 3),
+    plain_s=SECONDS,
+    draft_s=SECONDS,
+    round_s=st.floats(0.0, 1.0),
+)
+def test_no_rounds_of_guesses_give_more_tokens_a_second(candidates, others, plain_s, draft_s, round_s):
+    batch, cost = len(candidates) + others, StepCost(plain_s, draft_s)
+    counts = share_rounds(candidates, batch, 99, cost, round_s)
+    all_counts = product(*(range(c.most + 1) for c in candidates))
+    best = max(rate(candidates, each, batch, cost, round_s) for each in all_counts)
+    assert rate(candidates, counts, batch, cost, round_s) == pytest.approx(best)
 
 
 @given(candidates=CANDIDATES, others=st.integers(0, 3), plain_s=SECONDS, draft_s=SECONDS)
@@ -38,9 +53,13 @@ def test_none_give_more_tokens_a_second(candidates, others, plain_s, draft_s):
     plain_s=SECONDS,
     draft_s=st.floats(0.0, 0.3),
     limit_s=SECONDS,
+    round_s=st.floats(0.0, 0.3),
 )
-def test_bounds_hold(candidates, max_drafts, plain_s, draft_s, limit_s):
-    counts = share_rows(candidates, 3, max_drafts, StepCost(plain_s, draft_s, limit_s))
+def test_bounds_hold(candidates, max_drafts, plain_s, draft_s, limit_s, round_s):
+    cost = StepCost(plain_s, draft_s, limit_s)
+    counts = share_rounds(candidates, 3, max_drafts, cost, round_s)
+    assert not any(counts) or plain_s + draft_s * sum(counts) + round_s * max(counts) <= limit_s
+    counts = share_rows(candidates, 3, max_drafts, cost)
     assert sum(counts) <= max_drafts
     assert all(0 <= count <= c.most for count, c in zip(counts, candidates, strict=True))
     assert not any(counts) or plain_s + draft_s * sum(counts) <= limit_s
@@ -61,8 +80,14 @@ def test_where_rows_cost_what_sequences_do_only_what_is_nearly_sure():
 
 def test_what_is_dear_to_guess_is_not():
     cost = StepCost(plain_s=0.010, draft_s=0.001)
-    assert share_rows([Candidate(5, 0.8, guess_s=0.009)], 1, 99, cost) == [0]
-    assert share_rows([Candidate(5, 0.8, guess_s=0.001)], 1, 99, cost) == [4]
+    assert share_rounds([Candidate(5, 0.8)], 1, 99, cost, round_s=0.009) == [0]
+    assert share_rounds([Candidate(5, 0.8)], 1, 99, cost, round_s=0.001) == [4]
+
+
+def test_a_round_is_not_worth_it_for_few():
+    cost, few = StepCost(plain_s=0.020, draft_s=0.0002), [Candidate(5, 0.0)] * 6
+    assert share_rounds([Candidate(5, 0.9), *few, few[0]], 8, 99, cost, round_s=0.004) == [0] * 8
+    assert share_rounds([Candidate(5, 0.9)] * 8, 8, 99, cost, round_s=0.004) == [5] * 8
 
 
 def test_nothing_before_a_step_was_measured():
