@@ -88,6 +88,7 @@ class EngineCore:
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
         self._events: list[tuple[Sequence, Event]] = []
         self._step_s = 0.0
+        self._drafting_s = 0.0  # of the step that runs, before its batch stood
         self._step_times = StepTimes()
         self._decode_steps = self._prompt_steps = NO_STEPS
         self.failed_steps = 0  # in a row
@@ -367,8 +368,11 @@ class EngineCore:
 
     def _propose(self, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
         wishes = [Wish(seq, self._most_drafts(seq)) for seq in decoding]
+        began = self._clock()
         with self._noting_failures():  # a draft model may compute
-            return self._drafting.propose(wishes, self.runner.max_step_drafts, self._step_times)
+            proposals = self._drafting.propose(wishes, self.runner.max_step_drafts, self._step_times)
+        self._drafting_s = self._clock() - began
+        return proposals
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:
@@ -401,7 +405,7 @@ class EngineCore:
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
         """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
-        budget = self._chunk_budget(num_decoding, num_drafts)
+        budget = self._chunk_budget(num_decoding, num_drafts, self._drafting_s)
         chunks: list[tuple[Sequence, Chunk]] = []
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         for seq in sorted(computing, key=place_in_line):
@@ -425,9 +429,10 @@ class EngineCore:
             return computes_next_page_of(other, seq, self.page_size)
         return computes_towards(other, seq)
 
-    def _chunk_budget(self, num_decoding: int, num_drafts: int = 0) -> int:
+    def _chunk_budget(self, num_decoding: int, num_drafts: int = 0, drafting_s: float = 0.0) -> int:
         limits = self._limits
-        return self._step_times.chunk_tokens(num_decoding, limits.itl_target_s, limits.chunk_size, num_drafts)
+        left_s = limits.itl_target_s - drafting_s if limits.itl_target_s is not None else None
+        return self._step_times.chunk_tokens(num_decoding, left_s, limits.chunk_size, num_drafts)
 
     def _catch_up(self, seq: Sequence) -> None:
         """Take over what others have computed of its prompt since it was admitted."""
@@ -577,9 +582,10 @@ class EngineCore:
         self._events.append((seq, event))
 
     def _measure(self, num_decoding: int, num_drafts: int, prompt_tokens: int, took_s: float) -> None:
-        self._step_s = took_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * took_s
         self._step_times.note(num_decoding, prompt_tokens, took_s, num_drafts)
+        whole_s = took_s + self._drafting_s
+        self._step_s = whole_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * whole_s
         if prompt_tokens:
-            self._prompt_steps = self._prompt_steps.with_steps(took_s)
+            self._prompt_steps = self._prompt_steps.with_steps(whole_s)
         else:
-            self._decode_steps = self._decode_steps.with_steps(took_s)
+            self._decode_steps = self._decode_steps.with_steps(whole_s)

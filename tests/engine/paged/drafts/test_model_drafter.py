@@ -7,7 +7,7 @@ import pytest
 from engine.paged.core_rank import Rank
 from services.engine.paged.drafts.model_drafter import ModelDrafter
 
-DRAFT_S, ROW_S, FIXED_S = 0.001, 0.001, 0.009
+DRAFT_S, ROW_S, FIXED_S, PROMPT_TOKEN_S = 0.001, 0.001, 0.009, 0.0002
 
 
 class ScriptedDraft:
@@ -40,7 +40,9 @@ class TimedRunner:
         return getattr(self._runner, name)
 
     def run(self, chunks):
-        self._rank.now += FIXED_S + ROW_S * sum(len(chunk.token_ids) for chunk in chunks)
+        rows = sum(1 + chunk.num_drafts for chunk in chunks)
+        prompt_tokens = sum(map(len, (chunk.token_ids for chunk in chunks))) - rows
+        self._rank.now += FIXED_S + ROW_S * rows + PROMPT_TOKEN_S * prompt_tokens
         return self._runner.run(chunks)
 
 
@@ -83,6 +85,27 @@ def test_a_round_for_one_that_agrees_is_not_paid_for_by_those_that_do_not():
     of_one = seconds(lambda ids: 0.9 * (ids[0] == 0), 8, 120, 512, round_s=0.004)[0]
     assert of_one < 1.03 * plain
     assert seconds(0.9, 8, 120, 512, round_s=0.004)[0] < 0.9 * plain
+
+
+def test_a_target_bounds_drafts_and_prompts_together():
+    """Guessing takes its part of the step; what routers are told of one has it."""
+    draft = ScriptedDraft(lambda: rank, 1.0, round_s=0.003)
+    drafter = ModelDrafter(draft, 4, 5)
+    rank = Rank(num_pages=1024, chunk_size=256, drafting=drafter, itl_target_s=0.040)
+    rank.core.runner = TimedRunner(rank)
+    rank.run([rank.submit([400, 401], 20), rank.submit(range(200), 20)])  # steps have been measured
+    draft.calls = 0
+    decoding = rank.submit([1, 2], 400)
+    prompt, took_s = rank.submit([i % 500 for i in range(2000)], 1), []
+    while prompt not in rank.finished:
+        began = rank.now
+        rank.step()
+        took_s.append(rank.now - began)
+    assert decoding not in rank.finished
+    assert draft.calls > 10
+    assert 0.030 < max(took_s[2:]) < 0.045  # a look at its clock takes 1 ms
+    rank.run([decoding])
+    assert rank.core.load().step_s > FIXED_S + 6 * ROW_S + 3 * draft.step_s
 
 
 def test_those_that_try_again_do_so_together():
