@@ -72,7 +72,8 @@ class DraftModel(Protocol):
 
     Its KV is a shadow of the target's: a pool of its own with as many pages, lent by the same ids. It has no
     books, nobody waits for it, and what it lacks of a sequence it computes or does not draft. It decides how
-    fast tokens come, never which. Called from the engine's thread only.
+    fast tokens come, never which nor whether: where it fails there are no drafts. Called from the engine's
+    thread only.
     """
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from services.engine.paged.drafts.failures import DraftFailures
 from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device
@@ -68,6 +69,7 @@ class TorchRunner:
             device=self._device,
         )
         self._draft = self._open_draft(draft, checkpoint) if draft is not None else None
+        self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None
         self._layout = replace(self._pools.layout, draft=kv)
         self._vocab_size = checkpoint.vocab_size
@@ -139,8 +141,9 @@ class TorchRunner:
             kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
             drafted = zip(chunks, kept, strict=True)
             computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
-            if self._draft is not None:
-                self._draft.compute_with(chunks)
+            if self._draft is not None and not self._draft_failures.gave_up:
+                with self._draft_failures.noting():
+                    self._draft.compute_with(chunks)
         return kept
 
     def close(self) -> None:

@@ -187,6 +187,20 @@ def test_the_first_rounds_and_those_that_catch_up_do_not_tell_what_a_draft_takes
     runner.close()
 
 
+def test_a_prompt_is_computed_though_its_draft_fails(monkeypatch, caplog):
+    """What that lacks then it catches up with."""
+    runner, prompt = make_runner(), random_prompt(50, seed=2)
+    sequence = Drafting(runner, prompt, PageTables(runner))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.draft, "_compute", lambda chunks, rows: 1 / 0)
+        run(runner, [sequence], 1)
+    assert "draft_failed what=prompts" in caplog.text
+    run(runner, [sequence], 20)
+    assert sequence.output_ids[:20] == plain(runner, prompt, 20)
+    assert sequence.accepted / sequence.drafted > 0.75
+    runner.close()
+
+
 def test_none_are_drafted_past_its_context(tmp_path, monkeypatch):
     """And nothing is computed there: it may have no such positions."""
     draft = edited(tmp_path, max_position_embeddings=40)

@@ -8,6 +8,7 @@ from services.engine.paged.batch import chunk_of
 from services.engine.paged.drafts.acceptance import Acceptance
 from services.engine.paged.drafts.drafter import step_cost
 from services.engine.paged.drafts.drafting import Wish
+from services.engine.paged.drafts.failures import DraftFailures
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rounds
 from services.engine.paged.queue.step_time import StepTimes
@@ -42,6 +43,7 @@ class ModelDrafter:
         self._most = most
         self._itl_target_s = itl_target_s
         self._acceptance = Acceptance()
+        self._failures = DraftFailures("drafts")
         self._steps = 0
         self._drafted: dict[sequence.Sequence, _Drafted] = {}
 
@@ -54,11 +56,12 @@ class ModelDrafter:
         counts = self._counts(wishes, max_drafts, step_cost(step_times, len(wishes), self._itl_target_s))
         proposals: list[Proposal | None] = [None] * len(wishes)
         asked = [index for index, count in enumerate(counts) if count]
-        if asked:
+        if asked and not self._failures.gave_up:
             chunks = [chunk_of(wishes[index].seq, 1, self._page_size) for index in asked]
-            drafts = self._draft.propose(chunks, [counts[index] for index in asked])
-            for index, ids in zip(asked, drafts, strict=True):
-                proposals[index] = Proposal(_KIND[0], ids) if ids else None
+            with self._failures.noting():
+                drafts = self._draft.propose(chunks, [counts[index] for index in asked])
+                for index, ids in zip(asked, drafts, strict=True):
+                    proposals[index] = Proposal(_KIND[0], ids) if ids else None
         return proposals
 
     def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:

@@ -87,6 +87,32 @@ def test_a_round_for_one_that_agrees_is_not_paid_for_by_those_that_do_not():
     assert seconds(0.9, 8, 120, 512, round_s=0.004)[0] < 0.9 * plain
 
 
+class FailingDraft(ScriptedDraft):
+    def __init__(self, rank_of, failures):
+        super().__init__(rank_of, 1.0)
+        self.failures, self.proposed = failures, 0
+
+    def propose(self, chunks, counts):
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("out of memory")
+        self.proposed += 1
+        return super().propose(chunks, counts)
+
+
+@pytest.mark.parametrize(("failures", "drafts_again"), [(4, True), (99, False)])
+def test_a_draft_that_fails_costs_drafts_and_no_request(failures, drafts_again, caplog):
+    draft = FailingDraft(lambda: rank, failures)
+    rank = Rank(num_pages=256, drafting=ModelDrafter(draft, 4, 5))
+    rank.core.runner = TimedRunner(rank)
+    seqs = [rank.submit([i, 7], 60) for i in range(3)]
+    rank.run(seqs)
+    assert all(rank.tokens[seq] == rank.expected(seq.request.prompt_ids, 60) for seq in seqs)
+    assert (draft.proposed > 0) == drafts_again
+    said = [record.getMessage() for record in caplog.records if "draft_failed" in record.message]
+    assert len(said) == min(failures, 5) and ("gave_up=True" in said[-1]) != drafts_again
+
+
 def test_a_target_bounds_drafts_and_prompts_together():
     """Guessing takes its part of the step; what routers are told of one has it."""
     draft = ScriptedDraft(lambda: rank, 1.0, round_s=0.003)
