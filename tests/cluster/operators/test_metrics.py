@@ -154,7 +154,7 @@ async def test_a_request_that_waits_is_counted_and_one_that_is_given_up_is_timed
         call.cancel()
         await until(cluster, "isthmus_abandoned_seconds_count")
         stopped = asyncio.create_task(cluster.generate([4] * 1000, request_id="mine"))
-        await until(cluster, "isthmus_router_running_requests")
+        await until(cluster, "isthmus_router_running_requests", unless=stopped)
         await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
         await stopped
         router = await until(cluster, "isthmus_abandoned_seconds_count", 2)
@@ -163,10 +163,11 @@ async def test_a_request_that_waits_is_counted_and_one_that_is_given_up_is_timed
         assert value(router, "isthmus_rejections_total", reason=mistake) == 0
 
 
-async def until(cluster, name, least=1):
-    """The router's samples, once that one has come so far."""
+async def until(cluster, name, least=1, unless=None):
+    """The router's samples, once that one has come so far, and before `unless` ends."""
     async with asyncio.timeout(10):
         while value(router := await samples(cluster.routers[0], cluster), name) < least:
+            assert unless is None or not unless.done(), unless
             await asyncio.sleep(0.01)
     return router
 

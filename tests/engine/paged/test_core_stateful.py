@@ -257,7 +257,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert books.free == books.total
 
 
-CoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+CoreMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestCore = CoreMachine.TestCase
 
 
