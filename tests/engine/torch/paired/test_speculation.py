@@ -6,7 +6,7 @@ import pytest
 
 from engine.paged.draft_ranks import drafts_of, every_draft_pays
 from engine.pair import Pair, core_of
-from engine.torch.paired.families import die_after, new_text
+from engine.torch.paired.families import WINDOWED_MISTRAL, die_after, new_text
 from engine.torch.paired.speculating import (
     ANSWER,
     DELTA_NET,
@@ -20,6 +20,7 @@ from engine.torch.paired.speculating import (
     compare,
     crowd,
     crowded,
+    lead,
     meet_limits,
     repeat_turns,
     repeat_two_turns,
@@ -31,6 +32,16 @@ from services.engine.paged.drafts.speculation import Speculation
 from services.values.request import FinishReason
 
 pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)
+WITH_EXPERTS = [
+    "qwen3_5_moe",
+    "qwen3_next",
+    "nemotron_h",
+    "gpt_oss",
+    "llama4",
+    "qwen3_moe",
+    "minimax_m2",
+    "deepseek_v3",
+]
 of_modes = pytest.mark.parametrize("mode", MODES)
 of_families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -48,6 +59,25 @@ async def test_two_turns(family, mode):
 @of_families
 async def test_turns(family, mode):
     await compare(settings_of(family, mode), repeat_turns)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("family", [WINDOWED_MISTRAL, "gemma4", "bamba"])
+async def test_two_turns_of_other_families(family):
+    await compare(settings_of(family, "tree"), repeat_two_turns, num_rejected=3)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+async def test_two_turns_with_experts(family):
+    """Their products round by what else they compute; docs/models.md says how far."""
+    settings = settings_of(family, "tree")
+    plain, drafted = [await lead(each, repeat_two_turns) for each in (without_drafts(settings), settings)]
+    assert set(drafted.differences(plain)) <= {"logprobs", "memory"}
+    for ours, theirs in zip(drafted.said, plain.said, strict=True):
+        for our, their in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert our.logprob == pytest.approx(their.logprob, abs=2e-4)
+    assert drafted.accepted >= 20 and drafted.rejected >= 3
 
 
 # mode, page size, index block, chunk size, cache
