@@ -53,6 +53,8 @@ class ModelDrafter:
     def propose(
         self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
     ) -> Sequence[Proposal | None]:
+        if not wishes:
+            return []  # nobody decodes
         counts = self._counts(wishes, max_drafts, step_cost(step_times, len(wishes), self._itl_target_s))
         proposals: list[Proposal | None] = [None] * len(wishes)
         asked = [index for index, count in enumerate(counts) if count]

@@ -61,6 +61,15 @@ def seconds(chance, batch=1, answer=60, num_pages=256, round_s=DRAFT_S):
     return rank.now - began, draft, drafter
 
 
+def test_steps_in_which_nobody_decodes_ask_for_no_drafts():
+    draft = ScriptedDraft(lambda: rank, 1.0)
+    rank = Rank(num_pages=256, chunk_size=4, drafting=ModelDrafter(draft, 4, 5))
+    seq = rank.submit(range(400), 2)
+    rank.run([seq])
+    assert rank.tokens[seq] == rank.expected(range(400), 2)
+    assert draft.calls == 0
+
+
 def test_a_draft_that_agrees_is_asked_for_all_it_may():
     with_drafts, draft, drafter = seconds(1.0)
     assert with_drafts < seconds(None)[0] / 2.5
