@@ -149,6 +149,9 @@ class EngineSettings(ClusterConfig):
             raise ConfigError(
                 "--speculation is for --engine=torch: SGLang has --engine-arg=--speculative-algorithm=..."
             )
+        if self.draft_model and self.engine != "torch":
+            also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
+            raise ConfigError(f"--draft-model is for --engine=torch{also}")
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 

@@ -25,6 +25,8 @@ DRAFTING = {"off": NoDrafting, "lookup": Drafter, "tree": Drafter, "draft": Mode
     [
         ({"engine": "torch", "speculation": "draft"}, "--draft-model"),
         ({"engine": "sglang", "speculation": "lookup"}, "--engine-arg=--speculative-algorithm"),
+        ({"engine": "sglang", "draft_model": "x"}, "--engine-arg=--speculative-draft-model-path"),
+        ({"engine": "fake", "draft_model": "x"}, "--draft-model is for --engine=torch"),
         ({"speculation": "lookup", "draft_tokens": 0}, "--draft-tokens"),
         ({"speculation": "lookup", "draft_tokens": 65}, "--draft-tokens"),
     ],
