@@ -86,12 +86,16 @@ async def repeat_two_turns(pair):
 
 async def repeat_turns(pair):
     """Greedy and drawn: a conversation, and the same again with other answers in between."""
-    return [
-        answer
-        for salt, sampling in (("greedy", GREEDY), ("drawn", SEEDED))
-        for regenerations in (0, 4)
-        for answer in await converse(pair, sampling, salt, regenerations=regenerations)
-    ]
+    return [answer for sampling in (GREEDY, SEEDED) for answer in await _repeat(pair, sampling)]
+
+
+async def repeat_drawn_turns(pair):
+    return await _repeat(pair, SEEDED)
+
+
+async def _repeat(pair, sampling):
+    salt = str(sampling)
+    return await converse(pair, sampling, salt) + await converse(pair, sampling, salt, regenerations=4)
 
 
 async def meet_limits(pair):

@@ -22,6 +22,7 @@ from engine.torch.paired.speculating import (
     crowded,
     lead,
     meet_limits,
+    repeat_drawn_turns,
     repeat_turns,
     repeat_two_turns,
     say,
@@ -96,7 +97,7 @@ async def test_turns_in_every_shape(family, shape):
     mode, page_size, index_block, chunk_size, cache = shape
     shaped = {"page_size": page_size, "index_block": index_block, "chunk_size": chunk_size}
     cached = {"decode_cache": cache, "prefill_cache": cache, "kv_pages": 2560 // page_size}
-    await compare(settings_of(family, mode, **shaped, **cached), repeat_turns)
+    await compare(settings_of(family, mode, **shaped, **cached), repeat_drawn_turns, num_rejected=5)
 
 
 @pytest.mark.exact
