@@ -10,6 +10,7 @@ else. So a page may have the target's KV, and the draft's of none or some of its
 What is wrong here costs drafts that come true, never a token: the target chooses.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class ShadowValidity:
 
     def valid_len(self, pages: Sequence[PageId]) -> int:
         """Leading tokens of a sequence with these pages that it holds without a gap."""
-        tokens = self._tokens[list(pages)]
+        tokens = self._tokens[np.frombuffer(array("q", pages), np.int64)]  # in half the time of a list
         partial = np.flatnonzero(tokens < self._page_size)
         if not len(partial):
             return len(pages) * self._page_size
