@@ -224,6 +224,19 @@ class PrefixCache:
             self.lent_runs += len(runs_of(lent))
         return True
 
+    def shorten(self, sequence: SequencePages, num_pages: int) -> None:
+        """Free its private pages behind the first `num_pages`: nothing is in them that anybody needs.
+
+        Raises:
+            ProtocolError: the sequence is not open, or has published one of them.
+        """
+        self._require(sequence, Hold.OPEN, "shorten")
+        if num_pages < sequence.num_published:
+            raise ProtocolError(f"page {num_pages} of {sequence} is published")
+        unused = sequence.pages[num_pages:]
+        del sequence.pages[num_pages:]
+        self._free_private(unused)
+
     def publish(self, sequence: SequencePages, ids: Sequence[int], *, keep_duplicates: bool = True) -> None:
         """Put the full pages of `ids` into the tree, held by the sequence.
 

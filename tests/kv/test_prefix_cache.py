@@ -364,6 +364,19 @@ def test_it_knows_in_how_many_pieces_it_lends():
     assert (cache.lent_pages, cache.lent_runs) == (4, 2)
 
 
+def test_a_table_is_shortened_by_pages_of_ones_own():
+    cache = PrefixCache(8, page_size=1, index_block=1, model="m")
+    sequence = cache.open([], "")
+    assert cache.extend(sequence, 3)
+    cache.publish(sequence, [1])
+    first = sequence.pages[0]
+    cache.shorten(sequence, 1)
+    assert sequence.pages == [first]
+    assert cache.check() == PageBooks(8, free=7, cached=0, locked=1, private=0, quarantined=0)
+    with pytest.raises(ProtocolError, match="is published"):
+        cache.shorten(sequence, 0)
+
+
 def test_a_refused_extension_evicts_nothing():
     cache = PrefixCache(3, page_size=1, index_block=1, model="m")
     cache.close(filled(cache, [1, 2]))

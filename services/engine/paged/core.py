@@ -396,11 +396,11 @@ class EngineCore:
         return chunk_of(seq, 1, self.page_size, ids)
 
     def _grow_ahead(self, seq: Sequence, num_drafts: int) -> int:
-        """For how many of its drafts there are slots: nobody gives up pages for a guess."""
+        """For how many of its drafts there are slots: nothing cached goes for a guess, and nobody."""
         assert seq.pages is not None
         missing = -(-(len(seq.ids) + num_drafts) // self.page_size) - len(seq.pages.pages)
-        while missing > 0 and not self.cache.extend(seq.pages, missing):
-            missing -= 1
+        if (can_have := min(missing, self.cache.books().free)) > 0:
+            self.cache.extend(seq.pages, can_have)
         return min(num_drafts, len(seq.pages.pages) * self.page_size - len(seq.ids))
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
@@ -500,6 +500,15 @@ class EngineCore:
         self._offer(seq)
         if sampled:
             self._append(seq, sampled[-1], chunk.num_drafts, accepted)
+        if chunk.num_drafts > accepted and seq.phase is Phase.DECODING:
+            self._give_back_unused(seq)
+
+    def _give_back_unused(self, seq: Sequence) -> None:
+        """Pages that only drafts reached which were wrong: for want of one another could be retracted."""
+        assert seq.pages is not None
+        needed = -(-len(seq.ids) // self.page_size)
+        if len(seq.pages.pages) > needed:
+            self.cache.shorten(seq.pages, needed)
 
     def _publish(self, seq: Sequence) -> None:
         assert seq.pages is not None

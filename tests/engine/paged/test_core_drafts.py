@@ -87,6 +87,25 @@ def test_nobody_gives_up_pages_for_a_draft():
     assert any(drafts == 5 for seq in seqs for drafts, _ in guesses.noted[seq])
 
 
+@pytest.mark.parametrize("seed", [3, 37, 41, 46, 74, 86, 199])
+def test_wrong_drafts_retract_nobody(seed):
+    """Others can have the pages that only they reached, and what is cached does not go for them."""
+    retractions = []
+    for num_drafts in (0, 16):
+        chance = random.Random(seed)
+        page_size, running = chance.choice((1, 2, 4)), chance.randint(2, 6)
+        rank, _ = make_rank(
+            repeat(num_drafts),
+            lambda seq, index: False,
+            num_pages=chance.randint(60 // page_size, 160 // page_size),
+            page_size=page_size,
+            expected_output=0.1,
+        )
+        rank.run([rank.submit([10 * i, 5, 6], chance.randint(5, 45)) for i in range(running)])
+        retractions.append(rank.core.retractions)
+    assert retractions[1] == retractions[0]
+
+
 def test_drafts_without_a_page_are_not_tried():
     rank, guesses = make_rank(repeat(5), num_pages=4, expected_output=0.0)
     receiving = rank.submit(range(11), 2, receives=True)
