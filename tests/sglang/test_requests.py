@@ -69,12 +69,17 @@ async def test_several_tokens_of_a_step_come_together_and_end_at_a_stop_token(
     checkpoint, stop, answered, finish
 ):
     async def answer(worker, request, response):
-        for step in STEPS:
-            await response.write(chunk({"type": "length"} if step is STEPS[-1] else None, step))
+        for step in STEPS[:-1]:
+            await response.write(chunk(None, step))
+        await response.write(chunk({"type": "length"}, STEPS[-1], **drafts))
 
+    drafts = {"spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 3}  # of SGLang's last chunk
     sampling = SamplingParams(max_tokens=6, temperature=0, stop_token_ids=(stop,))
     request = GenerationRequest("r", (1, 2, 3), sampling)
     async with worker_on(answer, checkpoint) as worker:
         outputs = SglangDecodeEngine(worker, OWN).generate(request, prefilled)
-        told = [(output.token_ids, output.finished) async for output in outputs]
-    assert told == [*((step, None) for step in answered[:-1]), (answered[-1], finish)]
+        told = [output async for output in outputs]
+    said = [(output.token_ids, output.finished) for output in told]
+    assert said == [*((step, None) for step in answered[:-1]), (answered[-1], finish)]
+    counted = (told[-1].drafted_tokens, told[-1].accepted_draft_tokens)
+    assert counted == ((6, 3) if len(answered) == len(STEPS) else (0, 0))

@@ -54,8 +54,8 @@ def tell(worker, *reports):
         worker._take(report)
 
 
-def chunk(finish_reason=None, ids=(5,)):
-    meta_info = {"finish_reason": finish_reason, "cached_tokens": 0}
+def chunk(finish_reason=None, ids=(5,), **meta_info):
+    meta_info = {"finish_reason": finish_reason, "cached_tokens": 0, **meta_info}
     return f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta_info})}\n\n".encode()
 
 

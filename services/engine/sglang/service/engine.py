@@ -301,7 +301,7 @@ async def _outputs(
     if not request.sampling.ignore_eos:
         stops |= set(request.eos_token_ids)
     output = _output(first, stops)
-    yield Output(output.token_ids, (), admitted, output.finished)
+    yield replace(output, admitted=admitted)
     while output.finished is None:
         try:
             chunk = await _next(chunks)
@@ -312,9 +312,16 @@ async def _outputs(
 
 
 def _output(chunk: dict[str, Any], stops: set[int]) -> Output:
-    ids = tuple(int(token) for token in chunk["output_ids"])
-    reason = chunk["meta_info"].get("finish_reason")
+    """SGLang tells of a request's drafts at its end."""
+    ids, meta_info = tuple(int(token) for token in chunk["output_ids"]), chunk["meta_info"]
+    reason = meta_info.get("finish_reason")
+    finished = None if reason is None else _FINISH[reason["type"]]
     stop = next((index for index, token in enumerate(ids) if token in stops), None)
     if stop is not None:
-        return Output(ids[: stop + 1], finished=FinishReason.STOP)
-    return Output(ids, finished=None if reason is None else _FINISH[reason["type"]])
+        ids, finished = ids[: stop + 1], FinishReason.STOP
+    return Output(
+        ids,
+        finished=finished,
+        drafted_tokens=int(meta_info.get("spec_num_proposed_drafts") or 0),
+        accepted_draft_tokens=int(meta_info.get("spec_num_correct_drafts") or 0),
+    )
