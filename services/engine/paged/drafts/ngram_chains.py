@@ -35,6 +35,17 @@ class NgramChains:
     def size_bytes(self) -> int:
         return 8 * (len(self._heads) + len(self._earlier))
 
+    def double(self) -> None:
+        """Have twice as many heads and positions; none was forgotten so far.
+
+        It costs a copy: of the two heads that one becomes, either begins with its chain.
+        """
+        assert self._num_kept is not None and self.end <= self._num_kept
+        self._heads += self._heads
+        self._head_mask = len(self._heads) - 1
+        self._earlier += array("q", (0,)) * self._num_kept
+        self._num_kept *= 2
+
     def add(self, ids: Sequence[int]) -> None:
         """They follow what was added before. With `num_kept`: no more than that, and not across a multiple
         of it."""

@@ -20,7 +20,8 @@ class TextRing:
     def __init__(self, min_ids: int = 1 << 12, max_ids: int = 1 << 17) -> None:
         """How many it has room for, powers of two; 20 bytes each."""
         self._max_ids = max_ids
-        self._make(min_ids)
+        self._ids = array("i", [NO_ID]) * min_ids
+        self._chains = NgramChains(min_ids, min_ids)
 
     def __repr__(self) -> str:
         return f"TextRing(ids={self._chains.end} room={len(self._ids)})"
@@ -47,16 +48,14 @@ class TextRing:
         guess = self._likeliest(positions, most) if length >= NGRAM else []
         return (Match(guess, length), Trail(len(ids), positions[0])) if guess else None
 
-    def _make(self, num_ids: int) -> None:
-        self._ids = array("i", [NO_ID]) * num_ids
-        self._chains = NgramChains(num_ids, num_ids)
-        self._mask = num_ids - 1
+    @property
+    def _mask(self) -> int:
+        return len(self._ids) - 1
 
     def _grow(self) -> None:
-        """Nothing was overwritten so far."""
-        so_far = self._ids[: self._chains.end]
-        self._make(2 * len(self._ids))
-        self._put(so_far)
+        """Nothing was overwritten so far, so all stays where it is."""
+        self._ids += array("i", [NO_ID]) * len(self._ids)
+        self._chains.double()
 
     def _put(self, ids: Ids) -> None:
         first = self._chains.end & self._mask

@@ -41,6 +41,18 @@ def test_only_the_last_are_kept(text, three):
     assert chains.size_bytes == 8 * (16 + 64)
 
 
+@given(
+    text=st.lists(st.integers(0, 2), max_size=300), three=st.lists(st.integers(0, 2), min_size=3, max_size=3)
+)
+def test_doubled_they_find_what_they_found_and_what_comes(text, three):
+    chains = NgramChains(16, num_kept=16)
+    for first in range(0, len(text), 16):
+        if first in (16, 32, 64, 128, 256):
+            chains.double()
+        chains.add(text[first : first + 16])
+    assert found(chains, text, three) == places(text, three)
+
+
 def test_ids_of_the_largest_vocabularies_stay_within_64_bits():
     ids = [2**31 - 1, 2**31 - 2, 2**31 - 3, 7]
     chains = NgramChains(64)
