@@ -108,7 +108,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
         draft = DraftSettings(
             Path(settings.draft_model),
             every_chunk=role is Role.PREFILL,
-            catch_up_tokens=settings.chunk_size,
+            catch_up_tokens=settings.draft_catch_up_tokens,
             scratch_pages=settings.max_running_requests,
             self_check=settings.self_check == "on",
         )
@@ -134,7 +134,7 @@ def _fake_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRun
 
     make_runner: Callable[..., ModelRunner] = FakeRunner
     if settings.fake_draft:
-        every_chunk, most = role is Role.PREFILL, settings.chunk_size
+        every_chunk, most = role is Role.PREFILL, settings.draft_catch_up_tokens
         draft = parse_draft(settings.fake_draft, every_chunk=every_chunk, catch_up_tokens=most)
         make_runner = partial(FakeDraftingRunner, draft)
     carried, sizes = parse_carried(settings.fake_carried), _pool_sizes(settings)

@@ -15,6 +15,8 @@ from services.transfer.nixl_settings import NixlSettings, parameters_of
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
+_CATCH_UP_BY_TARGET = 64  # tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(ClusterConfig):
@@ -158,6 +160,12 @@ class EngineSettings(ClusterConfig):
     @property
     def has_draft(self) -> bool:
         return bool(self.fake_draft if self.engine == "fake" else self.draft_model)
+
+    @property
+    def draft_catch_up_tokens(self) -> int:
+        """Of prompts, that a draft model computes in a step at most. With a target for the time between
+        tokens they are few: what they take is known only afterwards."""
+        return self.chunk_size if self.itl_target_ms is None else min(self.chunk_size, _CATCH_UP_BY_TARGET)
 
     @property
     def speculates(self) -> Speculation:

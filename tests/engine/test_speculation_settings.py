@@ -36,6 +36,13 @@ def test_what_cannot_draft_is_refused(changes, words):
         replace(FAKE, **changes)
 
 
+@pytest.mark.parametrize(("target_ms", "tokens"), [(None, 256), (40.0, 64)])
+async def test_beside_a_target_a_draft_catches_up_by_little(target_ms, tokens):
+    settings = replace(FAKE, fake_draft="agree:1", chunk_size=256, itl_target_ms=target_ms)
+    async with Pair(settings) as pair:
+        assert core_of(pair.decode).runner.draft._settings.catch_up_tokens == tokens
+
+
 @pytest.mark.parametrize("mode", DRAFTING)
 async def test_answers_are_the_same_whoever_drafts(mode):
     settings = replace(FAKE, speculation=mode, fake_draft="agree:0.8")
