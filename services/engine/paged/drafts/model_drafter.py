@@ -16,10 +16,11 @@ from services.engine.paged.runner import DraftModel
 
 _KIND = "draft", 0
 # Every so many steps who is not worth a draft tries one: all in the same step, for a round takes as long for
-# one as for all, and one in 32 that costs a fifth of a step is 0.6 %. Who was wrong misses as many of these
-# occasions, and twice as many each time.
+# one as for all, and one in 32 that costs a fifth of a step is 0.6 %. Who was wrong takes every second of
+# these occasions, then every fourth, every eighth; newcomers the eighth at once where nobody is right.
 _TRY_EVERY = 32
 _LONGEST_REST = 8
+_HOPELESS = 0.1  # chance of a draft
 
 
 @dataclass(slots=True)
@@ -27,8 +28,7 @@ class _Drafted:
     """A sequence that has decoded here."""
 
     acceptance: Acceptance
-    rest: int = 1  # occasions up to and with the next try
-    rested: int = 0
+    rest: int  # it tries at each so many-th occasion
 
 
 class ModelDrafter:
@@ -81,11 +81,14 @@ class ModelDrafter:
         ]
         counts = share_rounds(candidates, len(wishes), max_drafts, cost, self._draft.step_s)
         self._steps += 1
-        if self._steps % _TRY_EVERY == 0:
-            self._try_again(wishes, counts, max_drafts, cost)
+        occasion, steps_since = divmod(self._steps, _TRY_EVERY)
+        if steps_since == 0:
+            self._try_again(occasion, wishes, counts, max_drafts, cost)
         return counts
 
-    def _try_again(self, wishes: Sequence[Wish], counts: list[int], max_drafts: int, cost: StepCost) -> None:
+    def _try_again(
+        self, occasion: int, wishes: Sequence[Wish], counts: list[int], max_drafts: int, cost: StepCost
+    ) -> None:
         """Give those a draft that are not worth one, to find out whether that still holds."""
         guessing_s = self._draft.step_s * max(1, *counts)
         for index, wish in enumerate(wishes):
@@ -93,11 +96,11 @@ class ModelDrafter:
             step_s = cost.plain_s + guessing_s + (total + 1) * cost.draft_s
             if counts[index] or not wish.most or total == max_drafts or not cost.allows(step_s):
                 continue
-            drafted.rested += 1
-            if drafted.rested >= drafted.rest:
-                counts[index], drafted.rested = 1, 0
+            if occasion % drafted.rest == 0:
+                counts[index] = 1
 
     def _of(self, seq: sequence.Sequence) -> _Drafted:
         if seq not in self._drafted:
-            self._drafted[seq] = _Drafted(Acceptance(self._acceptance))
+            hopeless = self._acceptance.chance(_KIND) < _HOPELESS
+            self._drafted[seq] = _Drafted(Acceptance(self._acceptance), _LONGEST_REST if hopeless else 1)
         return self._drafted[seq]

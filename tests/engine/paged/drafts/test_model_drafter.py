@@ -144,7 +144,8 @@ def test_a_target_bounds_drafts_and_prompts_together():
 
 
 def test_those_that_try_again_do_so_together():
-    """However they came: a round for each of them would be one in most steps."""
+    """However they came: a round for each of them would be one in most steps. Newcomers seldom, for nobody's
+    drafts were right."""
     draft = ScriptedDraft(lambda: rank, 0.0, round_s=0.005)
     rank = Rank(num_pages=1024, max_running=16, drafting=ModelDrafter(draft, 4, 5))
     rank.core.runner = TimedRunner(rank)
@@ -154,7 +155,7 @@ def test_those_that_try_again_do_so_together():
             seqs.append(rank.submit([len(seqs), 5], 120))
         rank.step()
         steps += 1
-    assert 4 < draft.calls <= steps / 32 + 4
+    assert 2 < draft.calls <= steps / 64
 
 
 def test_a_draft_that_comes_to_agree_is_found_out():
