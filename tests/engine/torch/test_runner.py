@@ -205,7 +205,7 @@ def half_precise_output(dtype, prompt, architecture="llama", damage=lambda kv, p
 
 
 HALF = [(architecture, dtype) for architecture in ARCHITECTURES for dtype in ("bfloat16", "float16")]
-FEW_HALF = (("llama", "bfloat16"), ("qwen3", "float16"))
+FEW_HALF = (("llama", "bfloat16"),)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(architectu
     check_half_precision(directory, prompt, output, getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exact)])
 def test_a_page_that_is_lost_is_no_rounding(dtype):
     """The bound above can be passed."""
     prompt = random_prompt(150, seed=5)
