@@ -20,8 +20,17 @@ def of_role(role):
     return [flag.name for flag in describe(RankConfig) if flag.help.endswith(f"({role})")]
 
 
+VALUES = {
+    "expect-kv-path": "rdma",
+    "speculation": "lookup",
+    "draft-tokens": 3,
+    "speculate-unsalted": True,
+    "draft-model": "/model/draft",
+}
+
+
 def a_value(flag):
-    return "off" if flag.endswith("-cache") else "rdma" if flag == "expect-kv-path" else 0.25
+    return "off" if flag.endswith("-cache") else VALUES.get(flag, 0.25)
 
 
 BY_SCHEMA = {
@@ -96,10 +105,10 @@ BY_TEMPLATE = {
     "blocks that pages do not fill": ({"flags": {"index-block": 96}}, "page-size 64 does not divide"),
     **{
         f"SGLang with {flag}": (
-            {"prefill": GPU, "decode": GPU | {"flags": {flag: 0.25}}},
+            {"prefill": GPU, "decode": GPU | {"flags": {flag: a_value(flag)}}},
             f"decode.flags.{flag} is for engine torch",
         )
-        for flag in NOT_SGLANG
+        for flag in (*NOT_SGLANG, "speculation", "draft-tokens", "speculate-unsalted", "draft-model")
     },
     **{
         f"prefill with {flag}": (

@@ -11,7 +11,8 @@
 {{- if and (eq $model.source "volume") (not (hasPrefix (printf "%s/" (trimSuffix "/" $model.mountPath)) (printf "%s/" $model.path))) -}}
 {{- fail (printf "model.path %s must lie in model.mountPath %s" $model.path $model.mountPath) -}}
 {{- end -}}
-{{- $ofDecode := list "decode-cache" "itl-target-ms" "write-lease-s" "fence-margin-s" "kv-digest-share" -}}
+{{- $drafting := list "speculation" "draft-tokens" "speculate-unsalted" -}}
+{{- $ofDecode := concat (list "decode-cache" "itl-target-ms" "write-lease-s" "fence-margin-s" "kv-digest-share") $drafting -}}
 {{- $ofRole := dict "prefill" (list "prefill-cache" "expect-kv-path") "decode" $ofDecode -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $worker := index $.Values $role -}}
@@ -43,7 +44,7 @@
 {{- fail "router.flags.plans has local, and engine sglang's decode computes no prompts: [remote]" -}}
 {{- end -}}
 {{- include "isthmus.sglangRefusals" (dict "root" $ "role" $role "arguments" (index $worker.flags "engine-arg" | default list)) -}}
-{{- range list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" -}}
+{{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model") $drafting -}}
 {{- if hasKey $worker.flags . -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}
