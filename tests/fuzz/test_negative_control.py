@@ -12,7 +12,7 @@ ROUND = "tests/fuzz/test_fuzz.py::test_a_short_fuzz[tight]"
 
 @pytest.mark.exact
 def test_a_wrong_page_is_seen():
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "long", "-p", "no:cacheprovider", "-p", "no:xdist")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     root = Path(__file__).parents[2]
     run = subprocess.run(
