@@ -68,6 +68,8 @@ FACTORS = {
 }
 ALL = [Case(*values) for values in itertools.product(*FACTORS.values())]
 PLAIN = [case for case in ALL if case.speculation == "off"]
+# Half of them: every combination of all factors but one of two values.
+EVEN = [c for c in PLAIN if sum(FACTORS[name].index(getattr(c, name)) for name in FACTORS) % 2 == 0]
 
 
 def pairwise(cases):
@@ -152,8 +154,8 @@ async def test_pairwise(etcd_endpoint, case, cluster_name):
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-async def test_full_product(etcd_endpoint, case, cluster_name):
+@pytest.mark.parametrize("case", EVEN, ids=str)
+async def test_every_combination_of_all_but_one(etcd_endpoint, case, cluster_name):
     await check(etcd_endpoint, case, cluster_name)
 
 
