@@ -7,12 +7,12 @@ from services.engine.paged import sequence
 from services.engine.paged.drafts.acceptance import Acceptance
 from services.engine.paged.drafts.drafting import Wish
 from services.engine.paged.drafts.guesser import Guess, Guesser
-from services.engine.paged.drafts.own_ngrams import OwnNgrams
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
-from services.engine.paged.drafts.shared_ngrams import SaltNgrams, SharedNgrams
-from services.engine.paged.drafts.siblings import Siblings
-from services.engine.paged.drafts.source import Source
+from services.engine.paged.drafts.sources.own_ngrams import OwnNgrams
+from services.engine.paged.drafts.sources.shared_ngrams import SaltNgrams, SharedNgrams
+from services.engine.paged.drafts.sources.siblings import Siblings
+from services.engine.paged.drafts.sources.source import Source
 from services.engine.paged.queue.step_time import StepTimes
 
 # Ids taken in by a step, of all sequences together: prompts that come at once, long ones, are known a little

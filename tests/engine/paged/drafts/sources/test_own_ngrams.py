@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.match import LONGEST
-from services.engine.paged.drafts.own_ngrams import OwnNgrams
+from services.engine.paged.drafts.sources.match import LONGEST
+from services.engine.paged.drafts.sources.own_ngrams import OwnNgrams
 
 
 def grown(ids, at_once=4):

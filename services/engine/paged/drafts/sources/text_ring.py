@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from services.engine.paged.drafts.match import LONGEST, Ids, Match, Trail, common_len
-from services.engine.paged.drafts.ngram_chains import NGRAM, NO_ID, NgramChains
+from services.engine.paged.drafts.sources.match import LONGEST, Ids, Match, Trail, common_len
+from services.engine.paged.drafts.sources.ngram_chains import NGRAM, NO_ID, NgramChains
 
 _MOST_COMPARED = 8  # 4 to 32 accept as much, and cost more and more
 

@@ -2,8 +2,8 @@
 
 from collections import OrderedDict
 
-from services.engine.paged.drafts.match import LONGEST, Ids, Match, Trail
-from services.engine.paged.drafts.text_ring import TextRing
+from services.engine.paged.drafts.sources.match import LONGEST, Ids, Match, Trail
+from services.engine.paged.drafts.sources.text_ring import TextRing
 
 _MAX_BYTES = 64 << 20  # some 25 salts with 130,000 ids each, or 800 with 4,000
 # Ids that a text begins with though they were told: as many as are compared, and what a guess may reach over.

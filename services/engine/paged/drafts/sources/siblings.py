@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from services.engine.paged.drafts.match import Match
+from services.engine.paged.drafts.sources.match import Match
 from services.kv.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from services.kv.radix_tree import Node
 

@@ -1,7 +1,7 @@
 """Texts by salt: each finds its own, and all together are bounded."""
 
-from services.engine.paged.drafts.match import Trail
-from services.engine.paged.drafts.shared_ngrams import SharedNgrams
+from services.engine.paged.drafts.sources.match import Trail
+from services.engine.paged.drafts.sources.shared_ngrams import SharedNgrams
 
 
 def told(shared, salt, ids):

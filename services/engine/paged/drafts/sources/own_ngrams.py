@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from services.engine.paged.drafts.match import Ids, Match, Trail, common_len, first_longest
-from services.engine.paged.drafts.ngram_chains import NGRAM, NgramChains
+from services.engine.paged.drafts.sources.match import Ids, Match, Trail, common_len, first_longest
+from services.engine.paged.drafts.sources.ngram_chains import NGRAM, NgramChains
 
 # Where a file is copied with changes, 4 give 4.3 tokens a step, 16 give 4.6, and 64 give 4.7.
 _MOST_COMPARED = 16

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from services.engine.paged.drafts.match import Match
+from services.engine.paged.drafts.sources.match import Match
 
 
 class Source(Protocol):
