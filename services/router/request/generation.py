@@ -27,6 +27,7 @@ from services.router.request.metrics import RouterMetrics
 from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
 from services.router.request.trace_attributes import attributes_of
+from services.router.request.unread import refuse_unread
 from services.router.text.chat import ConversationMemory, drift_tokens
 from services.router.text.detokenizer import Detokenizer
 from services.router.text.prompt import PromptEncoder
@@ -183,6 +184,7 @@ class Generator:
                 f"priority must be at most {self._max_priority} on this server (--max-priority), got "
                 f"{request.priority}"
             )
+        refuse_unread(request)
         sampling = request.sampling
         if not sampling.HasField("seed"):
             sampling = type(sampling).FromString(sampling.SerializeToString())

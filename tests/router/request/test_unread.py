@@ -1,0 +1,28 @@
+import pytest
+
+from services.router.request.unread import refuse_unread
+from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool, ToolCall
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (GenerateRequest(sampling=SamplingParams(constraint=Constraint(regex="a"))), "sampling.constraint"),
+        (GenerateRequest(chat=Chat(tools=[Tool(name="a")])), "chat.tools"),
+        (GenerateRequest(chat=Chat(parallel_tool_calls=False)), "chat.parallel_tool_calls"),
+        (
+            GenerateRequest(chat=Chat(messages=[ChatMessage(), ChatMessage(tool_calls=[ToolCall()])])),
+            r"chat.messages\[1\].tool_calls",
+        ),
+    ],
+)
+def test_what_is_not_acted_on_is_refused_by_name(request_: GenerateRequest, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is not supported yet"):
+        refuse_unread(request_)
+
+
+def test_nothing_else_is_refused() -> None:
+    refuse_unread(GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="a")])))
+    refuse_unread(GenerateRequest(text="a", sampling=SamplingParams(top_k=3)))
