@@ -30,13 +30,13 @@ from services.observe import build_info, log_lines, metrics_page, traces
 from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
+from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
+from services.router.http.connection import BoundedConnection, HttpBounds, HttpMetrics
+from services.router.http.http_tls import HttpTls
+from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
-from services.router.openai.connection import BoundedConnection, HttpBounds, HttpMetrics
-from services.router.openai.http_tls import HttpTls
-from services.router.openai.routes import openai_app
-from services.router.openai.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
@@ -257,7 +257,7 @@ async def _serve_http(
         surplus=min(64, num_connections // 4),
     )
     settings = uvicorn.Config(
-        openai_app(service, defaults=defaults, keys=api_keys, allowed_origins=config.allowed_origins),
+        http_app(service, defaults=defaults, keys=api_keys, allowed_origins=config.allowed_origins),
         log_config=None,
         access_log=False,
         lifespan="off",

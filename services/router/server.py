@@ -68,7 +68,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             degraded=self._cluster.degraded or "",
         )
 
-    # -- services.router.openai.routes.GenerationBackend -------------------------------------------------
+    # -- services.router.http.routes.GenerationBackend -------------------------------------------------
 
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str

@@ -6,7 +6,7 @@ import pytest
 
 from services.router.app import _sampling_defaults, _tell_ends
 from services.router.config import RouterConfig
-from services.router.openai.sampling_defaults import OPENAI, SamplingDefaults
+from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The keys of those who may use a router, and gRPC's door, which asks for one; HTTP's is openai/key_door.py.
+"""The keys of those who may use a router, and gRPC's door, which asks for one; HTTP's is http/key_door.py.
 
     Authorization: Bearer KEY    in the file  -> let in
                                  otherwise    -> Unauthenticated, counted and logged (refusals.py)

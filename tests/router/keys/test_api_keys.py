@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.openai.backend import FakeBackend, client, complete
+from router.http.backend import FakeBackend, client, complete
 from services.cli.client import key_metadata
 from services.net import channels, grpc_errors, servers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor

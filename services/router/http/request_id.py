@@ -13,9 +13,9 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.router.dialects.call import REQUEST_ID
 from services.values.request import MAX_ID_CHARS, is_id
 
-REQUEST_ID = "x-request-id"
 _SUFFIX_BYTES = 3
 
 

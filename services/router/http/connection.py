@@ -22,14 +22,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from services.router.openai.errors import (
-    ConnectionsFull,
-    TooSlow,
-    answer_error,
-    error_json,
-    headers_of,
-    status_of,
-)
+from services.router.dialects.errors import ConnectionsFull, TooSlow, status_of
+from services.router.dialects.openai.errors import error_json
+from services.router.http.error_answer import answer_error, headers_of
 from services.values.errors import InvalidRequest, IsthmusError
 
 ENDS = ("full", "slow_head", "slow_body", "unread")  # why connections are ended

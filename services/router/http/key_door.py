@@ -4,8 +4,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.router.http.error_answer import answer_error
 from services.router.keys.api_keys import ApiKeys
-from services.router.openai.errors import answer_error
 from services.values.errors import Unauthenticated
 
 

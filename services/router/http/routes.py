@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API over the same generation as the gRPC one.
+"""The HTTP APIs over the same generation as the gRPC one.
 
 One call, whichever way it ends:
 
@@ -25,27 +25,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from services.router.dialects.answer import Json
+from services.router.dialects.call import REQUEST_ID, GenerationCall
+from services.router.dialects.errors import BodyTooLong
+from services.router.dialects.openai.answer import OpenAiAnswer
+from services.router.dialects.openai.chat_call import read_chat_call
+from services.router.dialects.openai.chat_format import ChatFormat
+from services.router.dialects.openai.choice import AnswerFormat, TokenBytes, TokenText
+from services.router.dialects.openai.completion_call import read_completion_call
+from services.router.dialects.openai.completion_format import CompletionFormat
+from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
+from services.router.http.answering import events, whole
+from services.router.http.error_answer import CHATS_PATH, answer_error, answer_http_error
+from services.router.http.event_stream import ClientLeft, EventStream, until_disconnect
+from services.router.http.framing import OneLength
+from services.router.http.key_door import HttpDoor
+from services.router.http.request_id import RequestIds
 from services.router.keys.api_keys import ApiKeys
-from services.router.openai.answer import (
-    AnswerFormat,
-    ChatFormat,
-    CompletionFormat,
-    Json,
-    TokenBytes,
-    TokenText,
-)
-from services.router.openai.errors import (
-    CHATS_PATH,
-    BodyTooLong,
-    answer_error,
-    answer_http_error,
-)
-from services.router.openai.framing import OneLength
-from services.router.openai.http_answer import ClientLeft, EventStream, HttpAnswer, until_disconnect
-from services.router.openai.key_door import HttpDoor
-from services.router.openai.request import GenerationCall, read_chat_call, read_completion_call
-from services.router.openai.request_id import REQUEST_ID, RequestIds
-from services.router.openai.sampling_defaults import OPENAI, SamplingDefaults
 from services.values.errors import (
     InvalidRequest,
     IsthmusError,
@@ -61,7 +57,7 @@ _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stre
 
 
 class GenerationBackend(Protocol):
-    """What this API needs of the router; the gRPC API serves the same."""
+    """What these APIs need of the router; the gRPC API serves the same."""
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None, traceparent: str
@@ -94,7 +90,7 @@ class GenerationBackend(Protocol):
         """Of a token that is a part of a character, which its text cannot tell. None: not known."""
 
 
-def openai_app(
+def http_app(
     generation: GenerationBackend,
     *,
     defaults: SamplingDefaults = OPENAI,
@@ -107,7 +103,7 @@ def openai_app(
 
     `clock` gives seconds since the epoch, for the `created` fields.
     """
-    api = _OpenAiApi(generation, defaults, max_body_bytes, clock)
+    api = _Api(generation, defaults, max_body_bytes, clock)
     routes = [
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{id:path}", api.model, methods=["GET"]),  # some have slashes
@@ -131,7 +127,7 @@ def openai_app(
     return RequestIds(OneLength(app), generation.is_running)
 
 
-class _OpenAiApi:
+class _Api:
     def __init__(
         self,
         generation: GenerationBackend,
@@ -192,7 +188,7 @@ class _OpenAiApi:
         except InvalidRequest as error:
             self._generation.rejected(InvalidRequest(str(error)))  # by the name that all fronts count it by
             raise
-        answer = HttpAnswer(
+        answer = OpenAiAnswer(
             call,
             answer_format(self._generation.token_text, self._generation.token_bytes),
             model=call.request.model or await self._only_model(),
@@ -200,8 +196,8 @@ class _OpenAiApi:
         )
         responses = self._generation.generate(call.request, timeout_s, call.traceparent)
         if call.stream:
-            return EventStream(answer.events(responses), self._generation.time_limit_s(timeout_s))
-        return JSONResponse(await until_disconnect(request.receive, answer.whole(responses)))
+            return EventStream(events(answer, responses), self._generation.time_limit_s(timeout_s))
+        return JSONResponse(await until_disconnect(request.receive, whole(answer, responses)))
 
     async def _read(self, request: Request, read_call: _ReadCall) -> GenerationCall:
         body = await _read_body(request, self._max_body_bytes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.openai.backend import FakeBackend, client
+from router.http.backend import FakeBackend, client
 from services.router.keys.api_keys import ApiKeys
 
 PAGE = "https://chat.example"

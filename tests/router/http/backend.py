@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from services.router.openai.routes import openai_app
+from services.router.http.routes import http_app
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import RankId, TokenLogprob, TokenLogprobs
@@ -130,7 +130,7 @@ def logprobs_of(token_id: int, *others: int) -> TokenLogprobs:
 
 
 def client(backend: FakeBackend, **options: Any) -> httpx.AsyncClient:
-    app = openai_app(backend, clock=lambda: 1234.5, **options)
+    app = http_app(backend, clock=lambda: 1234.5, **options)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
 

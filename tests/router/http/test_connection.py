@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from router.openai.backend import FakeBackend, finished, response
-from services.router.openai.connection import BoundedConnection, HttpBounds
-from services.router.openai.routes import openai_app
+from router.http.backend import FakeBackend, finished, response
+from services.router.http.connection import BoundedConnection, HttpBounds
+from services.router.http.routes import http_app
 
 DEADLINE_S = 20.0
 LONG_S = 1000.0
@@ -83,7 +83,7 @@ async def serving(
 ):
     backend, told = FakeBackend(), []
     config = uvicorn.Config(
-        openai_app(backend, **app),
+        http_app(backend, **app),
         http=partial(BoundedConnection, HttpBounds(header_s, body_s, max_connections, surplus), told.append),
         port=0,
         log_config=None,
@@ -279,7 +279,7 @@ async def test_a_request_of_two_lengths_is_refused(more):
 FEW_DESCRIPTORS = """
 import asyncio, resource, sys
 from services.host import descriptors
-from router.openai.test_connection import serving
+from router.http.test_connection import serving
 
 async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))

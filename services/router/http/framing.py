@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.router.openai.errors import answer_error
+from services.router.http.error_answer import answer_error
 from services.values.errors import InvalidRequest
 
 

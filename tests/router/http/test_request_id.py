@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.openai.backend import DEADLINE_S, FakeBackend, client, finished, response
+from router.http.backend import DEADLINE_S, FakeBackend, client, finished, response
 from services.values import errors
 from services.values.request import MAX_ID_CHARS
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import uvicorn
 
-from router.openai.backend import DEADLINE_S, HI, FakeBackend, chat, finished, response
-from services.router.openai.routes import openai_app
+from router.http.backend import DEADLINE_S, HI, FakeBackend, chat, finished, response
+from services.router.http.routes import http_app
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 
@@ -34,7 +34,7 @@ async def test_a_client_that_leaves_closes_the_generation(
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(openai_app(backend)(scope, receive, send), DEADLINE_S)
+    await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
     assert backend.closed.is_set()
     assert all(message.get("status") != 500 for message in sent)
 
@@ -57,7 +57,7 @@ async def test_a_client_that_leaves_without_reading_closes_the_generation() -> N
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(openai_app(backend)(scope, receive, send), DEADLINE_S)
+    await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
     assert backend.closed.is_set()
 
 
@@ -77,7 +77,7 @@ async def test_a_client_that_stops_reading_is_not_waited_for_longer_than_its_req
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(openai_app(backend)(scope, receive, send), DEADLINE_S)
+    await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
     assert sent == ["http.response.start", "http.response.body"]
     assert backend.closed.is_set()
 
@@ -94,7 +94,7 @@ async def test_a_stream_that_never_begins_is_answered_when_its_time_is_over() ->
 async def serving(backend: FakeBackend) -> AsyncIterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(openai_app(backend), log_level="critical", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(http_app(backend), log_level="critical", lifespan="off"))
         task = asyncio.create_task(server.serve([listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"

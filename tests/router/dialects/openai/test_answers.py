@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.backend import (
+from router.http.backend import (
     HI,
     FakeBackend,
     chat,
@@ -15,7 +15,7 @@ from router.openai.backend import (
     post,
     response,
 )
-from services.router.openai.sampling_defaults import SamplingDefaults
+from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest

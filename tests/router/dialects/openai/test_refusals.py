@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 
-from router.openai.backend import HI, FakeBackend, chat, client, complete, events, finished, response
-from services.router.openai import refused as openai_refused
-from services.router.openai import request as openai_request
-from services.router.openai import routes as openai
-from services.router.openai.sampling_defaults import OPENAI
+from router.http.backend import HI, FakeBackend, chat, client, complete, events, finished, response
+from services.router.dialects import body as bodies
+from services.router.dialects.body import Refused
+from services.router.dialects.call import GenerationCall
+from services.router.dialects.openai import refused
+from services.router.dialects.openai.chat_call import read_chat_call
+from services.router.dialects.openai.completion_call import read_completion_call
+from services.router.dialects.sampling_defaults import OPENAI
+from services.router.http import routes
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
@@ -156,25 +160,23 @@ async def test_who_is_refused_is_told_what_to_do_instead(body: dict[str, Any], i
 
 
 @pytest.mark.parametrize(
-    ("read", "body", "refused"),
+    ("read", "body", "names"),
     [
-        (openai_request.read_chat_call, {"messages": HI}, openai_refused.IN_CHATS),
-        (openai_request.read_completion_call, {"prompt": "Hi"}, openai_refused.IN_COMPLETIONS),
+        (read_chat_call, {"messages": HI}, refused.IN_CHATS),
+        (read_completion_call, {"prompt": "Hi"}, refused.IN_COMPLETIONS),
     ],
 )
-def test_what_asks_for_nothing_changes_nothing(
-    read: Any, body: dict[str, Any], refused: openai_refused.Refused
-) -> None:
+def test_what_asks_for_nothing_changes_nothing(read: Any, body: dict[str, Any], names: Refused) -> None:
     plain = read(body, {}, OPENAI)
-    for name, harmless in refused.items():
+    for name, harmless in names.items():
         for value in (None, *harmless):
             assert read({name: value, **body}, {}, OPENAI) == plain, (name, value)
 
 
 def test_nobody_is_sent_from_one_refusal_to_another() -> None:
-    in_chats, in_completions = openai_refused.IN_CHATS.keys(), openai_refused.IN_COMPLETIONS.keys()
-    assert openai_refused.INSTEAD.keys() <= in_chats | in_completions
-    for name, instead in openai_refused.INSTEAD.items():
+    in_chats, in_completions = refused.IN_CHATS.keys(), refused.IN_COMPLETIONS.keys()
+    assert refused.INSTEAD.keys() <= in_chats | in_completions
+    for name, instead in refused.INSTEAD.items():
         used = re.fullmatch(r"use (\w+)", instead)
         assert used is None or used[1] not in in_chats & in_completions, name
 
@@ -182,13 +184,13 @@ def test_nobody_is_sent_from_one_refusal_to_another() -> None:
 async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """To name millions takes seconds, in which no stream goes on."""
     named = []
-    check = openai_request._check_integer
+    check = bodies.check_integer
 
     def noted(value: object, name: str, low: int, high: int) -> int:
         named.append(name)
         return check(value, name, low, high)
 
-    monkeypatch.setattr(openai_request, "_check_integer", noted)
+    monkeypatch.setattr(bodies, "check_integer", noted)
     backend = FakeBackend()
     assert (await complete(backend, prompt=[*range(500)], max_tokens=None)).status_code == 200
     assert backend.requests[0].token_ids.ids == [*range(500)]
@@ -201,13 +203,13 @@ async def test_a_long_body_is_read_off_the_loop(
     monkeypatch: pytest.MonkeyPatch, length: int, in_a_thread: bool
 ) -> None:
     readers = []
-    read = openai.read_completion_call
+    read = routes.read_completion_call
 
-    def noted(fields: Any, headers: Any, defaults: Any) -> openai_request.GenerationCall:
+    def noted(fields: Any, headers: Any, defaults: Any) -> GenerationCall:
         readers.append(threading.current_thread())
         return read(fields, headers, defaults)
 
-    monkeypatch.setattr(openai, "read_completion_call", noted)
+    monkeypatch.setattr(routes, "read_completion_call", noted)
     assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
     assert [reader is not threading.main_thread() for reader in readers] == [in_a_thread]
 

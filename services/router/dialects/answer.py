@@ -1,0 +1,33 @@
+"""What an API's answers are made by.
+
+GenerateResponse, joined     -> whole()   -> one JSON object
+GenerateResponse, one by one -> events()  -> server-sent events; the last response's end the stream
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A server-sent one: its data, as JSON where it is no text, and its name if it has one."""
+
+    data: Json | str
+    name: str = ""
+
+
+class Answer(Protocol):
+    """Of one request, in the words of one API. Makes of the responses either a whole or events."""
+
+    def whole(self, joined: GenerateResponse) -> Json:
+        """`joined`: all responses in one. Raises Aborted for an answer that somebody stopped."""
+
+    def events(self, response: GenerateResponse) -> list[Event]:
+        """Of the next response, in order; none where it has nothing that a client sees. Raises as `whole`."""
+
+    def failure(self, error: Exception) -> list[Event]:
+        """What ends a stream that has begun."""

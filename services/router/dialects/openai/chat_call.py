@@ -1,0 +1,96 @@
+"""Bodies of OpenAI's chat completions, read into GenerateRequest.
+
+Parameters that we do not know are ignored, but for those of refused.py.
+"""
+
+import json
+from collections.abc import Mapping
+
+from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
+from services.router.dialects.call import GenerationCall, make_call
+from services.router.dialects.openai import refused
+from services.router.dialects.sampling import read_sampling
+from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
+
+
+def read_chat_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> GenerationCall:
+    """Raises InvalidParameter."""
+    body = Body(fields)
+    body.refuse(refused.IN_CHATS, refused.INSTEAD)
+    max_tokens = body.max_tokens("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.max_tokens("max_tokens")
+    sampling = read_sampling(body, max_tokens, _read_chat_logprobs(body), defaults)
+    chat = Chat(
+        messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
+    )
+    request = GenerateRequest(chat=chat, sampling=sampling)
+    return make_call(body, headers, request)
+
+
+def _read_chat_logprobs(body: Body) -> int | None:
+    top_logprobs = body.integer("top_logprobs", 0, UINT32_MAX)
+    if body.flag("logprobs"):
+        return top_logprobs or 0
+    if top_logprobs:  # 0 asks for none
+        raise InvalidParameter("top_logprobs", "needs logprobs to be true")
+    return None
+
+
+def _read_template_kwargs(body: Body) -> str:
+    """A reasoning_effort is one of them, as it is with vLLM and SGLang; "none" switches thinking off."""
+    name = "chat_template_kwargs"
+    given = body.get(name)
+    if not isinstance(given, dict | None):
+        raise InvalidParameter(name, "must be an object")
+    effort = body.text("reasoning_effort")
+    variables: dict[str, object] = {"reasoning_effort": effort} if effort else {}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    variables |= given or {}
+    try:
+        return check_text(json.dumps(variables, ensure_ascii=False), name) if variables else ""
+    except RecursionError as error:
+        raise InvalidParameter(name, "is nested too deeply") from error
+
+
+def _read_messages(value: object) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("messages", "must be a list of at least one message")
+    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _read_message(value: object, name: str) -> ChatMessage:
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, "must be an object")
+    if value.get("tool_calls") or value.get("function_call"):
+        raise InvalidParameter(f"{name}.tool_calls", "is not supported by this server; leave it out")
+    Body(value).refuse(refused.IN_MESSAGES, refused.INSTEAD, f"{name}.")
+    token_ids = value.get("token_ids")
+    content = _read_content(value.get("content"), f"{name}.content")
+    return ChatMessage(
+        role=check_text(value.get("role"), f"{name}.role"),
+        content=content if isinstance(content, str) else "",
+        parts=content if isinstance(content, list) else [],
+        token_ids=[] if token_ids is None else check_ids(token_ids, f"{name}.token_ids"),
+    )
+
+
+def _read_content(value: object, name: str) -> str | list[str]:
+    """Its text, or the texts of its parts."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return [_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(value)]
+    if isinstance(value, str):
+        return check_text(value, name)
+    raise InvalidParameter(name, "must be a string or a list of text parts")
+
+
+def _read_text_part(part: object, name: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidParameter(name, 'must be a part of type "text"; this server reads no other')
+    return check_text(part.get("text"), f"{name}.text")

@@ -1,0 +1,46 @@
+"""GenerateResponse as chat completions' choices."""
+
+from collections.abc import Sequence
+
+from services.router.dialects.answer import Json
+from services.router.dialects.openai.choice import Piece, TokenBytes, TokenText, finite
+from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
+
+
+class ChatFormat:
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
+        self._token_text = token_text
+        self._token_bytes = token_bytes
+
+    def whole(self, piece: Piece) -> Json:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return piece.choice({"message": message}, self._logprobs(piece.logprobs))
+
+    def delta(self, piece: Piece) -> Json:
+        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        return piece.choice({"delta": delta}, self._logprobs(piece.logprobs))
+
+    def opening(self) -> Json | None:
+        return Piece("").choice({"delta": {"role": "assistant", "content": ""}}, None)
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
+        if logprobs is None:
+            return None
+        return {
+            "content": [
+                {**self._entry(token.chosen), "top_logprobs": [self._entry(other) for other in token.top]}
+                for token in logprobs
+            ]
+        }
+
+    def _entry(self, token: common_pb2.TokenLogprob) -> Json:
+        text = self._token_text(token.token_id)
+        # A part of a character is U+FFFD as text; null is OpenAI's word for bytes that nobody knows.
+        utf8 = self._token_bytes(token.token_id) if "\ufffd" in text else text.encode()
+        known = None if utf8 is None else list(utf8)
+        return {"token": text, "logprob": finite(token.logprob), "bytes": known}

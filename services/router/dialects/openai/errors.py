@@ -1,0 +1,48 @@
+"""Errors as OpenAI's clients read them: type, code, and the parameter that is wrong."""
+
+import re
+from collections.abc import Mapping
+
+from services.router.dialects.answer import Json
+from services.router.dialects.body import InvalidParameter
+from services.router.dialects.errors import status_of
+from services.values.errors import ContextExceeded, InvalidRequest, IsthmusError, Unauthenticated
+
+# By status; what is below 500 and not here is the request's fault.
+_TYPES: Mapping[int, str] = {
+    429: "rate_limit_error",
+    499: "aborted_error",
+    500: "internal_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+# Of the classes that OpenAI has a word for; the code of all others is their status.
+_CODES: Mapping[type[Exception], str] = {
+    ContextExceeded: "context_length_exceeded",
+    Unauthenticated: "invalid_api_key",
+}
+# How the gRPC API's field names begin where the HTTP parameter's do not.
+_FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prompt|text|token_ids\.ids)\b")
+
+
+def error_json(error: Exception, prompt_param: str = "prompt") -> Json:
+    """`prompt_param`: what this request's body calls the prompt."""
+    status = status_of(error)
+    # What we did not raise on purpose is for the log, not for the client.
+    message = str(error) if isinstance(error, IsthmusError) else "internal error"
+    return error_object(message, status, _param(error, prompt_param), _CODES.get(type(error), status))
+
+
+def error_object(message: str, status: int, param: str | None, code: int | str) -> Json:
+    error_type = _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def _param(error: Exception, prompt_param: str) -> str | None:
+    """The parameter that an InvalidRequest's message begins with, in this API's words."""
+    if isinstance(error, ContextExceeded):
+        return prompt_param
+    if isinstance(error, InvalidParameter):
+        return error.param
+    field = _FIELD.match(str(error)) if isinstance(error, InvalidRequest) else None
+    return field and (field["param"] or "prompt")

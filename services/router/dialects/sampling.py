@@ -1,0 +1,50 @@
+"""How a body says to choose tokens. Ranges are SamplingParams' business."""
+
+from typing import TypeVar
+
+from services.router.dialects.body import INT32_MAX, UINT32_MAX, Body, InvalidParameter, check_text
+from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.values.request import MAX_STOP_STRINGS
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
+
+_Number = TypeVar("_Number", int, float)
+
+
+def read_sampling(
+    body: Body, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+) -> SamplingParams:
+    temperature = _either(body.number("temperature"), defaults.temperature)
+    top_k = _either(body.integer("top_k", -1, UINT32_MAX), defaults.top_k)
+    seed = body.integer("seed", -(2**63), 2**64 - 1)
+    return SamplingParams(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=_either(body.number("top_p"), defaults.top_p),
+        top_k=0 if top_k == -1 else top_k,  # other servers' way to say "all"
+        min_p=_either(body.number("min_p"), defaults.min_p),
+        seed=None if seed is None else seed % 2**64,
+        max_tokens=max_tokens,
+        min_tokens=body.integer("min_tokens", -INT32_MAX, INT32_MAX),
+        stop=read_stop(body.get("stop")),
+        stop_token_ids=body.integers("stop_token_ids"),
+        ignore_eos=body.flag("ignore_eos"),
+        frequency_penalty=body.number("frequency_penalty"),
+        presence_penalty=body.number("presence_penalty"),
+        repetition_penalty=_either(body.number("repetition_penalty"), defaults.repetition_penalty),
+        logprobs=logprobs,
+    )
+
+
+def _either(given: _Number | None, default: _Number | None) -> _Number | None:
+    return default if given is None else given
+
+
+def read_stop(value: object) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, list):
+        if len(value) > MAX_STOP_STRINGS:
+            raise InvalidParameter("stop", f"must be at most {MAX_STOP_STRINGS} strings")
+        return [check_text(item, f"stop[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, str):
+        return [check_text(value, "stop")]
+    raise InvalidParameter("stop", "must be a string or a list of strings")

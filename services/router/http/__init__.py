@@ -1,0 +1,1 @@
+"""The router over HTTP: connections, keys, routes, and answers on their way."""
