@@ -28,7 +28,7 @@ from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
 from services.router.request.trace_attributes import attributes_of
 from services.router.request.unread import refuse_unread
-from services.router.text.chat import ConversationMemory, drift_tokens
+from services.router.text.chats.conversations import ConversationMemory, drift_tokens
 from services.router.text.detokenizer import Detokenizer
 from services.router.text.prompt import PromptEncoder
 from services.router.text.stop_strings import StopStrings

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from services.router.text.chat import ChatTokenizer, render_chat
+from services.router.text.chats.chat import ChatTokenizer, render_chat
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
 from services.wire.packed_ids import PackedIds

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from services.router.text.byte_tokens import bytes_of_piece
+from services.router.text.chats.template_content import Content, TemplateContent
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
-from services.router.text.template_content import Content, TemplateContent
 from services.values.errors import ConfigError, InvalidRequest
 
 # What transformers hands on to the template, beside what it is called with.

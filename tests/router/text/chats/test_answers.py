@@ -1,0 +1,56 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.text.chats.answers import AnswerCall, canonical_json, digest, said
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def said_of(arguments: str, content: str = "", name: str = "f", id_: str = "1") -> bytes:
+    return said(content, [AnswerCall(id_, name, arguments)])
+
+
+@given(st.dictionaries(st.text(max_size=5), values, max_size=4))
+def test_what_clients_do_to_json_changes_nothing(arguments: dict[str, object]) -> None:
+    turned = dict(reversed(arguments.items()))
+    forms = [
+        json.dumps(arguments),
+        json.dumps(turned, ensure_ascii=False),
+        json.dumps(arguments, separators=(",", ":")),
+        json.dumps(turned, indent=2),
+    ]
+    assert len({said_of(form) for form in forms}) == 1
+
+
+@given(values, values)
+def test_values_that_differ_stay_apart(first: object, second: object) -> None:
+    is_same = canonical_json(json.dumps(first)) == canonical_json(json.dumps(second))
+    assert is_same == (json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True))
+
+
+def test_one_is_one_and_nothing_is_an_empty_object() -> None:
+    assert said_of('{"a": 1.0}') == said_of('{"a": 1}') != said_of('{"a": 1.5}')
+    assert said_of("") == said_of("{}")
+
+
+@pytest.mark.parametrize("broken", ["{", '{"a": ', "[" * 5000, "9" * 5000, "\ud800"])
+def test_what_is_no_json_is_compared_as_it_is(broken: str) -> None:
+    assert said_of(broken) == said_of(broken) != said_of(broken + " ")
+
+
+def test_what_is_said_counts_and_ids_do_not() -> None:
+    assert said_of("{}") == said_of("{}", id_="2") == said_of("{}", content=" \n")
+    assert len({said_of("{}"), said_of("{}", name="g"), said_of("{}", content="a"), said("", [])}) == 4
+    twice = [AnswerCall("1", "f", "{}"), AnswerCall("2", "g", "{}")]
+    assert said("", twice) != said("", twice[::-1])
+
+
+def test_parts_are_apart() -> None:
+    assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("ab", b"c", "")}) == 4

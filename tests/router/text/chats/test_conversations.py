@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.text.chats.conversations import ConversationMemory, drift_tokens
+
+ids = st.lists(st.integers(0, 3), max_size=20)
+
+
+@given(ids, ids, ids)
+def test_drift_is_what_the_prompt_does_not_begin_with(
+    shared: list[int], last: list[int], new: list[int]
+) -> None:
+    remembered, prompt = shared + last, shared + new
+    matching = 0
+    while matching < min(len(remembered), len(prompt)) and remembered[matching] == prompt[matching]:
+        matching += 1
+    assert drift_tokens(tuple(remembered), prompt) == len(remembered) - matching
+
+
+def test_the_least_recently_used_conversation_is_forgotten() -> None:
+    memory = ConversationMemory(2, 100)
+    memory.remember("a", [1, 2])
+    memory.remember("b", [3])
+    assert list(memory.recall("a") or ()) == [1, 2]
+    memory.remember("c", [4])
+    assert memory.recall("b") is None
+    memory.remember("a", [1, 2, 5])
+    memory.remember("d", [6])
+    assert memory.recall("c") is None
+    assert list(memory.recall("a") or ()) == [1, 2, 5]
+    assert len(memory) == 2
+
+
+def test_long_conversations_are_remembered_in_small_numbers() -> None:
+    memory = ConversationMemory(10, 10)
+    for name in "abc":
+        memory.remember(name, [1] * 3)
+    memory.recall("a")
+    memory.remember("d", [1] * 3)
+    assert [memory.recall(name) is not None for name in "abcd"] == [True, False, True, True]
+    memory.remember("d", [1] * 4)  # instead of the three
+    assert len(memory) == 3
+    memory.remember("e", [1] * 10)
+    assert (len(memory), len(memory.recall("e") or ())) == (1, 10)
+    memory.remember("e", [1] * 11)
+    assert len(memory) == 0
+    memory.remember("f", [1] * 10)
+    assert memory.recall("f") is not None
+
+
+@given(
+    turns=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6)), max_size=30),
+    max_conversations=st.integers(1, 4),
+    max_token_ids=st.integers(1, 12),
+)
+def test_no_more_is_remembered_than_may_be(
+    turns: list[tuple[str, int]], max_conversations: int, max_token_ids: int
+) -> None:
+    memory, oracle = ConversationMemory(max_conversations, max_token_ids), dict[str, int]()
+    for name, length in turns:
+        memory.remember(name, [1] * length)
+        oracle.pop(name, None)
+        if length <= max_token_ids:
+            oracle[name] = length
+        while len(oracle) > max_conversations or sum(oracle.values()) > max_token_ids:
+            del oracle[next(iter(oracle))]
+    assert {name: len(ids) for name, ids in memory._last_turns.items()} == oracle
+
+
+def test_what_is_remembered_can_be_compared() -> None:
+    memory = ConversationMemory(1, 100)
+    memory.remember("a", [1, 2, 3])
+    remembered = memory.recall("a")
+    assert remembered is not None
+    assert drift_tokens(remembered, [1, 2, 4, 5]) == 1
+
+
+def test_a_memory_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_conversations"):
+        ConversationMemory(0, 100)
