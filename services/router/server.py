@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -54,6 +54,17 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         prompt_tokens, explained = await self._generator.explain(request.request)
         return _explanation(prompt_tokens, explained)
 
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.TokenizeResponse:
+        return await self.tokenize(request.request)
+
+    async def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.DetokenizeResponse:
+        text = await self.detokenize(request.model, request.token_ids)
+        return generation_pb2.DetokenizeResponse(text=text)
+
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
@@ -75,6 +86,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         # OpenAI's answers have no place for the prompt's ids.
         return self._generator.generate(request, timeout_s, traceparent, tells_prompt=False)
+
+    async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
+        ids, context_tokens = await self._generator.tokenize(request)
+        return generation_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=context_tokens)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        return await self._generator.detokenize(model, token_ids)
 
     def time_limit_s(self, timeout_s: float | None) -> float:
         return self._generator.time_limit_s(timeout_s)

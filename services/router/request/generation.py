@@ -6,12 +6,13 @@ A stream that moves goes on token-identical: randomness is a function of (seed, 
 rank gets every token generated so far. (Where an engine's penalties forget those, failover.py ends it.)
 """
 
+import asyncio
 import logging
 import math
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -51,6 +52,7 @@ _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBE
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _LAST_WORDS_S = 1.0
+_MOST_CONTEXTS = 16  # tokens of a prompt that is only counted
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
 
 
@@ -109,6 +111,25 @@ class Generator:
         prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
+
+    async def tokenize(self, request: generation_pb2.GenerateRequest) -> tuple["array[int]", int]:
+        """The prompt's ids, though they may be too many, and what the context holds.
+
+        Raises as `explain`; ContextExceeded where the prompt is many times too long.
+        """
+        self._check(request)
+        context_tokens = self._cluster.max_context_tokens()
+        encoder = PromptEncoder(self._tokenizer, _MOST_CONTEXTS * context_tokens, self._tokenizer.vocab_size)
+        return (await encoder.encode(request)).ids, context_tokens
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """With special tokens written out. Raises InvalidRequest, NotFound."""
+        self._check_model(model)
+        if not token_ids or max(token_ids) >= self._tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"token_ids must be at least one id below the vocabulary's size {self._tokenizer.vocab_size}"
+            )
+        return await asyncio.to_thread(self._tokenizer.text_of, token_ids)
 
     def time_limit_s(self, timeout_s: float | None) -> float:
         """In which the call of a request with that timeout, or none, is over, its last word included."""
@@ -174,8 +195,7 @@ class Generator:
         return checked
 
     def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
-        if request.model and request.model != self._model_name:
-            raise NotFound(f"model {request.model!r} is not served here; {self._model_name!r} is")
+        self._check_model(request.model)
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
                 raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
@@ -197,6 +217,10 @@ class Generator:
             priority=request.priority,
             operation=gen_ai.operation_of(request),
         )
+
+    def _check_model(self, model: str) -> None:
+        if model and model != self._model_name:
+            raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
 
     def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
         """One of a higher priority than usual does not wait behind the others, however many there are."""

@@ -76,6 +76,10 @@ class Tokenizer:
         audible = [token_id for token_id in token_ids if not self.is_silent(token_id)]
         return self._decode_raw(audible)
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens written out."""
+        return self._decode_raw(token_ids)
+
     def is_silent(self, token_id: int) -> bool:
         return not (token_id < len(self._is_audible) and self._is_audible[token_id])
 

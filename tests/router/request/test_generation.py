@@ -10,7 +10,14 @@ from services.router.cluster import HashedPrompt
 from services.router.links.decode_client import DecodeRankLost, OutputStream
 from services.router.request.generation import Generator
 from services.router.request.progress import Checked
-from services.values.errors import ContextExceeded, InvalidRequest, IsthmusError, NoCapacity, Unavailable
+from services.values.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+)
 from services.values.rank import Generation, Plan, RankId
 from services.values.request import Admitted, FinishReason, Output, SamplingParams, TokenLogprobs
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -289,3 +296,44 @@ async def test_what_comes_together_with_a_stop_string_is_no_part_of_the_answer(c
     assert response.text == "".join(texts[:4])
     assert response.finish.usage.completion_tokens == 6
     assert response.finish.matched_stop == texts[4] + texts[5]
+
+
+def reading(tokenizer):
+    cluster = LosingCluster(0)
+    return Generator(
+        "m", tokenizer, cluster, MagicMock(), max_attempts=1, max_wait_s=1.0, request_timeout_s=60.0
+    )
+
+
+@pytest.mark.parametrize("length", [3, 99, 100, 1600 - 1])
+async def test_a_prompt_is_counted_though_no_context_holds_it(character_tokenizer, length):
+    text = "a" * length
+    ids, context = await reading(character_tokenizer).tokenize(generation_pb2.GenerateRequest(text=text))
+    assert list(ids) == character_tokenizer.encode(text)
+    assert context == 100
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (generation_pb2.GenerateRequest(text="a" * 1600), ContextExceeded),
+        (generation_pb2.GenerateRequest(text="a", model="another"), NotFound),
+        (generation_pb2.GenerateRequest(), InvalidRequest),
+    ],
+)
+async def test_what_cannot_be_counted_is_refused(character_tokenizer, request_, error):
+    with pytest.raises(error):
+        await reading(character_tokenizer).tokenize(request_)
+
+
+async def test_the_text_of_ids_has_its_special_tokens(character_tokenizer):
+    generator = reading(character_tokenizer)
+    ids = [*character_tokenizer.encode("ab", special_tokens=False), *character_tokenizer.eos_token_ids]
+    assert await generator.detokenize("m", ids) == "ab" + character_tokenizer.token_text(ids[-1])
+    for model, wrong, error in (
+        ("another", ids, NotFound),
+        ("", [], InvalidRequest),
+        ("", [character_tokenizer.vocab_size], InvalidRequest),
+    ):
+        with pytest.raises(error):
+            await generator.detokenize(model, wrong)

@@ -49,6 +49,16 @@ class GenerationStub:
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_generation__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/isthmus.v1.Generation/Tokenize',
+                request_serializer=isthmus_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/isthmus.v1.Generation/Detokenize',
+                request_serializer=isthmus_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/isthmus.v1.Generation/ListModels',
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
@@ -86,6 +96,21 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Say what prompt a request would have, without running it. Errors as of Generate, but for a prompt that is longer
+        than the context: that is answered, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,6 +141,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=isthmus_dot_v1_dot_generation__pb2.ExplainRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_generation__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=isthmus_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=isthmus_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -209,6 +244,60 @@ class Generation:
             '/isthmus.v1.Generation/Explain',
             isthmus_dot_v1_dot_generation__pb2.ExplainRequest.SerializeToString,
             isthmus_dot_v1_dot_generation__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Generation/Tokenize',
+            isthmus_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            isthmus_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Generation/Detokenize',
+            isthmus_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            isthmus_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
