@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services.etcd.client import Etcd
+from services.grammar.grammars import Grammars
 from services.host import descriptors
 from services.host.ports import bindable, host_port, listen
 from services.index.keys import ClusterKeys
@@ -129,6 +131,7 @@ async def open_router(
             max_wait_s=config.max_wait_s,
             request_timeout_s=config.request_timeout_s,
             max_priority=config.max_priority,
+            grammars=Grammars(Path(config.model), tokenizer.vocab_size),
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)

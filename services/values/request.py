@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.values.constraint import Constraint
 from services.values.errors import InvalidRequest
 from services.values.rank import Plan, RankAddress
 
@@ -37,6 +38,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    constraint: Constraint | None = None  # on what may be chosen
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -56,6 +58,9 @@ class SamplingParams:
         _require(0 < penalty <= 100, "repetition_penalty", "above 0 and at most 100", penalty)
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= 20, "logprobs", "between 0 and 20", self.logprobs)
+        if self.constraint is not None:  # it alone says where an answer may end
+            _require(self.min_tokens == 0, "min_tokens", "0 beside a constraint", self.min_tokens)
+            _require(not self.ignore_eos, "ignore_eos", "false beside a constraint", self.ignore_eos)
 
     def _check_stops(self) -> None:
         """Each has its price at every token, and all of them go with the request to each rank."""

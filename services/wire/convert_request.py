@@ -5,6 +5,7 @@ services write raises ProtocolError, as in convert.py. Probabilities and penalti
 on the wire, so they come back rounded to that.
 """
 
+from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.rank import Generation, Plan, Rendezvous
 from services.values.request import (
@@ -42,6 +43,8 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
             pb.MergeFrom(common_pb2.SamplingParams(**{name: getattr(sampling, name)}))
         except ValueError as error:  # protobuf's own sentence does not name the field
             raise InvalidRequest(f"sampling.{name}: {error}") from error
+    if sampling.constraint is not None:
+        pb.constraint.CopyFrom(constraint_to_proto(sampling.constraint))
     return pb
 
 
@@ -50,7 +53,38 @@ def sampling_from_proto(pb: common_pb2.SamplingParams) -> SamplingParams:
 
     Raises InvalidRequest, naming the field, when a value is out of its range or not a number.
     """
-    return SamplingParams(**given_fields(SamplingParams, pb))
+    constraint = constraint_from_proto(pb.constraint) if pb.HasField("constraint") else None
+    return SamplingParams(**given_fields(SamplingParams, pb), constraint=constraint)
+
+
+def constraint_to_proto(constraint: Constraint) -> common_pb2.Constraint:
+    pb = common_pb2.Constraint()
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            pb.json_object = True
+        case ConstraintKind.CHOICE:
+            pb.choice.texts.extend(constraint.texts)
+        case kind:
+            setattr(pb, kind.value, constraint.text)
+    return pb
+
+
+def constraint_from_proto(pb: common_pb2.Constraint) -> Constraint:
+    """Raises InvalidRequest where nothing is asked for, or too much of it."""
+    name = pb.WhichOneof("kind")
+    if name is None:
+        kinds = ", ".join(kind.value for kind in ConstraintKind)
+        raise InvalidRequest(f"sampling.constraint must have one of {kinds}")
+    kind = ConstraintKind(name)
+    match kind:
+        case ConstraintKind.JSON_OBJECT:
+            if not pb.json_object:
+                raise InvalidRequest("sampling.constraint.json_object must be true; leave it out instead")
+            return Constraint(kind)
+        case ConstraintKind.CHOICE:
+            return Constraint(kind, tuple(pb.choice.texts))
+        case _:
+            return Constraint(kind, (getattr(pb, name),))
 
 
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason:

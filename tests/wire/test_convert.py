@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.kv import (
     DraftKv,
@@ -120,9 +121,24 @@ max_tokens_and_min = st.one_of(
     st.tuples(st.none(), st.integers(0, 2**31 - 1)),
     st.integers(1, 2**31 - 1).flatmap(lambda most: st.tuples(st.just(most), st.integers(0, most))),
 )
+some_text = st.text(min_size=1, max_size=8)
+constraints = st.one_of(
+    st.just(Constraint(ConstraintKind.JSON_OBJECT)),
+    st.builds(Constraint, st.just(ConstraintKind.CHOICE), st.lists(some_text, min_size=1).map(tuple)),
+    *(
+        st.builds(Constraint, st.just(kind), st.tuples(some_text))
+        for kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR)
+    ),
+)
+ends = st.one_of(  # min_tokens, ignore_eos, constraint
+    st.tuples(max_tokens_and_min, st.booleans(), st.none()),
+    st.tuples(max_tokens_and_min.map(lambda both: (both[0], 0)), st.just(False), constraints),
+)
 samplings = st.builds(
-    lambda limits, **fields: SamplingParams(max_tokens=limits[0], min_tokens=limits[1], **fields),
-    max_tokens_and_min,
+    lambda ends, **fields: SamplingParams(
+        max_tokens=ends[0][0], min_tokens=ends[0][1], ignore_eos=ends[1], constraint=ends[2], **fields
+    ),
+    ends,
     temperature=float32(0, 100),
     top_p=float32(0, 1, exclude_min=True),
     top_k=uint32,
@@ -130,7 +146,6 @@ samplings = st.builds(
     seed=uint64,
     stop=st.lists(names, max_size=4).map(tuple),
     stop_token_ids=ids,
-    ignore_eos=st.booleans(),
     frequency_penalty=float32(-2, 2),
     presence_penalty=float32(-2, 2),
     repetition_penalty=float32(0, 100, exclude_min=True),
@@ -470,3 +485,31 @@ def test_a_deadline_that_has_passed_does_not_become_none(timeout_s):
     request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
     pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
     assert 0 < convert_request.start_from_proto(pb).timeout_s < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, r"\.constraint must have one of json_object, json_schema, regex, grammar, choice$"),
+        ({"json_object": False}, r"\.constraint\.json_object must be true; leave it out instead$"),
+        ({"json_schema": ""}, r"\.constraint\.json_schema must not be empty$"),
+        ({"choice": common_pb2.Choice()}, r"\.constraint\.choice must not be empty$"),
+        ({"choice": common_pb2.Choice(texts=["a", ""])}, r"\.constraint\.choice must not be empty$"),
+        (
+            {"choice": common_pb2.Choice(texts=["é" * 16384] * 3)},
+            r"\.constraint\.choice must be at most 65536 bytes, got 98304$",
+        ),
+        ({"regex": "a" * 65537}, r"\.constraint\.regex must be at most 65536 bytes, got 65537$"),
+    ],
+)
+def test_a_constraint_that_is_none_is_refused_by_name(fields, problem):
+    pb = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**fields))
+    with pytest.raises(InvalidRequest, match=f"^sampling{problem}"):
+        convert_request.sampling_from_proto(pb)
+
+
+@pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
+def test_a_constraint_alone_says_where_an_answer_may_end(field):
+    pb = common_pb2.SamplingParams(constraint=common_pb2.Constraint(regex="a*"), **{field: 1})
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field} must be .* beside a constraint"):
+        convert_request.sampling_from_proto(pb)

@@ -18,6 +18,7 @@ from functools import partial
 
 from opentelemetry.trace import Span
 
+from services.grammar.grammars import Grammars
 from services.observe import log_lines, traces
 from services.router.cluster import Cluster, Explained
 from services.router.placement.admission import allowed_wait_s
@@ -70,12 +71,14 @@ class Generator:
         max_wait_s: float,
         request_timeout_s: float,
         max_priority: int = 0,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._cluster = cluster
         self._metrics = metrics
+        self._grammars = grammars or Grammars(None, 0)
         self._max_attempts = max_attempts
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
@@ -106,7 +109,7 @@ class Generator:
 
         Raises Unavailable where no decode rank is registered.
         """
-        checked = self._check(request)
+        checked = await self._check(request)
         encoded = await self._encoder().encode(request)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
@@ -117,7 +120,7 @@ class Generator:
 
         Raises as `explain`; ContextExceeded where the prompt is many times too long.
         """
-        self._check(request)
+        await self._check(request)
         context_tokens = self._cluster.max_context_tokens()
         encoder = PromptEncoder(self._tokenizer, _MOST_CONTEXTS * context_tokens, self._tokenizer.vocab_size)
         return (await encoder.encode(request)).ids, context_tokens
@@ -162,7 +165,7 @@ class Generator:
         with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
                 span.set_attributes(gen_ai.asked(request, self._model_name))
-            checked = self._admit(request, timeout_s)
+            checked = await self._admit(request, timeout_s)
             with self._track(checked, span, deadline) as progress:
                 prompt = await self._encoder().encode(request)
                 progress.tokenize_s = self._clock() - progress.began_s
@@ -183,9 +186,9 @@ class Generator:
 
     # -- the door ---------------------------------------------------------------------------------
 
-    def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> Checked:
+    async def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> Checked:
         try:
-            checked = self._check(request)
+            checked = await self._check(request)
             if checked.request_id in self._running:
                 raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
             self._cluster.check_room(self._allowed_wait_s(checked, timeout_s))
@@ -194,7 +197,13 @@ class Generator:
             raise
         return checked
 
-    def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
+    async def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
+        checked = self._read(request)
+        if (constraint := checked.sampling.constraint) is not None:
+            await asyncio.to_thread(self._grammars.check, constraint)
+        return checked
+
+    def _read(self, request: generation_pb2.GenerateRequest) -> Checked:
         self._check_model(request.model)
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from services.router.text.byte_tokens import bytes_of_piece
+from services.model.byte_tokens import bytes_of_piece
 from services.router.text.chats.template_content import Content, TemplateContent
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
 from services.values.errors import ConfigError, InvalidRequest

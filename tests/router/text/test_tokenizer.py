@@ -138,3 +138,11 @@ def test_a_refusing_or_missing_template_is_an_invalid_request(
         character_tokenizer.render_template([{"role": "user", "content": "forbidden"}])
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece_tokenizer.render_template([{"role": "user", "content": "Hi"}])
+
+
+def test_the_parts_of_a_character(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:
+    for tokenizer in (byte_tokenizer, sentencepiece_tokenizer):
+        parts = tokenizer.encode("👋")[-4:]
+        assert {tokenizer.token_text(part) for part in parts} == {"\ufffd"}
+        assert b"".join(tokenizer.token_bytes(part) or b"" for part in parts) == "👋".encode()
+        assert tokenizer.token_bytes(1_000_000) is None

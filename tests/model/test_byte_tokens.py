@@ -1,8 +1,7 @@
 import pytest
 
 from router.conftest import byte_backend
-from services.router.text.byte_tokens import bytes_of_piece
-from services.router.text.tokenizer import Tokenizer
+from services.model.byte_tokens import bytes_of_piece
 
 
 def test_every_byte_of_a_byte_level_vocabulary() -> None:
@@ -24,11 +23,3 @@ def test_every_byte_of_a_byte_level_vocabulary() -> None:
 )
 def test_pieces_of_both_families(piece: str, expected: bytes | None) -> None:
     assert bytes_of_piece(piece) == expected
-
-
-def test_the_parts_of_a_character(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:
-    for tokenizer in (byte_tokenizer, sentencepiece_tokenizer):
-        parts = tokenizer.encode("👋")[-4:]
-        assert {tokenizer.token_text(part) for part in parts} == {"\ufffd"}
-        assert b"".join(tokenizer.token_bytes(part) or b"" for part in parts) == "👋".encode()
-        assert tokenizer.token_bytes(1_000_000) is None

@@ -1,0 +1,70 @@
+"""A constraint in llguidance's own words: JSON with a schema, or with a grammar in its dialect of Lark.
+
+    json_object   the schema {"type": "object"}
+    json_schema   the schema
+    regex         start: /.../
+    grammar       as it is, or made of GBNF
+    choice        start: "..." | "..."
+
+JSON has no whitespace between its tokens: where any is allowed, a model that likes none of the words may
+write blanks until it is stopped.
+"""
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from services.values.constraint import Constraint, ConstraintKind
+
+# What a schema asks that is not supported is an error, whatever the schema's own x-guidance says.
+_OPTIONS: Any = {"whitespace_flexible": False, "lenient": False}
+_IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*[:\[])", re.MULTILINE)
+
+
+def lower(constraint: Constraint) -> str:
+    """Raises InvalidRequest where that cannot be read; what it means is looked at by whoever compiles it."""
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_OPTIONS)
+        case ConstraintKind.JSON_SCHEMA:
+            return _of_schema(constraint)
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.CHOICE:
+            alternatives = " | ".join(map(json.dumps, dict.fromkeys(constraint.texts)))
+            return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(_lark(constraint))
+
+
+def _of_schema(constraint: Constraint) -> str:
+    try:
+        return LLMatcher.grammar_from_json_schema(_schema(constraint), overrides=_OPTIONS)
+    except ValueError as error:  # nested too deeply, half of a surrogate pair
+        raise constraint.refused(f"cannot be read: {error}") from error
+
+
+def _schema(constraint: Constraint) -> dict[str, object]:
+    try:
+        schema = json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise constraint.refused(f"is not JSON: {error}") from error
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise constraint.refused("must be a JSON object")
+    return schema
+
+
+def _lark(constraint: Constraint) -> str:
+    text = constraint.text
+    if _IS_LARK.search(text) or "::=" not in text:
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # it raises bare ones
+        problem = " ".join(str(error).split())
+        raise constraint.refused(f"cannot be read as GBNF: {problem}") from error

@@ -1,0 +1,50 @@
+"""What the text of an answer must be. Pure; services/grammar says which tokens it allows."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from services.values.errors import InvalidRequest
+
+MAX_CONSTRAINT_BYTES = 65_536
+
+
+class ConstraintKind(Enum):
+    """As the fields of common.proto's Constraint are called."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`texts` are the alternatives of a choice, none of a JSON object, and otherwise the one schema, regular
+    expression or grammar.
+
+    Raises InvalidRequest, naming the field; whether a schema or a grammar can be kept to is not looked at.
+    """
+
+    kind: ConstraintKind
+    texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        size_bytes = sum(len(text.encode()) for text in self.texts)
+        if size_bytes > MAX_CONSTRAINT_BYTES:
+            raise self.refused(f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {size_bytes}")
+        if self.kind is not ConstraintKind.JSON_OBJECT and not (self.texts and all(self.texts)):
+            raise self.refused("must not be empty")
+
+    @property
+    def field_name(self) -> str:
+        return f"sampling.constraint.{self.kind.value}"
+
+    @property
+    def text(self) -> str:
+        """Of a kind that has one."""
+        (only,) = self.texts
+        return only
+
+    def refused(self, problem: str) -> InvalidRequest:
+        return InvalidRequest(f"{self.field_name} {problem}")

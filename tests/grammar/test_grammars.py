@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+
+from exactness.checkpoints import tiny_checkpoint
+from grammar.written import ids_of_text
+from services.grammar.grammars import Grammars
+from services.grammar.vocabulary import Vocabulary, read_vocabulary
+from services.values.constraint import Constraint, ConstraintKind
+from services.values.errors import InvalidRequest
+
+JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
+GBNF = 'root ::= "x" [0-9]+ | "y"\n'
+LARK = 'start: "<" %json {"type": "integer"} ">"'
+
+
+def constraint(kind: str, *texts: str) -> Constraint:
+    return Constraint(ConstraintKind(kind), texts)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return read_vocabulary(tiny_checkpoint(tokenizer="bytes"), 259)
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    return Grammars(tiny_checkpoint(tokenizer="bytes"), 259)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "whole", "wrong"),
+    [
+        (JSON_OBJECT, '{"a":{"b":[null]}}', '{"a": 1}'),
+        (JSON_OBJECT, "{}", "[]"),
+        (constraint("json_schema", '{"type":"array","items":{"type":"integer"}}'), "[1,-2]", "[1.5]"),
+        (constraint("json_schema", "true"), '"x"', "'x'"),
+        (constraint("regex", r"ab|cd/é"), "cd/é", "abc"),
+        (constraint("regex", r"^\d{2}$"), "12", "1a"),
+        (constraint("grammar", GBNF), "x42", "xy"),
+        (constraint("grammar", LARK), "<-7>", "<a>"),
+        (constraint("choice", "yes", 'no "/\\\n\tü', "yes"), 'no "/\\\n\tü', "no, "),
+    ],
+)
+def test_what_fits(
+    grammars: Grammars, vocabulary: Vocabulary, wanted: Constraint, whole: str, wrong: str
+) -> None:
+    matcher, ids = grammars.matcher(wanted), ids_of_text(vocabulary, whole)
+    assert matcher.num_fitting(ids) == len(ids)
+    assert matcher.num_fitting(ids_of_text(vocabulary, wrong)) < len(wrong)
+    matcher.advance(ids)
+    assert matcher.inner.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        (constraint("json_schema", "{"), "json_schema is not JSON: "),
+        (constraint("json_schema", "[1]"), "json_schema must be a JSON object$"),
+        (constraint("json_schema", '{"const": "\\ud800"}'), "json_schema cannot be read: "),
+        (constraint("json_schema", '{"a":' * 9000), "json_schema is not JSON: "),
+        (constraint("json_schema", '{"items":' * 300 + "{}" + "}" * 300), "json_schema "),
+        (constraint("json_schema", '{"uniqueItems": true}'), 'json_schema is not supported: .*"uniqueItems"'),
+        (
+            constraint("json_schema", '{"not": {}, "x-guidance": {"lenient": true}}'),
+            'json_schema is not supported: .*"not"',
+        ),
+        (constraint("json_schema", '{"$ref": "http://localhost/a"}'), "json_schema is not supported: "),
+        (constraint("regex", "("), "regex is not supported: .* unclosed group$"),
+        (constraint("regex", "(?=a)b"), "regex is not supported: .*look-ahead"),
+        (constraint("regex", r"[^\s\S]"), "regex allows no text that this model can write$"),
+        (constraint("grammar", 'root ::= "a" x'), "grammar cannot be read as GBNF: .*'x'"),
+        (constraint("grammar", 'start: "a" x'), 'grammar is not supported: .*"x"'),
+        (constraint("grammar", "start: <|nothing|>"), "grammar is not supported: .*special token"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_by_name(
+    grammars: Grammars, wanted: Constraint, problem: str
+) -> None:
+    for _ in range(2):  # nor is it remembered
+        with pytest.raises(InvalidRequest, match=rf"^sampling\.constraint\.{problem}") as refused:
+            grammars.check(wanted)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_matcher_goes_on_after_what_was_written_elsewhere(
+    grammars: Grammars, vocabulary: Vocabulary
+) -> None:
+    wanted, ids = constraint("regex", "abc"), ids_of_text(vocabulary, "abc")
+    matcher = grammars.matcher(wanted, ids[:2])
+    assert matcher.num_fitting(ids[2:]) == 1
+    assert not matcher.is_complete
+    matcher.advance(ids[2:])
+    assert matcher.is_complete
+    with pytest.raises(InvalidRequest, match=r'^sampling\.constraint: .*"b"'):
+        grammars.matcher(wanted, ids[1:])
+
+
+def test_a_grammar_is_compiled_once_while_it_is_remembered() -> None:
+    grammars = Grammars(tiny_checkpoint(tokenizer="bytes"), 259, kept=2)
+    for pattern in ("a", "b", "a", "c", "a", "b"):
+        grammars.check(constraint("regex", pattern))
+    assert (grammars.counts.asked, grammars.counts.compiled) == (6, 4)
+    assert grammars.counts.compile_s > 0
+
+
+@pytest.mark.parametrize("directory", [None, Path("/nowhere")])
+def test_a_model_without_a_tokenizer_json(directory: Path | None) -> None:
+    with pytest.raises(InvalidRequest, match=r"^sampling\.constraint cannot be used"):
+        Grammars(directory, 10).check(JSON_OBJECT)
