@@ -192,6 +192,10 @@ class EtcdConnection:
         self._token: str | None = None  # None: log in first
         self._login = asyncio.Lock()
 
+    @property
+    def num_endpoints(self) -> int:
+        return len(self._channels)
+
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close(None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.etcd.client import Etcd
+from services.etcd.versions import warn_of_version
 from services.index.keys import ClusterKeys
 from services.index.message import fill, to_bytes
 from services.values.errors import ConfigError, IsthmusError, Unavailable
@@ -53,6 +54,8 @@ async def keep_schema(
     """For ever: check the schema, and again whenever etcd has been listed anew. It may have lost everything;
     then nobody else may write it for long, and whoever comes first decides what those after it must have.
 
+    The log is warned of an etcd whose version is known not to keep what it was given.
+
     Raises ConfigError as check_schema the first time only: later it is the other who is wrong.
     """
     checked_at = -1  # so many listings
@@ -60,6 +63,8 @@ async def keep_schema(
         if (now := listings()) != checked_at:
             try:
                 await check_schema(etcd, keys, schema)
+                if checked_at < 0:
+                    await warn_of_version(etcd)
                 checked_at = now
             except ConfigError as error:
                 if checked_at < 0:

@@ -92,7 +92,7 @@ async def test_members_die_one_after_the_other_and_nobody_loses_anything(tmp_pat
     async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, *mirrors):
         for node in nodes.nodes:
             before = min(mirror.revision for mirror in mirrors)
-            await node.kill()
+            await node.stop()
             await until(lambda b=before: all(m.revision > b + 5 for m in mirrors), timeout_s=30.0)
             await node.start()
         await churn.agree(*mirrors)
@@ -153,7 +153,7 @@ async def test_compacted_under_a_watcher_that_stands_still(tmp_path: Path) -> No
                 await until(lambda: second.revision > start + 20, timeout_s=30.0)
                 # Its stream ends, too: it must ask for revisions that are gone.
                 for node in nodes.nodes:
-                    await node.kill()
+                    await node.stop()
                     await node.start()
                 await admin.compact(await admin.current_revision())
             await churn.agree(first, second)

@@ -133,7 +133,7 @@ async def test_members_die_one_after_the_other(tmp_path, model_dir, cluster_name
     async with asked(tmp_path, model_dir, cluster_name) as (nodes, cluster, askers):
         for node in nodes.nodes:
             revisions = [router.mirror.revision for router in cluster.routers]
-            await node.kill()
+            await node.stop()
             await askers.until_answered()
 
             def all_go_on(before=revisions):
@@ -214,7 +214,7 @@ async def test_compacted_while_one_router_takes_nothing_in(tmp_path, model_dir, 
             start = await admin.current_revision()
             await until(lambda: going.revision > start + 20)
             for node in nodes.nodes:  # its stream ends, too: it must ask for revisions that are gone
-                await node.kill()
+                await node.stop()
                 await node.start()
             await admin.compact(await admin.current_revision())
             await askers.until_answered()  # the one that stands still serves as well

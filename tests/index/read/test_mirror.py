@@ -336,6 +336,16 @@ async def test_the_schema_is_created_once_and_then_compared(etcd: Etcd, keys: Cl
     assert raised.group_contains(ConfigError, match="sha256")
 
 
+async def test_an_etcd_whose_members_may_diverge_is_warned_of(
+    etcd_endpoint: str, keys: ClusterKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        client(etcd_endpoint, etcd_endpoint) as several,
+        running(keep_schema(several, keys, SCHEMA, lambda: 0)),
+    ):
+        await until(lambda: "etcd_version_faulty version=3.5.1" in caplog.text)
+
+
 async def test_a_router_writes_the_schema_again_when_etcd_is_listed_anew(
     etcd: Etcd, keys: ClusterKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
