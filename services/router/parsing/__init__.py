@@ -1,0 +1,1 @@
+"""What a model wrote, told apart: content, thinking and calls of tools."""

@@ -1,0 +1,31 @@
+"""White space around the parts of an answer, while it comes. Pure."""
+
+from collections.abc import Callable
+
+
+class Led:
+    """`lead` comes before the first text, or at the end."""
+
+    def __init__(self, lead: str, sink: Callable[[str], None]) -> None:
+        self.lead, self._sink = lead, sink
+
+    def __call__(self, text: str) -> None:
+        if text:
+            self._sink(self.lead + text)
+            self.lead = ""
+
+    def finish(self) -> None:
+        self._sink(self.lead)
+
+
+class Trailed:
+    """White space comes with the text behind it, and not at the end."""
+
+    def __init__(self, sink: Callable[[str], None]) -> None:
+        self._held, self._sink = "", sink
+
+    def __call__(self, text: str) -> None:
+        text = self._held + text
+        kept = text.rstrip()
+        self._held = text[len(kept) :]
+        self._sink(kept)

@@ -1,0 +1,96 @@
+"""Which parsers read a model's answers: as told by flags, by the tokenizer, or by the chat template."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.router.parsing import harmony
+from services.router.parsing.calls import Calls, Schemas
+from services.router.parsing.formats import (
+    AUTO,
+    CALL_FORMATS,
+    HARMONY,
+    NONE,
+    TEMPLATE,
+    THINKING_FORMATS,
+    told_calls,
+    told_thinking,
+)
+from services.router.parsing.harmony import HarmonyAnswer
+from services.router.parsing.marked import MarkedAnswer
+from services.router.parsing.parser import AnswerParser, ReadingParser
+from services.router.parsing.response_template import ResponseTemplate
+from services.values.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ParserChoice:
+    """`tools` and `reasoning`: names of formats, or none. `template` is set where one of them is template."""
+
+    tools: str = NONE
+    reasoning: str = NONE
+    template: ResponseTemplate | None = None
+
+    def shows(self, special_token: str) -> bool:
+        """Whether the parsers look for it in an answer's text."""
+        if self.template is not None:
+            return self.template.names(special_token)
+        markers: tuple[str, ...] = harmony.MARKERS if HARMONY in (self.tools, self.reasoning) else ()
+        if self.tools in CALL_FORMATS:
+            markers += CALL_FORMATS[self.tools].markers
+        if self.reasoning in THINKING_FORMATS:
+            thinking = THINKING_FORMATS[self.reasoning].thinking
+            markers += (thinking.opens, thinking.closes)
+        return special_token in markers
+
+    @property
+    def stop_token(self) -> str | None:
+        """A special token that ends an answer which calls, whatever the model's configuration says."""
+        return "<|call|>" if self.tools == HARMONY else None
+
+    def parser(self, schemas: Schemas | None, prompt_end: str) -> AnswerParser | None:
+        """For an answer that may call those tools; None: its calls are content. `prompt_end`: some hundred
+        characters. None where there is nothing to tell apart."""
+        has_calls = schemas is not None and self.tools != NONE
+        has_thinking = self.reasoning != NONE
+        if not has_calls and not has_thinking:
+            return None
+        schemas = schemas or {}
+        if self.template is not None:
+            return self.template.parser(schemas, prompt_end, has_calls, has_thinking)
+        if HARMONY in (self.tools, self.reasoning):
+            return ReadingParser(schemas, lambda calls: HarmonyAnswer(calls, has_calls, has_thinking).read())
+        return ReadingParser(schemas, lambda calls: self._marked(calls, has_calls, prompt_end).read())
+
+    def _marked(self, calls: Calls, has_calls: bool, prompt_end: str) -> MarkedAnswer:
+        thinking = THINKING_FORMATS[self.reasoning].thinking if self.reasoning != NONE else None
+        return MarkedAnswer(
+            thinking,
+            CALL_FORMATS[self.tools].call_markers if has_calls else None,
+            calls,
+            thinks=thinking is not None and prompt_end.rstrip().endswith(thinking.opens),
+        )
+
+
+def choose(
+    tools: str, reasoning: str, chat_template: str, response_template: Mapping[str, Any] | None
+) -> ParserChoice:
+    """`tools` and `reasoning` as the flags say; `chat_template` is the model's, empty for none.
+
+    Raises ConfigError for two that do not go together, and for a response_template that is missing or wrong.
+    """
+    has_own = response_template is not None
+    if tools == AUTO:
+        takes_own = has_own and reasoning in (AUTO, TEMPLATE, NONE)
+        tools = TEMPLATE if takes_own else told_calls(chat_template)
+    if reasoning == AUTO:
+        takes_own = has_own and tools in (TEMPLATE, NONE)
+        reasoning = TEMPLATE if takes_own else told_thinking(chat_template)
+    for whole in (HARMONY, TEMPLATE):  # one parser reads all of the answer
+        if whole in (tools, reasoning) and not {tools, reasoning} <= {whole, NONE}:
+            raise ConfigError(f"--tool-parser={tools} and --reasoning-parser={reasoning} do not go together")
+    if TEMPLATE not in (tools, reasoning):
+        return ParserChoice(tools, reasoning)
+    if response_template is None:
+        raise ConfigError("--tool-parser=template: the model's tokenizer has no response_template")
+    return ParserChoice(tools, reasoning, ResponseTemplate(response_template))

@@ -1,0 +1,80 @@
+"""An answer in gpt-oss's harmony: messages, each with a header that says what it is. Pure.
+
+    <|channel|>analysis<|message|>thinking<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
+    <|start|>assistant<|channel|>final<|message|>content<|return|>
+
+The prompt ends with <|start|>assistant. Text outside of messages is content.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.router.parsing.calls import Calls, call_of
+from services.router.parsing.reader import Reading, Unreadable
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+MARKERS = (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>")
+_OPENS = (START, CHANNEL)
+_BOUNDS = (*_OPENS, *ENDS)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyAnswer:
+    """Without `has_calls`, or `has_thinking`, they are content."""
+
+    calls: Calls
+    has_calls: bool
+    has_thinking: bool
+
+    def read(self) -> Reading[None]:
+        reader, sink = self.calls.reader, self.calls.sink
+        marker = yield from reader.upto(_BOUNDS, sink.content)
+        while marker is not None:
+            if marker in _OPENS:
+                yield from self.calls.attempt(self._message(marker), marker)
+            marker = yield from reader.upto(_BOUNDS, sink.content)
+
+    def _message(self, opening: str) -> Reading[None]:
+        """Up to the marker behind it, which is not taken."""
+        reader = self.calls.reader
+        header, marker = yield from reader.until(MESSAGE, START, *ENDS)
+        if marker != MESSAGE:
+            reader.put_back(marker)
+            raise Unreadable
+        function, channel = _FUNCTION.search(header), _CHANNEL.search(opening + header)
+        if function and self.has_calls:
+            yield from self._call(function[1])
+            return
+        if function:
+            self.calls.sink.content(reader.taken)
+        reader.forget()
+        if channel and channel[1] == "analysis" and self.has_thinking:
+            yield from self._think()
+        else:
+            yield from self._text(self.calls.sink.content)
+
+    def _think(self) -> Reading[None]:
+        self.calls.sink.thinks = True
+        yield from self._text(self.calls.sink.reasoning)
+        self.calls.sink.thinks = False
+
+    def _text(self, sink: Callable[[str], None]) -> Reading[None]:
+        marker = yield from self.calls.reader.upto(_BOUNDS, sink)
+        self.calls.reader.put_back(marker or "")
+
+    def _call(self, name: str) -> Reading[None]:
+        reader = self.calls.reader
+        yield from reader.blank()
+        if (yield from reader.either("{")):
+            reader.put_back("{")
+            source = yield from reader.json()
+        else:
+            texts: list[str] = []
+            yield from self._text(texts.append)
+            source = "".join(texts)
+        self.calls.add(call_of(name, source))

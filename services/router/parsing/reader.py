@@ -1,0 +1,205 @@
+"""Reads a text that comes in pieces as if it were there. Pure.
+
+A reading is a generator: it yields where it wants more text, and returns what it has read. So a format is
+written down as it is read, and what is read does not depend on where the pieces are cut:
+
+    def hermes(reader):                                  # <tool_call>{"name": ...}</tool_call>
+        source = yield from reader.json()                # yields until the object is whole
+        yield from reader.optional("</tool_call>")
+"""
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import TypeVar
+
+_T = TypeVar("_T")
+Reading = Generator[None, None, _T]
+
+_BLANKS = " \t\r\n"
+_WORD = re.compile(r"[^\s{\[<]*")
+
+
+class Unreadable(Exception):
+    """The text is not what the format says; what was taken since the mark is."""
+
+
+class Reader:
+    """`put` text while readings want more; after `end` they get none."""
+
+    def __init__(self) -> None:
+        self._text = ""  # not read yet
+        self._ended = False
+        self._taken: list[str] = []
+
+    def put(self, text: str) -> None:
+        self._text += text
+
+    def end(self) -> None:
+        self._ended = True
+
+    def mark(self, opening: str = "") -> None:
+        """What is taken from here on, behind `opening`, is `taken`."""
+        self._taken = [opening]
+
+    @property
+    def taken(self) -> str:
+        return "".join(self._taken)
+
+    def upto(self, markers: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str | None]:
+        """The first of the markers that comes, which is taken; None at the end. The text before it goes to
+        `sink` as soon as it cannot be a marker any more. No marker may be a part of another one."""
+        search = _search_of(markers)
+        while True:
+            if found := search.pattern.search(self._text):
+                sink(self._take(found.start()))
+                return self._take(len(found.group()))
+            held = 0 if self._ended else search.held(self._text)
+            sink(self._take(len(self._text) - held))
+            if self._ended:
+                return None
+            yield
+
+    def until(self, *markers: str) -> Reading[tuple[str, str]]:
+        """The text before the first of the markers that comes, and which that is.
+
+        Raises Unreadable where none does."""
+        texts: list[str] = []
+        marker = yield from self.upto(markers, texts.append)
+        if marker is None:
+            raise Unreadable
+        return "".join(texts), marker
+
+    def blank(self) -> Reading[str]:
+        """White space, as far as it goes."""
+        blank = ""
+        while True:
+            blank += self._take(len(self._text) - len(self._text.lstrip(_BLANKS)))
+            if self._text or self._ended:
+                return blank
+            yield
+
+    def word(self) -> Reading[str]:
+        """Up to white space or a bracket."""
+        word = ""
+        while True:
+            word += self._take(_WORD.match(self._text).end())  # type: ignore[union-attr]  # it matches ""
+            if self._text or self._ended:
+                return word
+            yield
+
+    def either(self, *literals: str) -> Reading[str]:
+        """The one of them that stands here, "" for none: nothing is taken then. Of two that do, the first."""
+        while True:
+            for literal in literals:
+                if self._text.startswith(literal):
+                    return self._take(len(literal))
+                if literal.startswith(self._text) and not self._ended:
+                    break  # it may yet
+            else:
+                return ""
+            yield
+
+    def expect(self, *literals: str) -> Reading[str]:
+        """The same behind white space. Raises Unreadable for none."""
+        yield from self.blank()
+        literal = yield from self.either(*literals)
+        if not literal:
+            raise Unreadable
+        return literal
+
+    def optional(self, *literals: str) -> Reading[None]:
+        """Each in turn is taken, with white space before it, where it stands here."""
+        for literal in literals:
+            yield from self.blank()
+            yield from self.either(literal)
+
+    def json(self) -> Reading[str]:
+        """The text of an object or a list, white space before it left out. Brackets within strings are none.
+
+        Raises Unreadable where none stands here or it does not end."""
+        yield from self.blank()
+        if not self._text.startswith(("{", "[")):
+            raise Unreadable
+        texts, scan = [], _JsonScan()
+        while True:
+            end = scan.end_in(self._text)
+            texts.append(self._take(len(self._text) if end is None else end))
+            if end is not None:
+                return "".join(texts)
+            if self._ended:
+                raise Unreadable
+            yield
+
+    def put_back(self, literal: str) -> None:
+        """What was taken last."""
+        self._text = literal + self._text
+        if self._taken and literal:
+            self._taken.pop()
+
+    def _take(self, num_chars: int) -> str:
+        if not num_chars:
+            return ""
+        text, self._text = self._text[:num_chars], self._text[num_chars:]
+        if self._taken:
+            self._taken.append(text)
+        return text
+
+    def forget(self) -> None:
+        """Nothing is kept of what is taken from here on."""
+        self._taken = []
+
+
+class _Search:
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, markers)) or "(?!)")
+        self._beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def held(self, text: str) -> int:
+        """Characters at its end with which a marker may begin."""
+        for length in range(min(len(text), self._longest), 0, -1):
+            if text[-length:] in self._beginnings:
+                return length
+        return 0
+
+
+_search_of = lru_cache(maxsize=256)(_Search)  # there are few, all in the formats' code
+
+
+class _JsonScan:
+    """Where a JSON value that begins with a bracket ends, in text that comes in pieces."""
+
+    _OUTSIDE = re.compile(r'["{}\[\]]')
+    _INSIDE = re.compile(r'["\\]')
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def end_in(self, text: str) -> int | None:
+        """Behind the last bracket, None if it is not in this piece."""
+        at = 0
+        while at < len(text):
+            if self._escaped:
+                self._escaped, at = False, at + 1
+                continue
+            found = (self._INSIDE if self._in_string else self._OUTSIDE).search(text, at)
+            if found is None:
+                return None
+            at = found.end()
+            if self._step(found.group()):
+                return at
+        return None
+
+    def _step(self, character: str) -> bool:
+        match character:
+            case '"':
+                self._in_string = not self._in_string
+            case "\\":
+                self._escaped = True
+            case "{" | "[":
+                self._depth += 1
+            case _:
+                self._depth -= 1
+        return self._depth == 0

@@ -1,0 +1,82 @@
+import pytest
+
+from router.parsing.written import OWN
+from services.router.parsing.choice import choose
+from services.values.errors import ConfigError
+
+# What tells them, of public templates.
+TEMPLATES = {
+    ("hermes", "none"): """{"name": <function-name>}\\n</tool_call>' }} {{- '<tool_call>\\n{"name": "' }}""",
+    ("hermes", "think"): '{{- \'<tool_call>\\n{"name": "\' }} <think>\\n\\n</think>\\n\\n',
+    ("qwen3_coder", "think"): "'\\n<tool_call>\\n<function=' + name '<parameter=' <think>",
+    (
+        "glm45",
+        "think",
+    ): "'\\n<tool_call>' + tc.name <arg_key>{{ k }}</arg_key> <arg_value> <think></think>",
+    ("minimax_m2", "think"): "set toolcall_begin_token = '<minimax:tool_call>' <think>",
+    ("deepseek_v3", "think"): "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n' + '```json' </think>",
+    (
+        "deepseek_v31",
+        "think",
+    ): "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name </think>",
+    ("mistral", "none"): "[TOOL_CALLS] [AVAILABLE_TOOLS]",
+    ("mistral", "mistral"): "[TOOL_CALLS] [THINK]",
+    ("llama3_json", "none"): """<|start_header_id|> {{- '{"name": "' + n }} {{- '"parameters": ' }}""",
+    ("harmony", "harmony"): "<|start|>assistant<|channel|>analysis<|message|> to=functions.",
+    ("none", "none"): "{{ messages }}",
+}
+
+
+@pytest.mark.parametrize(("names", "template"), TEMPLATES.items(), ids=map(str, TEMPLATES))
+def test_a_template_tells_its_format(names, template):
+    choice = choose("auto", "auto", template, None)
+    assert (choice.tools, choice.reasoning) == names
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "names"),
+    [
+        ("auto", "auto", ("template", "template")),
+        ("none", "auto", ("none", "template")),
+        ("auto", "none", ("template", "none")),
+        ("hermes", "auto", ("hermes", "think")),
+        ("auto", "think", ("hermes", "think")),
+        ("none", "none", ("none", "none")),
+    ],
+)
+def test_a_tokenizers_own_word_comes_first(tools, reasoning, names):
+    choice = choose(tools, reasoning, "<tool_call> <think>", OWN)
+    assert (choice.tools, choice.reasoning) == names
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "own", "problem"),
+    [
+        ("harmony", "think", None, "do not go together"),
+        ("hermes", "harmony", None, "do not go together"),
+        ("template", "think", OWN, "do not go together"),
+        ("template", "auto", None, "no response_template"),
+        ("auto", "auto", {"fields": {}}, "cannot be read"),
+        ("auto", "auto", {**OWN, "start_anchor": 1}, "cannot be read"),
+        ("auto", "auto", {"start_anchor": "a", "fields": {"a": {"open_pattern": "("}}}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused(tools, reasoning, own, problem):
+    with pytest.raises(ConfigError, match=problem):
+        choose(tools, reasoning, "", own)
+
+
+def test_special_tokens_that_are_looked_for_are_shown():
+    choice = choose("deepseek_v31", "think", "", None)
+    assert choice.shows("<｜tool▁sep｜>") and choice.shows("</think>")
+    assert not choice.shows("<｜end▁of▁sentence｜>") and not choice.shows("[TOOL_CALLS]")
+    own = choose("template", "template", "", OWN)
+    assert own.shows("</call>") and own.shows("<t>") and not own.shows("<other>")
+    pattern = {**OWN, "fields": {"content": {"close_pattern": r"\s*<\|im_end\|>"}}}
+    assert choose("auto", "auto", "", pattern).shows("<|im_end|>")
+
+
+def test_harmony_ends_with_a_call():
+    assert choose("harmony", "auto", "", None).reasoning == "none"
+    assert choose("auto", "auto", "<|channel|><|message|>", None).stop_token == "<|call|>"
+    assert choose("hermes", "think", "", None).stop_token is None

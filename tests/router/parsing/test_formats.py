@@ -1,0 +1,242 @@
+"""Each format, whole, by character and in random cuts."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.parsing.written import OWN, PLAIN, WRITERS, Answer, dumps, read
+from services.router.parsing.choice import choose
+from services.router.parsing.formats import CALL_FORMATS
+
+IDS = [writer.__name__ for _, writer, _ in WRITERS]
+# Markers of all formats, and what JSON and tags are made of.
+MARKERS = [
+    *(marker for each in CALL_FORMATS.values() for marker in each.markers),
+    *("<think>", "</think>", "<|start|>", "<|channel|>", "<|call|>", "</parameter>", "{", "}", '"', "\\"),
+]
+words = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+# Of names and content: nothing that a format could take for a marker, and no white space at the ends.
+quiet = st.from_regex(r"[\wäß語👋][\wäß語👋 .,:]{0,12}[\w👋]", fullmatch=True)
+names = st.sampled_from(["f", "get_weather", "mcp.server-tool", "g2"])
+loud = st.lists(st.one_of(st.sampled_from(MARKERS), words), max_size=4).map("".join)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | loud,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(loud, inner, max_size=3),
+    max_leaves=6,
+)
+# Written as text: a string alone, which no schema is needed for to tell it from a number, has no quotes.
+plain_values = st.one_of(
+    st.booleans(),
+    st.integers(-(2**40), 2**40),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.from_regex(r"[a-z👋<{][\w äß語👋\"'\\]{0,10}\n?[a-z]", fullmatch=True).filter(
+        lambda text: text not in ("true", "false", "null", "none")
+    ),
+)
+
+
+def choice_of(name, reasoning):
+    return choose(name, reasoning, "", OWN if name == "template" else None)
+
+
+@st.composite
+def answers(draw, name):
+    is_plain = name in PLAIN
+    keys = st.from_regex(r"[a-z]\w{0,6}", fullmatch=True) if is_plain else loud
+    values = plain_values if is_plain else json_values
+    calls = draw(st.lists(st.tuples(names, st.dictionaries(keys, values, max_size=3)), max_size=3))
+    content = draw(st.just("") | quiet)
+    if name == "llama3_json":
+        return Answer("" if calls else content, "", tuple(calls))
+    return Answer(content, draw(st.just("") | quiet), tuple(calls))
+
+
+@st.composite
+def cut(draw, text):
+    ends = sorted(draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+SCHEMAS = {name: {"type": "object"} for name in ("f", "get_weather", "mcp.server-tool", "g2")}
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_what_was_written_is_read(name, writer, reasoning, data):
+    answer = data.draw(answers(name))
+    if name == "template":  # transformers' parser takes </call> within a string for the end
+        answer = Answer(answer.content, answer.reasoning, tuple((n, {"a": 1}) for n, _ in answer.calls))
+    text = writer(answer)
+    choice = choice_of(name, reasoning)
+    whole = read(choice, [text], SCHEMAS)
+    assert [(n, json.loads(arguments)) for n, arguments in whole.calls] == list(answer.calls)
+    assert whole.content.strip() == answer.content
+    assert whole.reasoning == answer.reasoning
+    assert whole.broken == 0
+    assert read(choice, text, SCHEMAS) == whole  # by character
+    assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_an_answer_that_breaks_off_is_the_same_in_all_cuts(name, writer, reasoning, data):
+    text = writer(data.draw(answers(name)))
+    text = text[: data.draw(st.integers(0, len(text)))]
+    choice = choice_of(name, reasoning)
+    whole = read(choice, [text], SCHEMAS)
+    assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
+
+
+noise = st.lists(st.one_of(st.sampled_from(MARKERS), words), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_text_is_read_somehow_and_the_same_in_all_cuts(name, writer, reasoning, data):
+    text, choice = data.draw(noise), choice_of(name, reasoning)
+    whole = read(choice, [text], SCHEMAS)
+    assert read(choice, text, SCHEMAS) == whole
+    assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
+    for _, arguments in whole.calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "never'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", "the tag <tool_call> opens\n\n a call"),
+        ("hermes", "<tool_call>" + '{"a":' * 2000 + "1" + "}" * 2000),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+        ("qwen3_coder", "<function= \n opens one>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</invoke>'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, 1]'),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{]"),
+        ("llama3_json", '<|python_tag|>print("x")'),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>[1"),
+        ("harmony", "<|channel|>final<|start|>"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_content(name, text):
+    reasoning = "harmony" if name == "harmony" else "none"
+    got = read(choice_of(name, reasoning), text, SCHEMAS)
+    assert (got.content, got.reasoning, got.calls) == (text, "", ())
+    assert got.broken >= 1
+
+
+def test_content_goes_on_as_it_stands_behind_what_was_no_call():
+    text = " <tool_call> no\n\n<tool_call>[]  \n done "
+    got = read(choice_of("hermes", "think"), text, SCHEMAS)
+    assert (got.content, got.calls, got.broken) == (text, (), 2)
+
+
+def test_calls_around_one_that_is_broken_are_read():
+    text = (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+        '<tool_call>{"name": "f", "arguments": {,}}</tool_call>\n'
+        '<tool_call>{"name": "g2", "arguments": null}</tool_call>'
+    )
+    got = read(choice_of("hermes", "think"), text, SCHEMAS)
+    assert got.calls == (("f", "{}"), ("g2", "{}")) and got.broken == 1
+    assert got.content == '<tool_call>{"name": "f", "arguments": {,}}</tool_call>\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"answer": 42}', '{"name": "Ada", "age": 36}', ' {"name": 1}\n\n and so on', '{"a": {"b": "}"}}'],
+)
+def test_an_answer_in_json_is_no_call_of_llama(text):
+    got = read(choice_of("llama3_json", "none"), text, SCHEMAS)
+    assert (got.content.lstrip(), got.calls, got.broken) == (text.lstrip(), (), 0)
+
+
+def test_arguments_are_as_the_model_wrote_them():
+    arguments = '{"b": 1.0,  "a": "\\u00e4", "b": 1e2}'
+    text = f'<tool_call>{{"arguments" : {arguments} , "name":"f"}}</tool_call>'
+    assert read(choice_of("hermes", "none"), text).calls == (("f", arguments),)
+    twice = f'<tool_call>{{"name":"f","arguments":{dumps(arguments)}}}</tool_call>'
+    assert read(choice_of("hermes", "none"), twice).calls == (("f", arguments),)
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v31", "mistral"])
+def test_thinking_that_the_prompt_began(name):
+    reasoning, opens = ("mistral", "[THINK]") if name == "mistral" else ("think", "<think>")
+    closes = opens.replace("<", "</").replace("[T", "[/T")
+    choice = choice_of(name, reasoning)
+    text = f"\nhm, {opens} {closes}\n\nYes."
+    for prompt_end in (f"<|assistant|>{opens}", f"<|assistant|>{opens}\n"):
+        got = read(choice, text, None, prompt_end)
+        assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
+    got = read(choice, "Yes.", None, f"<|assistant|>{opens}\n\n{closes}\n\n")
+    assert (got.content, got.reasoning) == ("Yes.", "")
+
+
+def test_thinking_that_the_prompt_of_an_own_template_began():
+    choice = choice_of("template", "template")
+    got = read(choice, "hm</t>Yes.", None, "<user>a<t>b</t><assistant><t>\n")
+    assert (got.content, got.reasoning) == ("Yes.", "hm")
+    got = read(choice, "hm</t>Yes.", None, "no anchor <t>")
+    assert (got.content, got.reasoning) == ("hm</t>Yes.", "")
+
+
+def test_a_broken_call_of_an_own_template_is_content():
+    text = 'Look: <call>{"name": "f", "arguments": {,}}</call><call>{"name": "f", "arguments": {}}</call>'
+    got = read(choice_of("template", "template"), text)
+    assert got.content == 'Look: <call>{"name": "f", "arguments": {,}}'
+    assert got.calls == (("f", "{}"),) and got.broken == 1
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+def test_without_tools_calls_are_content(name, writer, reasoning):
+    text = writer(Answer("", "", (("f", {"a": 1}),)))
+    choice = choice_of(name, reasoning)
+    parser = choice.parser(None, "")
+    if reasoning == "none":
+        assert parser is None
+        return
+    parts = [*map(parser.feed, text), parser.finish()]
+    content = "".join(part.content for part in parts)
+    assert not any(part.calls or part.reasoning for part in parts)
+    assert content.strip() == (text.strip() if name != "template" else text.removesuffix("</call>"))
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+def test_no_marker_is_a_part_of_another(name, writer, reasoning):
+    markers = CALL_FORMATS[name].call_markers.opens if name in CALL_FORMATS else ()
+    assert not any(one in other for one in markers for other in markers if one != other)
+
+
+def test_while_it_thinks():
+    parser = choice_of("hermes", "think").parser({}, "")
+    told = []
+    for piece in ("<thi", "nk>", "hm", "</think>", "Yes"):
+        parser.feed(piece)
+        told.append(parser.thinks)
+    assert told == [False, True, True, False, False]
+    parser = choice_of("harmony", "harmony").parser({}, "")
+    told = []
+    for piece in ("<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>"):
+        parser.feed(piece)
+        told.append(parser.thinks)
+    assert told == [False, False, True, True, False, False]
+
+
+def test_text_comes_as_soon_as_it_can_be_no_marker():
+    parser = choice_of("hermes", "think").parser({}, "")
+    assert [parser.feed(piece).content for piece in ("a", " < ", "b<tool", "_cal", "x", "\n")] == [
+        *("a", " < ", "b", "", "<tool_calx", "\n")
+    ]
