@@ -79,7 +79,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             degraded=self._cluster.degraded or "",
         )
 
-    # -- services.router.http.routes.GenerationBackend -------------------------------------------------
+    # -- services.router.http.backend.GenerationBackend -------------------------------------------------
 
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str

@@ -7,7 +7,7 @@ GenerateResponse, one by one -> events()  -> server-sent events; the last respon
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 Json = dict[str, Any]
 
@@ -22,6 +22,8 @@ class Event:
 
 class Answer(Protocol):
     """Of one request, in the words of one API. Makes of the responses either a whole or events."""
+
+    request: GenerateRequest  # what the router is asked for
 
     def whole(self, joined: GenerateResponse) -> Json:
         """`joined`: all responses in one. Raises Aborted for an answer that somebody stopped."""

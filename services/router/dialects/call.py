@@ -1,5 +1,6 @@
 """What all bodies and headers say beside the prompt and the sampling."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,36 +10,41 @@ from services.values.request import MAX_ID_CHARS, is_id
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 REQUEST_ID = "x-request-id"
+TENANT = "x-isthmus-tenant"
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationCall:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
     """What the client asks for, and how it wants the answer."""
 
     request: GenerateRequest
     stream: bool
-    include_usage: bool
-    return_token_ids: bool
     traceparent: str  # "": the client sent none
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.request.sampling.HasField("logprobs"))
+    left_out: tuple[str, ...] = ()  # what it asked for, and what nothing can be done about but to say so
 
 
-def make_call(body: Body, headers: Mapping[str, str], request: GenerateRequest) -> GenerationCall:
+def read_addressee(
+    body: Body, headers: Mapping[str, str], request: GenerateRequest, conversation: str = ""
+) -> None:
+    """Fill in who asks, whom, and in which conversation. `conversation`: what the body says of it in words of
+    its own; it may be any text.
+
+    Raises InvalidParameter.
+    """
     request.model = body.text("model")
     request.request_id = headers.get(REQUEST_ID, "")
-    request.tenant = _read_tenant(body.text("cache_salt"), headers.get("x-isthmus-tenant", ""))
-    request.conversation_id = headers.get("x-isthmus-conversation") or body.text("conversation_id")
-    stream = body.flag("stream")
-    return GenerationCall(
-        request,
-        stream,
-        _read_include_usage(body.get("stream_options"), stream),
-        body.flag("return_token_ids"),
-        headers.get(traces.TRACEPARENT, ""),
-    )
+    request.tenant = _read_tenant(body.text("cache_salt"), headers.get(TENANT, ""))
+    given = headers.get("x-isthmus-conversation") or body.text("conversation_id")
+    request.conversation_id = given or _as_id(conversation or headers.get("session-id", ""))
+
+
+def traceparent_of(headers: Mapping[str, str]) -> str:
+    return headers.get(traces.TRACEPARENT, "")
+
+
+def _as_id(text: str) -> str:
+    """Another's key, which no rule of ours binds."""
+    return text if is_id(text) else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_tenant(cache_salt: str, of_header: str) -> str:
@@ -51,13 +57,3 @@ def _read_tenant(cache_salt: str, of_header: str) -> str:
     if not is_id(cache_salt):
         raise InvalidParameter("cache_salt", f"must be at most {MAX_ID_CHARS} printable characters")
     return of_header or cache_salt
-
-
-def _read_include_usage(stream_options: object, stream: bool) -> bool:
-    if stream_options is None:
-        return False
-    if not stream:
-        raise InvalidParameter("stream_options", "needs stream to be true")
-    if not isinstance(stream_options, dict):
-        raise InvalidParameter("stream_options", "must be an object")
-    return Body(stream_options).flag("include_usage")

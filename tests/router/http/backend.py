@@ -19,6 +19,7 @@ from services.wire.isthmus.v1.generation_pb2 import (
     Model,
     Placement,
     StageTimes,
+    TokenizeResponse,
     Usage,
 )
 
@@ -73,6 +74,13 @@ class FakeBackend:
 
     def rejected(self, error: errors.IsthmusError) -> None:
         self.rejections.append(type(error).__name__)
+
+    async def tokenize(self, request: GenerateRequest) -> TokenizeResponse:
+        self.requests.append(request)
+        return TokenizeResponse(token_ids=[72, 73, 33], max_context_tokens=512)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.token_text, token_ids))
 
     async def list_models(self) -> ListModelsResponse:
         models = [Model(id=name, max_context_tokens=512, decode_ranks=1) for name in self.model_ids]

@@ -1,21 +1,51 @@
-"""Answers to chat completions and completions: one object, or chunks and [DONE]."""
+"""Chat completions and completions, each asked for and answered: one object, or chunks and [DONE]."""
+
+from collections.abc import Callable, Mapping
 
 from services.router.dialects.answer import Event, Json
-from services.router.dialects.call import GenerationCall
-from services.router.dialects.openai.choice import AnswerFormat, Piece, finish_reason
+from services.router.dialects.dialect import Envelope
+from services.router.dialects.openai.choice import AnswerFormat, Piece, TokenBytes, TokenText, finish_reason
 from services.router.dialects.openai.errors import error_json
+from services.router.dialects.openai.openai_call import OpenAiCall
 from services.router.dialects.openai.usage import isthmus_json, usage_json
+from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+
+_ReadCall = Callable[[Mapping[str, object], Mapping[str, str], SamplingDefaults], OpenAiCall]
+_MakeFormat = Callable[[TokenText, TokenBytes], AnswerFormat]
+
+
+class OpenAiDialect:
+    def __init__(
+        self,
+        name: str,
+        read_call: _ReadCall,
+        make_format: _MakeFormat,
+        defaults: SamplingDefaults,
+        token_text: TokenText,
+        token_bytes: TokenBytes,
+    ) -> None:
+        self.name = name
+        self._read_call = read_call
+        self._make_format = make_format
+        self._defaults = defaults
+        self._token_text, self._token_bytes = token_text, token_bytes
+
+    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> OpenAiCall:
+        return self._read_call(fields, headers, self._defaults)
+
+    def answer(self, call: OpenAiCall, envelope: Envelope) -> "OpenAiAnswer":
+        return OpenAiAnswer(call, self._make_format(self._token_text, self._token_bytes), envelope)
 
 
 class OpenAiAnswer:
-    """No [DONE] follows an error."""
+    """No [DONE] follows an error. Its id is the request's."""
 
-    def __init__(self, call: GenerationCall, answer_format: AnswerFormat, model: str, created: int) -> None:
+    def __init__(self, call: OpenAiCall, answer_format: AnswerFormat, envelope: Envelope) -> None:
+        self.request = call.request
         self._call = call
         self._format = answer_format
-        self._model = model
-        self._created = created
+        self._said = envelope
         self._started = False
 
     def whole(self, joined: GenerateResponse) -> Json:
@@ -53,8 +83,8 @@ class OpenAiAnswer:
         return {
             "id": self._format.id_prefix + response.request_id,
             "object": object_name,
-            "created": self._created,
-            "model": self._model,
+            "created": self._said.created,
+            "model": self._said.model,
             "choices": choices,
         }
 

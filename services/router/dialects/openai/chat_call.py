@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
-from services.router.dialects.call import GenerationCall, make_call
 from services.router.dialects.openai import refused
+from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
@@ -16,7 +16,7 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateR
 
 def read_chat_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> GenerationCall:
+) -> OpenAiCall:
     """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(refused.IN_CHATS, refused.INSTEAD)

@@ -6,8 +6,8 @@ Parameters that we do not know are ignored, but for those of refused.py.
 from collections.abc import Mapping
 
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
-from services.router.dialects.call import GenerationCall, make_call
 from services.router.dialects.openai import refused
+from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
@@ -17,7 +17,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's own; chats run until they end
 
 def read_completion_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> GenerationCall:
+) -> OpenAiCall:
     """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(refused.IN_COMPLETIONS, refused.INSTEAD)

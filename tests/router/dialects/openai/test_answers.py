@@ -333,6 +333,14 @@ async def test_a_salt_names_the_tenant_where_no_header_names_another(
         assert backend.requests[0].tenant == tenant
 
 
+async def test_a_cache_key_names_the_conversation() -> None:
+    backend = FakeBackend()
+    assert (await chat(backend, prompt_cache_key="k")).status_code == 200
+    assert (await chat(backend, prompt_cache_key="k", conversation_id="c")).status_code == 200
+    assert [request.conversation_id for request in backend.requests] == ["k", "c"]
+    assert (await chat(backend, prompt_cache_key=5)).json()["error"]["param"] == "prompt_cache_key"
+
+
 @pytest.mark.parametrize("wanted", [True, False, None])
 async def test_special_tokens_are_added_to_completions_as_asked(wanted: bool | None) -> None:
     backend = FakeBackend()
@@ -346,36 +354,3 @@ async def test_without_a_model_the_one_that_is_served_answers() -> None:
     backend = FakeBackend()
     body = (await post(backend, "/v1/chat/completions", {"messages": HI})).json()
     assert (backend.requests[0].model, body["model"]) == ("", "tiny")
-
-
-async def test_models_and_health() -> None:
-    async with client(FakeBackend()) as http:
-        models = (await http.get("/v1/models")).json()
-        assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
-        assert (await http.get("/v1/models/")).json() == models
-        unknown = await http.get("/v1/models/tin")
-        assert (await http.get("/health")).status_code == 200
-    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, 404)
-    async with client(FakeBackend(models=("Qwen/Qwen3-8B",))) as http:
-        assert (await http.get("/v1/models/Qwen/Qwen3-8B")).json()["id"] == "Qwen/Qwen3-8B"
-    assert models["object"] == "list"
-    assert models["data"] == [
-        {"id": "tiny", "object": "model", "created": 1234, "owned_by": "isthmus", "max_model_len": 512}
-    ]
-    backend = FakeBackend()
-    backend.unusable = "no decode rank is registered"
-    async with client(backend) as http:
-        answer = await http.get("/health")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (503, backend.unusable)
-    async with client(FakeBackend(models=())) as http:
-        assert (await http.get("/v1/models")).json()["data"] == []
-
-
-async def test_unknown_paths_and_methods_answer_with_error_objects() -> None:
-    async with client(FakeBackend()) as http:
-        for answer, status in (
-            (await http.get("/v1/nothing"), 404),
-            (await http.get("/v1/completions"), 405),
-        ):
-            assert answer.status_code == status
-            assert answer.json()["error"]["code"] == status

@@ -1,6 +1,5 @@
 import json
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -8,12 +7,10 @@ import pytest
 from router.http.backend import HI, FakeBackend, chat, client, complete, events, finished, response
 from services.router.dialects import body as bodies
 from services.router.dialects.body import Refused
-from services.router.dialects.call import GenerationCall
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.chat_call import read_chat_call
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
-from services.router.http import routes
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
@@ -198,44 +195,10 @@ async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.
     assert named == ["prompt[500]"]
 
 
-@pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
-async def test_a_long_body_is_read_off_the_loop(
-    monkeypatch: pytest.MonkeyPatch, length: int, in_a_thread: bool
-) -> None:
-    readers = []
-    read = routes.read_completion_call
-
-    def noted(fields: Any, headers: Any, defaults: Any) -> GenerationCall:
-        readers.append(threading.current_thread())
-        return read(fields, headers, defaults)
-
-    monkeypatch.setattr(routes, "read_completion_call", noted)
-    assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
-    assert [reader is not threading.main_thread() for reader in readers] == [in_a_thread]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000])
-async def test_a_body_that_is_no_json_object_is_refused(content: bytes) -> None:
-    async with client(FakeBackend()) as http:
-        answer = await http.post("/v1/completions", content=content)
-    assert answer.status_code == 400
-    assert "JSON" in answer.json()["error"]["message"]
-
-
 async def test_a_number_that_is_none_is_refused() -> None:
     async with client(FakeBackend()) as http:
         answer = await http.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}')
     assert answer.json()["error"]["param"] == "temperature"
-
-
-async def test_a_body_that_is_too_large_is_refused() -> None:
-    backend = FakeBackend()
-    async with client(backend, max_body_bytes=100) as http:
-        answer = await http.post("/v1/completions", json={"prompt": "a" * 100})
-    assert answer.status_code == 413
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert "100 bytes" in answer.json()["error"]["message"]
-    assert backend.rejections == ["InvalidRequest"]
 
 
 ERRORS = [
@@ -340,20 +303,3 @@ async def test_an_answer_that_is_not_complete_is_an_error(
     script: list[GenerateResponse | Exception], status: int
 ) -> None:
     assert (await chat(FakeBackend(*script))).status_code == status
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
-async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
-    backend = FakeBackend()
-    async with client(backend) as http:
-        for headers in ({}, {"x-isthmus-timeout-s": "2.5"}):
-            answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-            assert answer.status_code == 200
-        assert backend.timeouts_s == [None, 2.5]
-        answer = await http.post(
-            "/v1/completions", json={"prompt": "a"}, headers={"x-isthmus-timeout-s": value}
-        )
-    assert answer.status_code == 400
-    assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
-    assert len(backend.requests) == 2
-    assert backend.rejections == ["InvalidRequest"]

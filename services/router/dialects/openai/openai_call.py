@@ -1,0 +1,40 @@
+"""What the bodies of chats and completions say alike."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.router.dialects.body import Body, InvalidParameter
+from services.router.dialects.call import Call, read_addressee, traceparent_of
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiCall(Call):
+    include_usage: bool
+    return_token_ids: bool
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.request.sampling.HasField("logprobs"))
+
+
+def make_call(body: Body, headers: Mapping[str, str], request: GenerateRequest) -> OpenAiCall:
+    read_addressee(body, headers, request, body.text("prompt_cache_key"))
+    stream = body.flag("stream")
+    return OpenAiCall(
+        request=request,
+        stream=stream,
+        traceparent=traceparent_of(headers),
+        include_usage=_read_include_usage(body.get("stream_options"), stream),
+        return_token_ids=body.flag("return_token_ids"),
+    )
+
+
+def _read_include_usage(stream_options: object, stream: bool) -> bool:
+    if stream_options is None:
+        return False
+    if not stream:
+        raise InvalidParameter("stream_options", "needs stream to be true")
+    if not isinstance(stream_options, dict):
+        raise InvalidParameter("stream_options", "must be an object")
+    return Body(stream_options).flag("include_usage")

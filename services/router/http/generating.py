@@ -1,0 +1,75 @@
+"""One call for a generation, whichever API it is made by.
+
+    body -> Call -> backend.generate() ---> JSON, or server-sent events
+                           |
+                           +-- closed at the end, on an error, and when the client leaves
+
+The status of a stream is decided by its first response; an error after that is an event of its own.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Generic
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.observe import log_lines
+from services.router.dialects.call import Call
+from services.router.dialects.dialect import CallT, Dialect, Envelope
+from services.router.http.answering import events, whole
+from services.router.http.backend import GenerationBackend
+from services.router.http.body import BodyReader, read_timeout_s
+from services.router.http.event_stream import EventStream, until_disconnect
+from services.values.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+
+class Generating(Generic[CallT]):
+    """An endpoint. `clock` gives seconds since the epoch, `count` is told the dialect's name."""
+
+    def __init__(
+        self,
+        dialect: Dialect[CallT],
+        generation: GenerationBackend,
+        bodies: BodyReader,
+        clock: Callable[[], float],
+        count: Callable[[str], None],
+    ) -> None:
+        self._dialect = dialect
+        self._generation = generation
+        self._bodies = bodies
+        self._clock = clock
+        self._count = count
+
+    async def answer(self, request: Request) -> Response:
+        self._count(self._dialect.name)
+        try:
+            timeout_s = read_timeout_s(request.headers)
+            call = await self._bodies.read(request, self._dialect.read)
+        except InvalidRequest as error:
+            self._generation.rejected(InvalidRequest(str(error)))  # by the name that all fronts count it by
+            raise
+        answer = self._dialect.answer(call, await self._envelope(call))
+        _tell_left_out(call)
+        responses = self._generation.generate(answer.request, timeout_s, call.traceparent)
+        if call.stream:
+            return EventStream(events(answer, responses), self._generation.time_limit_s(timeout_s))
+        return JSONResponse(await until_disconnect(request.receive, whole(answer, responses)))
+
+    async def _envelope(self, call: Call) -> Envelope:
+        model = call.request.model or await only_model(self._generation)
+        return Envelope(secrets.token_hex(16), model, int(self._clock()))
+
+
+async def only_model(generation: GenerationBackend) -> str:
+    models = (await generation.list_models()).models
+    return models[0].id if models else ""
+
+
+def _tell_left_out(call: Call) -> None:
+    if call.left_out:
+        names = ",".join(call.left_out)
+        log_lines.event(log, "left_out", request_id=call.request.request_id, names=names)

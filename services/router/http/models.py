@@ -1,0 +1,45 @@
+"""Which models there are, and whether one could answer."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.router.dialects.answer import Json
+from services.router.http.backend import GenerationBackend
+from services.values.errors import NotFound
+
+
+class Models:
+    """Endpoints. `created`: seconds since the epoch, when this router came up."""
+
+    def __init__(self, generation: GenerationBackend, created: int) -> None:
+        self._generation = generation
+        self._created = created
+
+    async def health(self, request: Request) -> Response:
+        """200 while a request could be taken, though it had to wait; else 503, and why."""
+        self._generation.check_usable()
+        return JSONResponse({"status": "ok"})
+
+    async def all(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._models()})
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if not name:
+            return await self.all(request)
+        for model in await self._models():
+            if model["id"] == name:
+                return JSONResponse(model)
+        raise NotFound(f"model {name!r} is not served here")
+
+    async def _models(self) -> list[Json]:
+        return [
+            {
+                "id": model.id,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "isthmus",
+                "max_model_len": model.max_context_tokens,
+            }
+            for model in (await self._generation.list_models()).models
+        ]

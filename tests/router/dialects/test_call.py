@@ -1,0 +1,38 @@
+"""Who asks, whom, and in which conversation: alike in all bodies."""
+
+import hashlib
+
+import pytest
+
+from services.router.dialects.body import Body, InvalidParameter
+from services.router.dialects.call import read_addressee
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "hint", "conversation"),
+    [
+        ({}, {}, "", ""),
+        ({}, {}, "key", "key"),
+        ({}, {"session-id": "s"}, "", "s"),
+        ({}, {"session-id": "s"}, "key", "key"),
+        ({"conversation_id": "c"}, {"session-id": "s"}, "key", "c"),
+        ({"conversation_id": "c"}, {"x-isthmus-conversation": "h"}, "key", "h"),
+        ({}, {}, "k" * 129, hashlib.sha256(b"k" * 129).hexdigest()),
+        ({}, {}, "two\nlines", hashlib.sha256(b"two\nlines").hexdigest()),
+    ],
+)
+def test_a_key_of_another_api_is_the_conversation_where_none_is_named(
+    fields: dict[str, str], headers: dict[str, str], hint: str, conversation: str
+) -> None:
+    request = GenerateRequest()
+    read_addressee(Body(fields), headers, request, hint)
+    assert request.conversation_id == conversation
+
+
+def test_who_asks_whom() -> None:
+    request = GenerateRequest()
+    read_addressee(Body({"model": "m", "cache_salt": "t"}), {"x-request-id": "r"}, request)
+    assert request == GenerateRequest(request_id="r", model="m", tenant="t")
+    with pytest.raises(InvalidParameter, match="cache_salt differs"):
+        read_addressee(Body({"cache_salt": "t"}), {"x-isthmus-tenant": "u"}, request)

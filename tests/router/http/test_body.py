@@ -1,0 +1,58 @@
+import threading
+from typing import Any
+
+import pytest
+
+from router.http.backend import FakeBackend, client, complete
+from services.router.http import body as http_body
+
+
+@pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
+async def test_a_long_body_is_read_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, length: int, in_a_thread: bool
+) -> None:
+    readers = []
+    read = http_body._fields_of
+
+    def noted(body: bytearray) -> Any:
+        readers.append(threading.current_thread())
+        return read(body)
+
+    monkeypatch.setattr(http_body, "_fields_of", noted)
+    assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
+    assert [reader is not threading.main_thread() for reader in readers] == [in_a_thread]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000])
+async def test_a_body_that_is_no_json_object_is_refused(content: bytes) -> None:
+    async with client(FakeBackend()) as http:
+        answer = await http.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_refused() -> None:
+    backend = FakeBackend()
+    async with client(backend, max_body_bytes=100) as http:
+        answer = await http.post("/v1/completions", json={"prompt": "a" * 100})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "100 bytes" in answer.json()["error"]["message"]
+    assert backend.rejections == ["InvalidRequest"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
+    backend = FakeBackend()
+    async with client(backend) as http:
+        for headers in ({}, {"x-isthmus-timeout-s": "2.5"}):
+            answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert answer.status_code == 200
+        assert backend.timeouts_s == [None, 2.5]
+        answer = await http.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-isthmus-timeout-s": value}
+        )
+    assert answer.status_code == 400
+    assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
+    assert len(backend.requests) == 2
+    assert backend.rejections == ["InvalidRequest"]

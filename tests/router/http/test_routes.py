@@ -1,0 +1,34 @@
+from router.http.backend import FakeBackend, client
+
+
+async def test_models_and_health() -> None:
+    async with client(FakeBackend()) as http:
+        models = (await http.get("/v1/models")).json()
+        assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
+        assert (await http.get("/v1/models/")).json() == models
+        unknown = await http.get("/v1/models/tin")
+        assert (await http.get("/health")).status_code == 200
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, 404)
+    async with client(FakeBackend(models=("Qwen/Qwen3-8B",))) as http:
+        assert (await http.get("/v1/models/Qwen/Qwen3-8B")).json()["id"] == "Qwen/Qwen3-8B"
+    assert models["object"] == "list"
+    assert models["data"] == [
+        {"id": "tiny", "object": "model", "created": 1234, "owned_by": "isthmus", "max_model_len": 512}
+    ]
+    backend = FakeBackend()
+    backend.unusable = "no decode rank is registered"
+    async with client(backend) as http:
+        answer = await http.get("/health")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, backend.unusable)
+    async with client(FakeBackend(models=())) as http:
+        assert (await http.get("/v1/models")).json()["data"] == []
+
+
+async def test_unknown_paths_and_methods_answer_with_error_objects() -> None:
+    async with client(FakeBackend()) as http:
+        for answer, status in (
+            (await http.get("/v1/nothing"), 404),
+            (await http.get("/v1/completions"), 405),
+        ):
+            assert answer.status_code == status
+            assert answer.json()["error"]["code"] == status
