@@ -39,7 +39,7 @@ HEARD_OF_A_TICKET = HEARD_BY_DECODE | {
 NONE_POSTED = {RoomEvent.LANDED, RoomEvent.WRITES_STOPPED}
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(ReservationEvent), max_size=12))
 def test_pages_come_back_once_and_never_under_a_writer(events):
     state, effects, given_up, writing, stands, fenced = ReservationState.FILLING, [], False, True, True, False
@@ -96,7 +96,7 @@ def test_a_reservation_refuses(state, event):
         step_reservation(state, event)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(RoomEvent), max_size=14))
 def test_a_room_says_its_last_word_once_and_never_while_writes_are_posted(events):
     state, posted, effects, aborts_waiting, requests = RoomState.NEW, False, [], 0, 0
@@ -271,7 +271,7 @@ class TwoRanks:
         return faults
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.data())
 def test_whatever_the_order_both_ranks_come_to_an_end_and_agree(data):
     ranks = TwoRanks(late_tickets=data.draw(st.integers(0, 2)))

@@ -23,7 +23,7 @@ def longest_run(pages):
     return max((run.num_pages for run in runs_of(sorted(pages))), default=0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data())
 def test_against_a_set(data):
     allocator, free, taken = PageAllocator(POOL), set(range(POOL)), []

@@ -284,7 +284,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.replayed == set()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+CacheMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=40)
 TestAgainstOracle = CacheMachine.TestCase
 
 

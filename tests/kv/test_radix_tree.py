@@ -135,7 +135,7 @@ class EagerTree:
         self.protected.discard(ids)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.lists(STEPS, min_size=25, max_size=40), st.integers(0, 4))
 def test_order_of_eviction_against_stamping_every_page(steps, share):
     tree, eager, locked, pages = RadixTree(1, 1, "m", share), EagerTree(share), [], {}

@@ -207,7 +207,7 @@ def test_refusals():
     assert rank.tokens[seq] == continuation(range(15), 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_interleaving_is_exact_and_balances(data):
     """Submissions with shared prefixes, cancels and steps in any order on a pool that is too small."""
@@ -251,7 +251,7 @@ def test_a_step_says_when_only_the_outside_can_help():
     assert not rank.core.step()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_either_role_is_exact_and_balances(data):
     """Receivers that land, fail or are quarantined, retractions and priorities; or rooms that read on."""

@@ -98,7 +98,7 @@ def chunks(draw):
     return chunk(sampling, history, draw(st.integers(0, len(history))), eos_token_ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(LOGITS, chunks()), min_size=1, max_size=4))
 def test_every_choice_is_the_oracles_whoever_shares_the_batch(rows):
     logits = torch.tensor([row for row, _ in rows])

@@ -161,7 +161,7 @@ def zombie_free(story: list[tuple]) -> list[tuple]:
     return [operation for operation in story if operation[0] != "lapse"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(operations, max_size=40), st.data())
 def test_a_reader_that_comes_at_any_time_ends_with_the_blocks_of_the_last_life(
     story: list[tuple], data: st.DataObject
@@ -182,7 +182,7 @@ def test_a_reader_that_comes_at_any_time_ends_with_the_blocks_of_the_last_life(
     assert reader.index.generation(RANK) == life.generation
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(operations, max_size=30), st.data())
 def test_leases_that_lapse_and_records_that_come_again(story: list[tuple], data: st.DataObject) -> None:
     etcd, life = asyncio.run(play([operation for operation in story if operation[0] != "reborn"]))
@@ -196,7 +196,7 @@ def test_leases_that_lapse_and_records_that_come_again(story: list[tuple], data:
     assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(operations, max_size=30), st.lists(operations, max_size=5), st.data())
 def test_what_an_etcd_restored_under_a_living_lease_has_lost_is_told_again(
     before: list[tuple], after: list[tuple], data: st.DataObject
@@ -226,7 +226,7 @@ def test_what_an_etcd_restored_under_a_living_lease_has_lost_is_told_again(
     assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(operations, max_size=30))
 def test_once_registered_a_life_is_the_only_one_that_counts(story: list[tuple]) -> None:
     etcd, life = asyncio.run(play(zombie_free(story)))

@@ -96,7 +96,7 @@ class Resuming(RuleBasedStateMachine):
 
 
 TestResuming = Resuming.TestCase
-TestResuming.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestResuming.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def test_what_is_evicted_or_corrected_is_gone_on_from_no_more_though_told_as_held_alone() -> None:

@@ -190,7 +190,7 @@ def requests(draw) -> PlacementRequest:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     requests(),
     decode_ranks(),

@@ -25,7 +25,7 @@ waiting = st.sampled_from([0, 0, 500]) | st.integers(0, 20_000)
 ranks = st.lists(st.tuples(held, waiting), min_size=17, max_size=60)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     ranks,
     ranks,
@@ -57,7 +57,7 @@ def test_of_many_ranks_the_few_that_are_looked_at_have_the_best_among_them(
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(ranks, ranks, st.sampled_from([BOTH, frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})]), st.data())
 def test_of_many_that_go_on_where_they_kept_a_state_the_best_are_looked_at(decodes, prefills, plans, data):
     router = Router(len(decodes), len(prefills), layout=HYBRID)
