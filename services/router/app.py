@@ -39,6 +39,7 @@ from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
+from services.router.parsing.choice import ParserChoice, choose
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
@@ -93,6 +94,7 @@ async def open_router(
     tokenizer = Tokenizer(config.model)
     _tell_ends(tokenizer.end_of_sequence)
     defaults = _sampling_defaults(config, tokenizer)
+    parsers = _parsers(config, tokenizer)
     api_keys = None
     if config.api_key_file is not None:
         api_keys = ApiKeys(config.api_key_file, KeyRefusals(metrics.unauthenticated))
@@ -132,6 +134,7 @@ async def open_router(
             request_timeout_s=config.request_timeout_s,
             max_priority=config.max_priority,
             grammars=Grammars(Path(config.model), tokenizer.vocab_size),
+            parsers=parsers,
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
@@ -161,6 +164,14 @@ async def open_router(
 def _tell_ends(end: EndOfSequence) -> None:
     stated = ",".join(map(str, end.stated))
     log_lines.event(log, "end_of_sequence", source=end.source, stated=stated, tokenizer=end.tokenizer)
+
+
+def _parsers(config: RouterConfig, tokenizer: Tokenizer) -> ParserChoice:
+    parsers = choose(
+        config.tool_parser, config.reasoning_parser, tokenizer.chat_template, tokenizer.response_template
+    )
+    log_lines.event(log, "parsers", tools=parsers.tools, reasoning=parsers.reasoning)
+    return parsers
 
 
 def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDefaults:

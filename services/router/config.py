@@ -10,6 +10,22 @@ from services.settings.flags import Bounds, setting
 from services.values.errors import ConfigError
 from services.values.rank import Plan
 
+ToolParsers = Literal[
+    "auto",
+    "none",
+    "template",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "harmony",
+    "glm45",
+    "minimax_m2",
+]
+ReasoningParsers = Literal["auto", "none", "template", "think", "mistral", "harmony"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(ClusterConfig):
@@ -74,6 +90,14 @@ class RouterConfig(ClusterConfig):
         "model",
         "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",
     )
+
+    tool_parser: ToolParsers = setting(
+        "auto",
+        "how the model writes calls of tools; auto: as its tokenizer says, or its chat template shows, if we "
+        "know that",
+    )
+
+    reasoning_parser: ReasoningParsers = setting("auto", "how it marks what it thinks, likewise")
 
     allowed_origins: tuple[str, ...] = setting(
         (),

@@ -117,12 +117,13 @@ class GenerationRequest:
 
 
 class FinishReason(Enum):
-    """As in common.proto."""
+    """As in common.proto. Ranks know no tools: TOOL_CALLS is a router's word for a STOP behind calls."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
     CAPACITY = "capacity"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

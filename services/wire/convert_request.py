@@ -28,6 +28,7 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
     FinishReason.CAPACITY: common_pb2.FINISH_REASON_CAPACITY,
+    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 

@@ -20,6 +20,7 @@ def finish_of(
     if placements:
         usage.MergeFrom(placements[0].usage)
     usage.completion_tokens = len(progress.output_ids)
+    usage.reasoning_tokens = progress.reasoning_tokens
     return generation_pb2.Finish(
         reason=convert_request.finish_reason_to_proto(reason),
         matched_stop=matched_stop,

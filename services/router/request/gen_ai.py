@@ -55,6 +55,8 @@ def answered(progress: Progress, model: str) -> Attributes:
         "gen_ai.response.model": model,
         "gen_ai.usage.output_tokens": len(progress.output_ids),
     }
+    if progress.reasoning_tokens:
+        attributes["gen_ai.usage.reasoning.output_tokens"] = progress.reasoning_tokens
     if progress.finish_reason is not None:
         attributes["gen_ai.response.finish_reasons"] = (progress.finish_reason.value,)
     if progress.first_token_s is not None:

@@ -21,19 +21,20 @@ from opentelemetry.trace import Span
 from services.grammar.grammars import Grammars
 from services.observe import log_lines, traces
 from services.router.cluster import Cluster, Explained
+from services.router.parsing.choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
 from services.router.request import gen_ai
+from services.router.request.answer_text import Said
 from services.router.request.failover import FailoverStream
 from services.router.request.finish import finish_of
 from services.router.request.metrics import RouterMetrics
+from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
 from services.router.request.trace_attributes import attributes_of
 from services.router.request.unread import refuse_unread
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
-from services.router.text.detokenizer import Detokenizer
 from services.router.text.prompt import PromptEncoder
-from services.router.text.stop_strings import StopStrings
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import (
     AlreadyRunning,
@@ -72,6 +73,7 @@ class Generator:
         request_timeout_s: float,
         max_priority: int = 0,
         grammars: Grammars | None = None,
+        parsers: ParserChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -79,6 +81,7 @@ class Generator:
         self._cluster = cluster
         self._metrics = metrics
         self._grammars = grammars or Grammars(None, 0)
+        self._parsers = Parsers(tokenizer, parsers or ParserChoice())
         self._max_attempts = max_attempts
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
@@ -214,6 +217,7 @@ class Generator:
                 f"{request.priority}"
             )
         refuse_unread(request)
+        tools = self._parsers.read_tools(request)
         sampling = request.sampling
         if not sampling.HasField("seed"):
             sampling = type(sampling).FromString(sampling.SerializeToString())
@@ -225,6 +229,7 @@ class Generator:
             tenant=request.tenant,
             priority=request.priority,
             operation=gen_ai.operation_of(request),
+            tools=tools,
         )
 
     def _check_model(self, model: str) -> None:
@@ -285,6 +290,8 @@ class Generator:
             decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
             prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
             completion_tokens=len(progress.output_ids),
+            reasoning_tokens=progress.reasoning_tokens,
+            tool_calls=progress.num_calls,
             finish=progress.finish_reason.value if progress.finish_reason else "-",
             kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
             ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
@@ -320,14 +327,13 @@ class _ResponseStream:
             checked,
             prompt,
             progress,
-            eos_token_ids=self._tokenizer.eos_token_ids,
+            eos_token_ids=generator._parsers.end_ids(checked.tools),
             deadline=deadline,
             max_attempts=generator._max_attempts,
             allowed_wait_s=partial(generator._allowed_wait_s, checked),
             clock=self._clock,
         )
-        self._detokenizer = Detokenizer(self._tokenizer)
-        self._stop = StopStrings(checked.sampling.stop)
+        self._text = generator._parsers.text_of(checked.tools, checked.sampling.stop, prompt.ids)
         remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
         self._metrics.drifted(self._drift or 0)
@@ -375,45 +381,52 @@ class _ResponseStream:
 
     def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
         progress = self._progress
-        text, num_tokens, matched = self._text_of(output)
+        said, reason, matched = self._said(output)
+        num_tokens = said.num_tokens
         if num_tokens:
             self._note_tokens(num_tokens)
             progress.served[-1].note_drafts(output)
         progress.output_ids.extend(output.token_ids[:num_tokens])
         response = generation_pb2.GenerateResponse(
             request_id=self._checked.request_id,
-            text=text,
+            text=said.content,
+            reasoning=said.reasoning,
+            tool_calls=said.calls,
             token_ids=output.token_ids[:num_tokens],
             logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs[:num_tokens]],
         )
-        if matched is not None and output.finished is None:
+        if reason is not None and output.finished is None:
             assert progress.stream is not None
             progress.stream.close()  # the rank would go on
-        reason = FinishReason.STOP if matched is not None else output.finished
+        self._note_text()
         if reason is not None:
-            self._finish(response, reason, matched or "")
+            has_called = reason is FinishReason.STOP and self._text.calls
+            self._finish(response, FinishReason.TOOL_CALLS if has_called else reason, matched)
         return response
 
-    def _text_of(self, output: Output) -> tuple[str, int, str | None]:
-        """The new text to release, of how many tokens, and the stop string or stop token that ended it.
+    def _note_text(self) -> None:
+        progress, text = self._progress, self._text
+        progress.reasoning_tokens = text.reasoning_tokens
+        progress.num_calls = len(text.calls)
+        progress.num_broken_calls = text.num_broken
 
-        What comes in the same message after a stop string is no part of the answer: it ends at the same token
-        however its tokens come.
-        """
-        ids, terminator, text = output.token_ids, None, ""
+    def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:
+        """What the tokens say, whether they end the answer, and the stop string or stop token that did."""
+        ids, terminator = output.token_ids, ""
         if output.finished is FinishReason.STOP and ids:
             terminator = self._tokenizer.token_text(ids[-1])
             ids = ids[:-1]  # its text is not part of the answer
-        for num_tokens, token_id in enumerate(ids, start=1):
-            released, matched = self._stop.push(self._detokenizer.push((token_id,)))
-            text += released
-            if matched is not None:
-                return text, num_tokens, matched
-        if output.finished is None:
-            return text, len(output.token_ids), None
-        released, matched = self._stop.push(self._detokenizer.finish())
-        text += released if matched is not None else released + self._stop.finish()
-        return text, len(output.token_ids), matched if matched is not None else terminator
+        said = self._text.push(ids)
+        if said.ended or output.finished is None:
+            return said, FinishReason.STOP if said.ended else None, said.matched
+        rest = self._text.finish()
+        said.content += rest.content
+        said.reasoning += rest.reasoning
+        said.calls += rest.calls
+        said.num_tokens = len(output.token_ids)
+        if rest.ended:
+            return said, FinishReason.STOP, rest.matched
+        return said, output.finished, terminator
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress

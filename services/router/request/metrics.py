@@ -106,6 +106,17 @@ class RouterMetrics:
             "isthmus_drift_tokens", "Tokens of past turns that did not come back as they were generated."
         )
         self._completion = counter("isthmus_completion_tokens", "Generated tokens.")
+        self._reasoning = counter(
+            "isthmus_reasoning_tokens",
+            "Generated tokens of thinking, of answers that have ended.",
+        )
+        self._calls = counter(
+            "isthmus_tool_calls",
+            "Calls of tools in answers: read, or broken, which the client got as text.",
+            ["outcome"],
+        )
+        for outcome in ("read", "broken"):
+            self._calls.labels(outcome)
         self._moved = counter(
             "isthmus_kv_moved_bytes", "KV bytes that crossed, for all placements of a request."
         )
@@ -190,6 +201,9 @@ class RouterMetrics:
         # "finished" without a token: aborted.
         if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
             self._abandoned.observe(took_s)
+        self._reasoning.inc(progress.reasoning_tokens)
+        self._calls.labels("read").inc(progress.num_calls)
+        self._calls.labels("broken").inc(progress.num_broken_calls)
         self._cut_off.inc(progress.finish_reason is FinishReason.CAPACITY)
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()

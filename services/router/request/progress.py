@@ -7,6 +7,7 @@ from opentelemetry.trace import Span
 from services.router.cluster import Placed
 from services.router.links.decode_client import OutputStream
 from services.router.request.stages import Stages
+from services.router.request.tools import ChatTools
 from services.values.rank import RankId
 from services.values.request import Admitted, FinishReason, Output, SamplingParams
 
@@ -21,6 +22,7 @@ class Checked:
     tenant: str
     priority: int
     operation: str = "text_completion"  # or chat
+    tools: ChatTools = field(default_factory=ChatTools)
 
     @property
     def memory_key(self) -> str:
@@ -70,6 +72,9 @@ class Progress:
     aborted: bool = False
     operation: str = "text_completion"  # or chat: what was asked for
     finish_reason: FinishReason | None = None
+    reasoning_tokens: int = 0
+    num_calls: int = 0
+    num_broken_calls: int = 0
 
     @property
     def admitted(self) -> Admitted | None:

@@ -16,6 +16,9 @@ def attributes_of(progress: Progress) -> Attributes:
     attributes: Attributes = {
         "request_id": progress.request_id,
         "completion_tokens": len(progress.output_ids),
+        "reasoning_tokens": progress.reasoning_tokens,
+        "tool_calls": progress.num_calls,
+        "broken_tool_calls": progress.num_broken_calls,
         "attempts": progress.attempts,
         "placements": len(progress.served),
     }

@@ -37,6 +37,7 @@ class Tokenizer:
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
         self._content = TemplateContent(self._apply_template)
+        self._special_tokens = MappingProxyType(_special_tokens(self._backend))
         self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
     @property
@@ -79,6 +80,22 @@ class Tokenizer:
     def text_of(self, token_ids: Sequence[int]) -> str:
         """As `decode`, with special tokens written out."""
         return self._decode_raw(token_ids)
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The text of each, by its id."""
+        return self._special_tokens
+
+    @property
+    def chat_template(self) -> str:
+        """As it is written; empty where there is none."""
+        return str(self._backend.chat_template or "")
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """What the model's own files say of how it writes its answers, for transformers' parser."""
+        template: Mapping[str, Any] | None = getattr(self._backend, "response_template", None)
+        return template
 
     def is_silent(self, token_id: int) -> bool:
         return not (token_id < len(self._is_audible) and self._is_audible[token_id])
@@ -191,7 +208,11 @@ def _audible_ids(backend: Any) -> bytearray:
     audible = bytearray(max(ids, default=-1) + 1)
     for token_id in ids:
         audible[token_id] = 1
-    for token_id, token in backend.added_tokens_decoder.items():
-        if token.special:
-            audible[token_id] = 0
+    for token_id in _special_tokens(backend):
+        audible[token_id] = 0
     return audible
+
+
+def _special_tokens(backend: Any) -> dict[int, str]:
+    added = backend.added_tokens_decoder.items()
+    return {token_id: token.content for token_id, token in added if token.special}

@@ -11,7 +11,6 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateR
     [
         (GenerateRequest(sampling=SamplingParams(constraint=Constraint(regex="a"))), "sampling.constraint"),
         (GenerateRequest(chat=Chat(tools=[Tool(name="a")])), "chat.tools"),
-        (GenerateRequest(chat=Chat(parallel_tool_calls=False)), "chat.parallel_tool_calls"),
         (
             GenerateRequest(chat=Chat(messages=[ChatMessage(), ChatMessage(tool_calls=[ToolCall()])])),
             r"chat.messages\[1\].tool_calls",

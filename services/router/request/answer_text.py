@@ -1,0 +1,142 @@
+"""The text of an answer while its tokens come, told apart where it has a parser.
+
+    ids -> Detokenizer -------------------------> StopStrings -> text
+    ids -> Detokenizer -> AnswerParser -> content -> StopStrings -> text
+                                      \\-> reasoning, calls
+
+A stop string is looked for in what the client gets as text: not in thinking, nor in calls.
+"""
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.router.parsing.parser import AnswerParser
+from services.router.parsing.piece import Call, Piece
+from services.router.text.chats.answers import AnswerCall, AnswerMessage
+from services.router.text.detokenizer import Detokenizer, TokenDecoder
+from services.router.text.stop_strings import StopStrings
+from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
+
+_ID_CHARS = 24
+_ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True)
+class Said:
+    """With some more tokens, of which `num_tokens` are the answer's. `ended`: the answer ends with them,
+    whatever follows; `matched` is the stop string that did it, or empty."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+    num_tokens: int = 0
+    ended: bool = False
+    matched: str = ""
+
+
+class AnswerText:
+    """`decoder`: shows the parser's markers. Without a parser all is content. Without `parallel_calls` the
+    answer ends with its first."""
+
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        stop: tuple[str, ...],
+        parser: AnswerParser | None = None,
+        parallel_calls: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(decoder)
+        self._stop = StopStrings(stop)
+        self._parser = parser
+        self._parallel_calls = parallel_calls
+        self._said: list[Said] = []
+        self._num_tokens = 0
+        self._has_content = False
+        self.calls: list[AnswerCall] = []
+        self.num_broken = 0  # calls that could not be read
+        self.reasoning_tokens = 0  # its markers among them
+        self.content_from = 0  # tokens of the answer before its content, if it thought before
+
+    def push(self, token_ids: Sequence[int]) -> Said:
+        """What comes behind the token that completes a stop string is no part of the answer: it ends at the
+        same token however its tokens come."""
+        said = Said()
+        for token_id in token_ids:
+            said.num_tokens += 1
+            text = self._detokenizer.push((token_id,))
+            if self._parser is None:
+                self._add_content(said, text)
+            else:
+                self._parse(said, text, self._parser)
+            if said.ended:
+                break
+        self._keep(said)
+        return said
+
+    def finish(self) -> Said:
+        """The rest, where the answer ends without a stop string."""
+        said, rest = Said(), self._detokenizer.finish()
+        if self._parser is None:
+            self._add_content(said, rest)
+        else:
+            self._add(said, self._parser.feed(rest))
+            if not said.ended:
+                self._add(said, self._parser.finish())
+        if not said.ended:
+            said.content += self._stop.finish()
+        self._keep(said)
+        return said
+
+    def message(self) -> AnswerMessage:
+        """All that was said."""
+        return AnswerMessage(
+            "".join(said.content for said in self._said),
+            "".join(said.reasoning for said in self._said),
+            tuple(self.calls),
+        )
+
+    def _parse(self, said: Said, text: str, parser: AnswerParser) -> None:
+        thought = parser.thinks
+        self._num_tokens += 1
+        self._add(said, parser.feed(text))
+        if thought or parser.thinks:
+            self.reasoning_tokens += 1
+            if not self._has_content:
+                self.content_from = self._num_tokens
+
+    def _add(self, said: Said, piece: Piece) -> None:
+        said.reasoning += piece.reasoning
+        self.num_broken += piece.broken
+        for call in piece.calls:
+            self._add_call(said, call)
+        self._add_content(said, piece.content)
+
+    def _add_content(self, said: Said, text: str) -> None:
+        released, matched = self._stop.push(text)
+        said.content += released
+        self._has_content = self._has_content or bool(released)
+        if matched is not None:
+            said.ended, said.matched = True, matched
+
+    def _add_call(self, said: Said, call: Call) -> None:
+        if self.calls and not self._parallel_calls:
+            return
+        added = AnswerCall(_new_id(), call.name, call.arguments)
+        said.calls.append(
+            ToolCallDelta(index=len(self.calls), id=added.id, name=added.name, arguments=added.arguments)
+        )
+        self.calls.append(added)
+        self._has_content = True
+        if not self._parallel_calls:
+            said.content += self._stop.finish()
+            said.ended = True
+
+    def _keep(self, said: Said) -> None:
+        if self._parser is not None and (said.content or said.reasoning):
+            self._said.append(said)
+
+
+def _new_id() -> str:
+    return "call_" + "".join(secrets.choice(_ALPHABET) for _ in range(_ID_CHARS))

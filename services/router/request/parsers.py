@@ -1,0 +1,56 @@
+"""What tells a model's answers apart, made ready for its tokenizer."""
+
+from collections.abc import Sequence
+
+from services.router.parsing.choice import ParserChoice
+from services.router.parsing.formats import NONE
+from services.router.request.answer_text import AnswerText
+from services.router.request.tools import ChatTools, read_tools
+from services.router.text.detokenizer import TokenDecoder
+from services.router.text.marker_decoder import MarkerDecoder
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
+
+# The prompt's last ids: what a template writes behind the last turn is shorter.
+_PROMPT_END = 64
+
+
+class Parsers:
+    """Of one router."""
+
+    def __init__(self, tokenizer: Tokenizer, choice: ParserChoice) -> None:
+        self._tokenizer = tokenizer
+        self._choice = choice
+        self._decoder: TokenDecoder = tokenizer
+        self._more_ends: tuple[int, ...] = ()
+        if choice != ParserChoice():
+            self._decoder = MarkerDecoder(tokenizer, choice.shows)
+            special = tokenizer.special_tokens.items()
+            self._more_ends = tuple(token_id for token_id, text in special if text == choice.stop_token)
+
+    def read_tools(self, request: GenerateRequest) -> ChatTools:
+        """Raises InvalidRequest, naming the field; also where nobody could tell the calls."""
+        tools = read_tools(request)
+        if tools.told_apart and tools.callable is not None and self._choice.tools == NONE:
+            raise InvalidRequest(
+                "chat.tools cannot be used: how this model writes calls is not known (--tool-parser); set "
+                "tool_choice to none, or raw_answer"
+            )
+        return tools
+
+    def end_ids(self, tools: ChatTools) -> tuple[int, ...]:
+        """That end an answer of a request with those tools."""
+        ends = self._tokenizer.eos_token_ids
+        more = self._more_ends if tools.callable is not None else ()
+        return (*ends, *(token_id for token_id in more if token_id not in ends))
+
+    def text_of(self, tools: ChatTools, stop: tuple[str, ...], prompt_ids: Sequence[int]) -> AnswerText:
+        """Of an answer to that prompt."""
+        parser = None
+        if tools.told_apart and self._choice != ParserChoice():
+            prompt_end = self._tokenizer.text_of(prompt_ids[-_PROMPT_END:])
+            parser = self._choice.parser(tools.callable, prompt_end)
+        if parser is None:
+            return AnswerText(self._tokenizer, stop)
+        return AnswerText(self._decoder, stop, parser, tools.parallel)

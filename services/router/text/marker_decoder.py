@@ -1,0 +1,33 @@
+"""The text of ids for a parser: as a client sees it, but with the special tokens that are markers to it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+
+class SpecialTokens(Protocol):
+    """Tokenizer's side of it."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The text of each, by its id."""
+
+    def is_silent(self, token_id: int) -> bool: ...
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """With special tokens written out."""
+
+
+class MarkerDecoder:
+    """A detokenizer.TokenDecoder. `is_marker` says it of a special token's text."""
+
+    def __init__(self, tokenizer: SpecialTokens, is_marker: Callable[[str], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = frozenset(
+            token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.text_of([each for each in token_ids if not self.is_silent(each)])
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id not in self._shown and self._tokenizer.is_silent(token_id)

@@ -1,0 +1,117 @@
+"""Ids are characters of a text, but for special tokens."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.parsing.choice import choose
+from services.router.request.answer_text import AnswerText
+from services.router.text.marker_decoder import MarkerDecoder
+
+SPECIAL = {0: "<think>", 1: "</think>", 2: "<tool_call>", 3: "</tool_call>", 4: "<pad>"}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "."}}</tool_call>'
+CHOICE = choose("hermes", "think", "", None)
+
+
+class Characters:
+    special_tokens = SPECIAL
+
+    def is_silent(self, token_id):
+        return token_id in SPECIAL
+
+    def text_of(self, token_ids):
+        return "".join(SPECIAL.get(token_id) or chr(token_id) for token_id in token_ids)
+
+    def decode(self, token_ids):
+        return self.text_of(i for i in token_ids if not self.is_silent(i))
+
+
+def ids_of(text):
+    by_text = {text: token_id for token_id, text in SPECIAL.items()}
+    parts = re.findall("|".join(map(re.escape, by_text)) + "|.", text, flags=re.DOTALL)
+    return [by_text.get(part) if part in by_text else ord(part) for part in parts]
+
+
+def answer_text(stop=(), parallel_calls=True, choice=CHOICE):
+    parser = choice.parser({"f": {}}, "")
+    return AnswerText(MarkerDecoder(Characters(), choice.shows), tuple(stop), parser, parallel_calls)
+
+
+def told(answer, ids, step=1):
+    """(content, reasoning, calls, tokens of it, what ended it)"""
+    said = []
+    for begin in range(0, len(ids), step):
+        said.append(answer.push(ids[begin : begin + step]))
+        if said[-1].ended:
+            break
+    else:
+        said.append(answer.finish())
+    calls = [(call.index, call.name, call.arguments) for part in said for call in part.calls]
+    num_tokens = sum(part.num_tokens for part in said)
+    content, reasoning = ("".join(getattr(part, name) for part in said) for name in ("content", "reasoning"))
+    message = answer.message()
+    assert (message.content, message.reasoning) == (content, reasoning)
+    assert [(call.name, call.arguments) for call in message.calls] == [call[1:] for call in calls]
+    return content, reasoning, calls, num_tokens, said[-1].matched if said[-1].ended else None
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_markers_that_are_special_tokens_are_read_and_others_are_no_text(step):
+    ids = ids_of(f"<think>hm<pad></think>\n\nI <pad>look.{CALL}{CALL}")
+    answer = answer_text()
+    call = ("f", '{"a": "."}')
+    assert told(answer, ids, step) == ("I look.", "hm", [(0, *call), (1, *call)], len(ids), None)
+    ids = [call.id for call in answer.calls]
+    assert len(set(ids)) == 2 and all(re.fullmatch("call_[A-Za-z0-9]{24}", each) for each in ids)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_stop_strings_are_looked_for_in_content_alone(step):
+    ids = ids_of(f"<think>a. b.</think>{CALL}So. Then")
+    until = ids_of(f"<think>a. b.</think>{CALL}So.")
+    content, reasoning, calls, num_tokens, ended = told(answer_text(["."]), ids, step)
+    assert (content, reasoning, len(calls), num_tokens, ended) == ("So", "a. b.", 1, len(until), ".")
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_one_call_is_all_where_no_more_are_allowed(step):
+    ids = ids_of(f"I n{CALL}{CALL}more")
+    content, _, calls, num_tokens, ended = told(answer_text(["no"], parallel_calls=False), ids, step)
+    assert (content, len(calls), ended) == ("I n", 1, "")
+    assert num_tokens == len(ids_of(f"I n{CALL}")) - 1  # it is whole before its end is written
+
+
+def test_tokens_of_thinking_are_counted_with_its_markers():
+    answer = answer_text()
+    told(answer, ids_of("<think>hm</think>\n\nYes"))
+    assert (answer.reasoning_tokens, answer.content_from) == (4, 4)
+    spelled = answer_text(choice=choose("none", "mistral", "", None))
+    told(spelled, ids_of("[THINK]hm[/THINK]Yes"))
+    assert (spelled.reasoning_tokens, spelled.content_from) == (1 + 2 + 8, 17)
+    again = answer_text()
+    told(again, ids_of(f"<think>hm</think>{CALL}<think>hm</think>Yes"))
+    assert (again.reasoning_tokens, again.content_from) == (8, 4)
+
+
+def test_broken_calls_are_counted():
+    answer = answer_text()
+    assert told(answer, ids_of("<tool_call>{]"))[0] == "<tool_call>{]"
+    assert answer.num_broken == 1
+
+
+@given(
+    st.lists(st.sampled_from([*SPECIAL, *map(ord, 'ab<.{}"')]), max_size=30), st.sampled_from(["", "a.", "<"])
+)
+def test_without_a_parser_all_is_content(ids, stop):
+    answer = AnswerText(Characters(), (stop,) if stop else ())
+    content = "".join(part.content for part in [*(answer.push([each]) for each in ids), answer.finish()])
+    assert content == (Characters().decode(ids).split(stop)[0] if stop else Characters().decode(ids))
+
+
+@given(st.text('<>/think tool_call{}"', max_size=40), st.integers(1, 5))
+def test_the_answer_is_the_same_however_its_tokens_come(text, step):
+    ids = ids_of(text)
+    one, other = (told(answer_text(["l", "{}"]), ids, each) for each in (1, step))
+    assert one == other
