@@ -66,6 +66,7 @@ async def test_whole_answers_and_streams_say_the_same(etcd_endpoint, model_dir, 
             "prompt_tokens": len(prompt_ids),
             "completion_tokens": 8,
             "total_tokens": len(prompt_ids) + 8,
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
         whole = await answer_of(http, "/v1/chat/completions", messages=HI, return_token_ids=True)

@@ -66,7 +66,7 @@ class OpenAiAnswer:
     def _chunks(self, response: GenerateResponse) -> list[Json]:
         piece = self._piece(response)
         choices = [] if self._started else [self._format.opening()]
-        if piece.text or piece.logprobs or piece.token_ids or piece.finish_reason:
+        if not piece.is_empty:
             choices.append(self._format.delta(piece))
         chunks = [self._chunk(response, [choice]) for choice in choices if choice is not None]
         if response.HasField("finish"):
@@ -94,4 +94,6 @@ class OpenAiAnswer:
             token_ids=response.token_ids if self._call.return_token_ids else None,
             logprobs=response.logprobs if self._call.wants_logprobs else None,
             finish_reason=finish_reason(response.finish) if response.HasField("finish") else None,
+            reasoning=response.reasoning,
+            calls=response.tool_calls,
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
 from services.router.dialects.openai import refused
+from services.router.dialects.openai.chat_tools import read_calls, read_tools
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
@@ -27,6 +28,7 @@ def read_chat_call(
     chat = Chat(
         messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
     )
+    read_tools(body, chat)
     request = GenerateRequest(chat=chat, sampling=sampling)
     return make_call(body, headers, request)
 
@@ -66,8 +68,8 @@ def _read_messages(value: object) -> list[ChatMessage]:
 def _read_message(value: object, name: str) -> ChatMessage:
     if not isinstance(value, dict):
         raise InvalidParameter(name, "must be an object")
-    if value.get("tool_calls") or value.get("function_call"):
-        raise InvalidParameter(f"{name}.tool_calls", "is not supported by this server; leave it out")
+    if value.get("function_call"):
+        raise InvalidParameter(f"{name}.function_call", "is not supported by this server; use tool_calls")
     Body(value).refuse(refused.IN_MESSAGES, refused.INSTEAD, f"{name}.")
     token_ids = value.get("token_ids")
     content = _read_content(value.get("content"), f"{name}.content")
@@ -76,7 +78,17 @@ def _read_message(value: object, name: str) -> ChatMessage:
         content=content if isinstance(content, str) else "",
         parts=content if isinstance(content, list) else [],
         token_ids=[] if token_ids is None else check_ids(token_ids, f"{name}.token_ids"),
+        reasoning=_read_optional(value, "reasoning_content", name)
+        or _read_optional(value, "reasoning", name),
+        tool_calls=read_calls(value.get("tool_calls"), f"{name}.tool_calls"),
+        tool_call_id=_read_optional(value, "tool_call_id", name),
+        name=_read_optional(value, "name", name),
     )
+
+
+def _read_optional(message: Mapping[str, object], key: str, name: str) -> str:
+    value = message.get(key)
+    return "" if value is None else check_text(value, f"{name}.{key}")
 
 
 def _read_content(value: object, name: str) -> str | list[str]:

@@ -3,9 +3,15 @@
 from collections.abc import Sequence
 
 from services.router.dialects.answer import Json
+from services.router.dialects.openai.chat_tools import call_deltas, joined_calls
 from services.router.dialects.openai.choice import Piece, TokenBytes, TokenText, finite
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
+
+
+def _reasoning(piece: Piece) -> Json:
+    """OpenAI's chats have no word for it: DeepSeek's, which most servers took over, and vLLM's."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
 class ChatFormat:
@@ -18,11 +24,18 @@ class ChatFormat:
         self._token_bytes = token_bytes
 
     def whole(self, piece: Piece) -> Json:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        message |= _reasoning(piece)
+        if piece.calls:
+            message |= {"content": piece.text or None, "tool_calls": joined_calls(piece.calls)}
         return piece.choice({"message": message}, self._logprobs(piece.logprobs))
 
     def delta(self, piece: Piece) -> Json:
-        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        delta = _reasoning(piece)
+        if piece.calls:
+            delta["tool_calls"] = call_deltas(piece.calls)
+        if piece.text or not (delta or piece.finish_reason):
+            delta["content"] = piece.text
         return piece.choice({"delta": delta}, self._logprobs(piece.logprobs))
 
     def opening(self) -> Json | None:

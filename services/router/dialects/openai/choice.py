@@ -9,6 +9,7 @@ from services.router.dialects.answer import Json
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
+from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
 TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes | None]
@@ -18,6 +19,7 @@ _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CAPACITY: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -29,6 +31,13 @@ class Piece:
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: Sequence[ToolCallDelta] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        parts = (self.text, self.reasoning, self.calls, self.logprobs, self.token_ids, self.finish_reason)
+        return not any(parts)
 
     def choice(self, content: Json, logprobs: Json | None) -> Json:
         choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}

@@ -45,6 +45,7 @@ async def test_a_chat_is_answered_whole() -> None:
             "completion_tokens": 3,
             "total_tokens": 13,
             "prompt_tokens_details": {"cached_tokens": 4},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
     assert isthmus["decode_prefix_len"] == 8
