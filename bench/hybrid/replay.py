@@ -15,6 +15,7 @@ from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.events import Reserved, Token
 from services.engine.paged.runner import Chunk, Sampled
 from services.engine.paged.sequence import Sequence as CoreSequence
+from services.grammar.masks import MaskCounts
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
@@ -59,6 +60,7 @@ class CountingRunner:
         self.draft = None
         self.vocab_size = self.max_context_tokens = 1 << 30
         self.max_step_drafts = 0
+        self.mask_counts = MaskCounts()
         self.computed_tokens = self.num_steps = 0
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:

@@ -53,6 +53,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
         lease=settings.lease,
         digest_share=settings.kv_digest_share,
         speculation=settings.speculates,
+        model_directory=settings.model_directory,
         open_channel=partial(open_channel, tls=settings.tls()),
     )
 
@@ -65,6 +66,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
         own_id,
         limits=settings.limits(Role.PREFILL),
         cache=settings.cache(Role.PREFILL),
+        model_directory=settings.model_directory,
     )
 
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
+from services.engine.paged.runner import (
+    NO_TOKEN,
+    Chunk,
+    DraftModel,
+    Sampled,
+    keep_accepted,
+    masks_asked,
+)
+from services.grammar.masks import MaskCounts, MaskMaker, Masks
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.request import TokenLogprobs
@@ -70,6 +78,11 @@ class FakeRunner:
         self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
         self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
         self.draft: DraftModel | None = None
+        self._mask_maker = MaskMaker(vocab_size)
+
+    @property
+    def mask_counts(self) -> MaskCounts:
+        return self._mask_maker.counts
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1 + c.num_drafts)
@@ -100,16 +113,22 @@ class FakeRunner:
         if not chunk.sample:
             return ()
         first = chunk.end - chunk.num_drafts
-        kept = keep_accepted(chunk.drafts, [self._choose(chunk, end) for end in range(first, chunk.end + 1)])
+        masks = self._mask_maker.make(masks_asked([chunk]))
+        choices = [self._choose(chunk, end, masks, end - first) for end in range(first, chunk.end + 1)]
+        kept = keep_accepted(chunk.drafts, choices)
         after = states[len(chunk.token_ids) - chunk.num_drafts + len(kept) - 2]
         for pool, state in zip(self._pools_of(GroupKind.RECURRENT), after, strict=True):
             pool[chunk.slot] = state
         return kept
 
-    def _choose(self, chunk: Chunk, end: int) -> Sampled:
-        """After `end` tokens."""
+    def _choose(self, chunk: Chunk, end: int, masks: Masks, row: int) -> Sampled:
+        """After `end` tokens; of those that a row of `masks` allows, where there are any."""
         slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
-        token = draw(int(slots.sum(dtype=np.uint64)), end, self.vocab_size)
+        total = int(slots.sum(dtype=np.uint64))
+        token = draw(total, end, self.vocab_size)
+        if len(masks):
+            allowed = np.flatnonzero(masks.expanded()[row])
+            token = int(allowed[draw(total, end, len(allowed))]) if len(allowed) else NO_TOKEN
         wanted = chunk.sampling.logprobs is not None
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 

@@ -172,6 +172,10 @@ class EngineSettings(ClusterConfig):
         return Speculation(self.speculation, self.draft_tokens, self.speculate_unsalted)
 
     @property
+    def model_directory(self) -> Path | None:
+        return Path(self.model) if self.model else None
+
+    @property
     def served_name(self) -> str:
         return self.model_name or Path(self.model).name or "fake"
 

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from services.grammar.lowering import lower
-from services.grammar.matcher import Matcher, sentence_of
+from services.grammar.matcher import EndingIds, Matcher, sentence_of
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.values.constraint import Constraint
 from services.values.errors import ConfigError, InvalidRequest
@@ -58,14 +58,16 @@ class Grammars:
         """Raises InvalidRequest as `matcher`."""
         self._of(constraint)
 
-    def matcher(self, constraint: Constraint, output_ids: Sequence[int] = ()) -> Matcher:
-        """One that has come as far as `output_ids`.
+    def matcher(
+        self, constraint: Constraint, output_ids: Sequence[int] = (), ending_ids: Collection[int] = ()
+    ) -> Matcher:
+        """One that has come as far as `output_ids`, of an answer that `ending_ids` end.
 
         Raises:
             InvalidRequest: the constraint cannot be read or asks what is not supported, the model has no
                 tokenizer.json, or `output_ids` are not what the constraint allows.
         """
-        matcher = Matcher(self._of(constraint).deep_copy())
+        matcher = Matcher(self._of(constraint).deep_copy(), EndingIds(ending_ids, self._vocab_size))
         matcher.advance(output_ids)
         return matcher
 

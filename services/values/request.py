@@ -111,6 +111,12 @@ class GenerationRequest:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def ending_ids(self) -> frozenset[int]:
+        """Any of which ends the answer; there may be a thousand."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset((*self.sampling.stop_token_ids, *eos))
+
+    @property
     def all_ids(self) -> tuple[int, ...]:
         """The ids whose KV must be there before the next token: prompt, then output so far."""
         return self.prompt_ids + self.output_ids_so_far

@@ -26,6 +26,7 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
         tails=tuple(TailPages(tail.first_page, tail.pages) for tail in seq.carried.tails),
         slot=seq.carried.slot,
         num_drafts=len(drafts),
+        matcher=seq.matcher if last else None,
     )
 
 
@@ -39,11 +40,14 @@ def most_drafts(seq: Sequence, max_context_tokens: int) -> int:
 
 
 def usable_drafts(seq: Sequence, ids: Ids, most: int, vocab_size: int) -> Ids:
-    """Up to one that would end it: that is for the target to say, and nothing follows it."""
-    for index, token_id in enumerate(ids[:most]):
+    """Up to one that would end it: that is for the target to say, and nothing follows it. Nor to one that its
+    constraint forbids."""
+    ids = ids[:most]
+    for index, token_id in enumerate(ids):
         if token_id in seq.ending_ids or not 0 <= token_id < vocab_size:
-            return ids[:index]
-    return ids[:most]
+            ids = ids[:index]
+            break
+    return ids[: seq.matcher.num_drafts_fitting(ids)] if seq.matcher is not None and ids else ids
 
 
 def lacks_slot(seq: Sequence, page_size: int) -> bool:

@@ -26,16 +26,16 @@ from services.engine.paged.carrying import Carrying
 from services.engine.paged.drafts.counts import DraftCounts
 from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
+from services.engine.paged.events import Carried, Event, Failed, Offered, Reserved, Token
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import place_in_line
-from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
+from services.engine.paged.runner import NO_TOKEN, Chunk, ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase, Sequence, finish_reason
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
-from services.values.errors import InvalidRequest, NoCapacity
+from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
 from services.values.kv import CacheEvents, PageBooks
 from services.values.load import RankLoad
 from services.values.request import FinishReason
@@ -489,6 +489,8 @@ class EngineCore:
     def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
         for right in sampled[:-1]:
             self._append(seq, right)  # which ends nothing: see usable_drafts
+            if seq.phase is Phase.ENDED:  # but where its constraint has come to a limit
+                return
         accepted = max(0, len(sampled) - 1)
         if seq.proposal is not None:
             self._drafting.note(seq, seq.proposal, accepted)
@@ -537,6 +539,9 @@ class EngineCore:
 
     def _append(self, seq: Sequence, sampled: Sampled, drafted: int = 0, accepted: int = 0) -> None:
         """The newest token; the last one of a step tells of its drafts."""
+        if (refused := _follow_constraint(seq, sampled.token_id)) is not None:
+            self._fail(seq, refused)
+            return
         first = seq.phase is not Phase.DECODING
         seq.ids.append(sampled.token_id)
         seq.phase = Phase.DECODING
@@ -561,6 +566,13 @@ class EngineCore:
             self._active.remove(seq)
             self._gate.note_end(seq)
             self._end(seq)
+
+    def _fail(self, seq: Sequence, error: IsthmusError) -> None:
+        """Of one in the batch."""
+        self._active.remove(seq)
+        self._gate.note_end(seq)
+        self._end(seq)
+        self._emit(seq, Failed(error))
 
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
         held = seq.pages is not None
@@ -598,3 +610,16 @@ class EngineCore:
             self._prompt_steps = self._prompt_steps.with_steps(whole_s)
         else:
             self._decode_steps = self._decode_steps.with_steps(whole_s)
+
+
+def _follow_constraint(seq: Sequence, token_id: int) -> InvalidRequest | None:
+    """Take what was chosen into its matcher, where it has one. An error: there is no way to go on."""
+    if seq.matcher is None or token_id in seq.ending_ids:
+        return None
+    if token_id == NO_TOKEN:
+        return InvalidRequest(f"sampling.constraint: {seq.matcher.problem}")
+    try:
+        seq.matcher.advance((token_id,))
+    except InvalidRequest as error:  # a limit of the matcher's: what is chosen is what it allows
+        return error
+    return None

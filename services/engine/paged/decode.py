@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -23,6 +24,7 @@ from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
+from services.grammar.matcher import Matcher
 from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket, targets_of
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
@@ -86,9 +88,10 @@ class PagedDecodeEngine(PagedEngine):
         lease: WriteLease,
         digest_share: float = 0.0,
         speculation: Speculation | None = None,
+        model_directory: Path | None = None,
         open_channel: OpenChannel = channels.open_channel,
     ) -> None:
-        super().__init__(make_runner, limits, cache, speculation)
+        super().__init__(make_runner, limits, cache, speculation, model_directory)
         self._open_transport = open_transport
         self._own_id = own_id
         self._lease = lease
@@ -131,7 +134,8 @@ class PagedDecodeEngine(PagedEngine):
     async def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
     ) -> AsyncGenerator[Output, None]:
-        seq = self._sequence(request, receives=remote_prefill is not None)
+        matcher = await self._matcher(request)
+        seq = self._sequence(request, receives=remote_prefill is not None, matcher=matcher)
         asked = time.monotonic()
         with self._mailbox(seq) as mailbox:
             try:
@@ -177,7 +181,7 @@ class PagedDecodeEngine(PagedEngine):
                 delta.attend(mailbox),
                 patience_s=_ANSWER_PATIENCE_S,
             )
-            _check_token(prefill.first_token_id, self.vocab_size)
+            _check_token(prefill.first_token_id, self.vocab_size, seq.matcher)
         except BaseException:
             delta.give_up()
             raise
@@ -364,10 +368,12 @@ def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
 
 
-def _check_token(token_id: int, vocab_size: int) -> None:
-    """In a batch it would fail all the others too."""
+def _check_token(token_id: int, vocab_size: int, matcher: Matcher | None) -> None:
+    """In a batch one outside the vocabulary would fail all the others too."""
     if not 0 <= token_id < vocab_size:
         raise PeerFailed(f"prefill chose token {token_id}, which is outside the vocabulary of {vocab_size}")
+    if matcher is not None and not matcher.may_choose(token_id):
+        raise PeerFailed(f"prefill chose token {token_id}, which the constraint does not allow")
 
 
 def _check_earlier(start: int, prefix_len: int, page_size: int) -> None:

@@ -7,16 +7,19 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.drafts.speculation import Speculation
-from services.engine.paged.events import Event, Token
+from services.engine.paged.events import Event, Failed, Token
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import CheckBooks, Command, EngineThread, Failed, StepReport, Submit
+from services.engine.paged.thread import CheckBooks, Command, EngineThread, StepReport, Submit
 from services.engine.paged.warm_up import warm_up
+from services.grammar.grammars import Grammars
+from services.grammar.matcher import Matcher
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
@@ -70,10 +73,10 @@ class Mailbox:
     """What the engine thread says about one sequence, in order."""
 
     def __init__(self) -> None:
-        self._events: deque[Event | Failed] = deque()
+        self._events: deque[Event] = deque()
         self._come = asyncio.Event()
 
-    def put(self, event: Event | Failed) -> None:
+    def put(self, event: Event) -> None:
         self._events.append(event)
         self._come.set()
 
@@ -108,11 +111,15 @@ class PagedEngine:
         limits: Limits,
         cache: CacheSettings,
         speculation: Speculation | None = None,
+        model_directory: Path | None = None,
     ) -> None:
+        """`model_directory` has the tokenizer that constraints are kept to with."""
         self._make_runner = make_runner
         self._limits = limits
         self._speculation = speculation or Speculation()
         self._cache_settings = cache
+        self._model_directory = model_directory
+        self._grammars = Grammars(None, 0)
         self._thread: EngineThread | None = None
         self._core: EngineCore | None = None
         self._mailboxes: dict[Sequence, Mailbox] = {}
@@ -162,6 +169,7 @@ class PagedEngine:
         thread = EngineThread(self._build_core, self._deliver, self._fail_all, asyncio.get_running_loop())
         self._core = await thread.start()
         self._thread = thread
+        self._grammars = Grammars(self._model_directory, self.vocab_size)
         self._load = self._core.load()
         if self._limits.step_limit_s > 0:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
@@ -233,9 +241,18 @@ class PagedEngine:
             if not self._mailboxes:
                 self._idle.set()
 
-    def _sequence(self, request: GenerationRequest, *, receives: bool = False) -> Sequence:
+    def _sequence(
+        self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None
+    ) -> Sequence:
         self._arrivals += 1
-        return Sequence(request, self._arrivals, receives=receives)
+        return Sequence(request, self._arrivals, receives=receives, matcher=matcher)
+
+    async def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        """Raises InvalidRequest where its constraint cannot be kept to."""
+        constraint, output_ids = request.sampling.constraint, request.output_ids_so_far
+        if constraint is None:
+            return None
+        return await asyncio.to_thread(self._grammars.matcher, constraint, output_ids, request.ending_ids)
 
     @property
     def _running_core(self) -> EngineCore:
@@ -300,6 +317,6 @@ class PagedEngine:
         for seq, event in report.events:
             self._route(seq, event)
 
-    def _route(self, seq: Sequence, event: Event | Failed) -> None:
+    def _route(self, seq: Sequence, event: Event) -> None:
         if (mailbox := self._mailboxes.get(seq)) is not None:
             mailbox.put(event)

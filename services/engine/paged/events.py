@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.values.errors import IsthmusError
 from services.values.kv import PageId
 from services.values.rank import Room
 from services.values.request import FinishReason, TokenLogprobs
@@ -58,4 +59,11 @@ class Carried:
     units: tuple[tuple[PageId, ...], ...]
 
 
-Event = Reserved | Token | Offered | Carried
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence is over and holds nothing; in the prefill role its room may hold its pages still."""
+
+    error: IsthmusError
+
+
+Event = Reserved | Token | Offered | Carried | Failed

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
@@ -10,7 +11,7 @@ from services.engine.paged.events import Carried, Event, Offered, Reserved, Toke
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import Cancel, Failed, RoomEnded
+from services.engine.paged.thread import Cancel, RoomEnded
 from services.transfer.base import Transport
 from services.transfer.hearing import Hearing
 from services.transfer.prefill.handshake_server import HandshakeService
@@ -36,8 +37,9 @@ class PagedPrefillEngine(PagedEngine):
         *,
         limits: Limits,
         cache: CacheSettings,
+        model_directory: Path | None = None,
     ) -> None:
-        super().__init__(make_runner, limits, cache)
+        super().__init__(make_runner, limits, cache, model_directory=model_directory)
         self._open_transport = open_transport
         self._own_id = own_id
         self._sender: KvSender | None = None
@@ -86,7 +88,7 @@ class PagedPrefillEngine(PagedEngine):
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         if rendezvous.prefill != self._own_id:
             raise StaleGeneration(f"the rendezvous is with {rendezvous.prefill}, another life of this rank")
-        seq = self._sequence(request)
+        seq = self._sequence(request, matcher=await self._matcher(request))
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True
         with self._mailbox(seq) as mailbox:
@@ -128,7 +130,7 @@ class PagedPrefillEngine(PagedEngine):
         self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
         return ended
 
-    def _route(self, seq: Sequence, event: Event | Failed) -> None:
+    def _route(self, seq: Sequence, event: Event) -> None:
         if isinstance(event, Offered):
             self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
         elif isinstance(event, Carried):

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.grammar.masks import Asked, MaskCounts
+from services.grammar.matcher import Matcher
 from services.values.kv import KvLayout, PageId, PoolMemory
 from services.values.request import SamplingParams, TokenLogprobs
 
@@ -47,6 +49,7 @@ class Chunk:
     # Its last tokens are guesses: each is to be kept where it is what would have been chosen. `history` ends
     # before them.
     num_drafts: int = 0
+    matcher: Matcher | None = None  # where it samples: of its constraint, as far as `history`
 
     @property
     def end(self) -> int:
@@ -57,8 +60,13 @@ class Chunk:
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
+NO_TOKEN = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """NO_TOKEN: the constraint allows none that the vocabulary has."""
+
     token_id: int
     logprobs: TokenLogprobs | None = None
 
@@ -138,7 +146,13 @@ class ModelRunner(Protocol):
         without drafts, up to the first that is not what was guessed: 1 to num_drafts + 1 of them. Its
         slot then has the state after start + that many tokens. The KV of drafts that were wrong stays
         behind in its pages; whoever writes these positions next writes over it.
+
+        A chunk with a matcher gets only what that allows; the matcher stays where it is.
         """
+
+    @property
+    def mask_counts(self) -> MaskCounts:
+        """What the masks of constraints took."""
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy states, from the first slot of each move to the second; called between steps.
@@ -162,3 +176,8 @@ def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sa
         if choice.token_id != draft:
             return tuple(choices[: index + 1])
     return tuple(choices)
+
+
+def masks_asked(chunks: Sequence[Chunk]) -> list[Asked]:
+    """Of those that sample under a constraint, in their order."""
+    return [Asked(c.matcher, c.drafts) for c in chunks if c.sample and c.matcher is not None]

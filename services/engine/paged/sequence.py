@@ -25,6 +25,7 @@ from enum import Enum, auto
 
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.runner import Sampled
+from services.grammar.matcher import Matcher
 from services.kv.carried.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
@@ -81,13 +82,12 @@ class Sequence:
     overtaken_since_s: float | None = None
     lookup: Lookup | None = None
     looked_up_at: int = -1  # the gate's count of news
-    ending_ids: frozenset[int] = frozenset()  # of which any ends it; there may be a thousand
+    ending_ids: frozenset[int] = frozenset()  # the request's
+    matcher: Matcher | None = None  # of its constraint, as far as its output ids
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.all_ids)
-        sampling = self.request.sampling
-        eos = () if sampling.ignore_eos else self.request.eos_token_ids
-        self.ending_ids = frozenset((*sampling.stop_token_ids, *eos))
+        self.ending_ids = self.request.ending_ids
 
     @property
     def num_output(self) -> int:
@@ -118,6 +118,8 @@ def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None
     """Whether the newest token of `seq` ends it."""
     sampling, token = seq.request.sampling, seq.ids[-1]
     if seq.num_output >= sampling.min_tokens and token in seq.ending_ids:
+        return FinishReason.STOP
+    if seq.matcher is not None and seq.matcher.ends_here:
         return FinishReason.STOP
     if sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens:
         return FinishReason.LENGTH

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.events import Event
+from services.engine.paged.events import Event, Failed
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of
@@ -80,17 +80,10 @@ Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnde
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The sequence is over and holds nothing."""
-
-    error: IsthmusError
-
-
-@dataclass(frozen=True, slots=True)
 class StepReport:
     """What one turn of the thread did."""
 
-    events: list[tuple[Sequence, Event | Failed]]
+    events: list[tuple[Sequence, Event]]
     cache_events: CacheEvents
     load: RankLoad
 
@@ -236,7 +229,7 @@ class EngineThread:
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:
-        events: list[tuple[Sequence, Event | Failed]] = [*core.take_outputs(), *self._failures]
+        events: list[tuple[Sequence, Event]] = [*core.take_outputs(), *self._failures]
         self._failures = []
         report = StepReport(events, core.take_cache_events(), core.load())
         self._call(self._deliver, report)

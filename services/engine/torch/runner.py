@@ -17,6 +17,8 @@ from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import Pools
 from services.engine.torch.sampling import sample
+from services.engine.torch.step_masks import NO_MASKS, StepMasks
+from services.grammar.masks import MaskCounts
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
@@ -74,6 +76,7 @@ class TorchRunner:
         self._layout = replace(self._pools.layout, draft=kv)
         self._vocab_size = checkpoint.vocab_size
         self._max_context_tokens = checkpoint.max_context_tokens
+        self._masks = StepMasks(checkpoint.vocab_size)
 
     @property
     def layout(self) -> KvLayout:
@@ -102,6 +105,10 @@ class TorchRunner:
     @property
     def max_step_drafts(self) -> int:
         return _MAX_STEP_DRAFTS
+
+    @property
+    def mask_counts(self) -> MaskCounts:
+        return self._masks.counts
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """See ModelRunner.run. Raises ProtocolError for a chunk that is empty or lacks pages."""
@@ -135,9 +142,11 @@ class TorchRunner:
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         tokens = [each for chunk in chunks for each in single_tokens(chunk)]
+        masks = self._masks.begin(chunks)
         with torch.inference_mode():
             computed = self._model.compute(self._pools, chunks, _sampled_offsets(tokens))
-            sampled = iter(sample(computed.logits, [each for each in tokens if each.sample]))
+            allowed = masks.end() if masks is not None else NO_MASKS
+            sampled = iter(sample(computed.logits, [each for each in tokens if each.sample], allowed))
             kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
             drafted = zip(chunks, kept, strict=True)
             computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
@@ -150,6 +159,7 @@ class TorchRunner:
         """Free the pools and end the threads; the runner cannot run any more."""
         if self._draft is not None:
             self._draft.close()
+        self._masks.close()
         self._pools.close()
         self._model.close()
 

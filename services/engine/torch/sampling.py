@@ -1,7 +1,8 @@
 """Choosing tokens from logits.
 
 In this order: logprobs of the raw logits; repetition penalty over the whole history; frequency and
-presence penalty over the generated ids; min_tokens; temperature; top_k; top_p; min_p; choice.
+presence penalty over the generated ids; min_tokens; the constraint's mask; temperature; top_k; top_p; min_p;
+choice.
 
 Chance is a pure function of (seed, position), so that a sequence that is retracted, moved or
 replayed goes on with the same tokens, whoever shares its batch.
@@ -12,6 +13,7 @@ rows with top_k or top_p, and for logprobs, only the few ids that may be among t
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk, Sampled
+from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
+from services.engine.torch.step_masks import NO_MASKS, RowMasks
 from services.values.request import SamplingParams, TokenLogprobs
 
 Floats = NDArray[np.float64]
@@ -37,22 +40,34 @@ _STRIPES = 64  # see _floors
 _SORTED = 256  # weights, see _nucleus
 
 
-def sample(logits: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
+def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) -> list[Sampled]:
     """Choose one token for each row of `logits` ([len(chunks), vocab_size], any dtype and device).
 
-    Each result depends on its own row and chunk only. Equal logits: the lowest id comes first.
+    Each result depends on its own row, chunk and mask only. Equal logits: the lowest id comes first. Where a
+    mask leaves nothing, NO_TOKEN is chosen.
     """
     plain = [_takes_the_highest(chunk) for chunk in chunks]
-    highest = _argmax(logits) if any(plain) else []
-    rest = [row for row, is_plain in enumerate(plain) if not is_plain]
+    highest = _argmax(logits) if any(plain) and len(masks.rows) < len(chunks) else []
+    rest = [row for row, is_plain in enumerate(plain) if not is_plain or row in masks.rows]
     sampled: dict[int, Sampled] = {}
     block = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
     num_rows = max(1, block // logits.shape[1])
     for start in range(0, len(rest), num_rows):
         rows = rest[start : start + num_rows]
-        own = _rows(logits, rows).double()
-        sampled |= zip(rows, _sample_rows(own, [chunks[row] for row in rows]), strict=True)
-    return [Sampled(highest[row]) if is_plain else sampled[row] for row, is_plain in enumerate(plain)]
+        sampled |= zip(rows, _sample_block(logits, rows, plain, chunks, masks), strict=True)
+    return [sampled[row] if row in sampled else Sampled(highest[row]) for row in range(len(chunks))]
+
+
+def _sample_block(
+    logits: Tensor, rows: Sequence[int], plain: Sequence[bool], chunks: Sequence[Chunk], masks: RowMasks
+) -> list[Sampled]:
+    own = _rows(logits, rows)
+    if all(plain[row] for row in rows):
+        sampled = [Sampled(token_id) for token_id in _argmax(masks.applied(own, rows))]
+    else:
+        sampled = _sample_rows(own.double(), [chunks[row] for row in rows], partial(masks.applied, rows=rows))
+    checked = zip(rows, sampled, strict=True)
+    return [each if masks.allows(row, each.token_id) else Sampled(NO_TOKEN) for row, each in checked]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -84,9 +99,11 @@ def _must_go_on(chunk: Chunk) -> bool:
     return chunk.num_output_ids < chunk.sampling.min_tokens
 
 
-def _sample_rows(logits: Tensor, chunks: Sequence[Chunk]) -> list[Sampled]:
+def _sample_rows(
+    logits: Tensor, chunks: Sequence[Chunk], masked: Callable[[Tensor], Tensor]
+) -> list[Sampled]:
     """`logits` are float64; they stay as they are."""
-    adjusted = _adjust(logits.clone(), chunks) if any(map(_is_adjusted, chunks)) else logits
+    adjusted = masked(_adjust(logits.clone(), chunks) if any(map(_is_adjusted, chunks)) else logits)
     peaks = adjusted.amax(1)
     are_finite: list[bool] = peaks.isfinite().tolist()
     # Where the model has overflowed there is no distribution to draw from.

@@ -413,7 +413,7 @@ class _ResponseStream:
     def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:
         """What the tokens say, whether they end the answer, and the stop string or stop token that did."""
         ids, terminator = output.token_ids, ""
-        if output.finished is FinishReason.STOP and ids:
+        if output.finished is FinishReason.STOP and ids and self._ends(ids[-1]):
             terminator = self._tokenizer.token_text(ids[-1])
             ids = ids[:-1]  # its text is not part of the answer
         said = self._text.push(ids)
@@ -427,6 +427,12 @@ class _ResponseStream:
         if rest.ended:
             return said, FinishReason.STOP, rest.matched
         return said, output.finished, terminator
+
+    def _ends(self, token_id: int) -> bool:
+        """Whether that is what ended the answer: under a constraint it may be that nothing could follow."""
+        sampling = self._checked.sampling
+        ending_ids = (*sampling.stop_token_ids, *self._tokenizer.eos_token_ids)
+        return sampling.constraint is None or token_id in ending_ids
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress

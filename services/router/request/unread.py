@@ -3,7 +3,6 @@
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
-_OF_SAMPLING = ("constraint",)
 _OF_CHATS = ("tools",)
 _OF_MESSAGES = ("reasoning", "tool_calls", "tool_call_id", "name", "answer_id")
 
@@ -11,7 +10,6 @@ _OF_MESSAGES = ("reasoning", "tool_calls", "tool_call_id", "name", "answer_id")
 def refuse_unread(request: GenerateRequest) -> None:
     """Raises InvalidRequest, naming the first of them that is set."""
     parts = [
-        ("sampling", request.sampling, _OF_SAMPLING),
         ("chat", request.chat, _OF_CHATS),
         *((f"chat.messages[{i}]", message, _OF_MESSAGES) for i, message in enumerate(request.chat.messages)),
     ]

@@ -2,14 +2,13 @@ import pytest
 
 from services.router.request.unread import refuse_unread
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool, ToolCall
 
 
 @pytest.mark.parametrize(
     ("request_", "name"),
     [
-        (GenerateRequest(sampling=SamplingParams(constraint=Constraint(regex="a"))), "sampling.constraint"),
         (GenerateRequest(chat=Chat(tools=[Tool(name="a")])), "chat.tools"),
         (
             GenerateRequest(chat=Chat(messages=[ChatMessage(), ChatMessage(tool_calls=[ToolCall()])])),

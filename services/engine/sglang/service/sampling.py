@@ -12,6 +12,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
     if sampling.min_tokens:
         raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
+    if sampling.constraint is not None:
+        raise InvalidRequest("sampling.constraint: engine sglang, which has no tokenizer, offers none")
 
 
 def check_resumption(request: GenerationRequest) -> None:

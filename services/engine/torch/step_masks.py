@@ -1,0 +1,91 @@
+"""Masks of a step, made by a thread of their own while the model computes.
+
+begin ---- the model computes ----> end: RowMasks, for sample()
+   \\___ llguidance, without the GIL ___/
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.paged.runner import Chunk, masks_asked
+from services.grammar.masks import MaskCounts, MaskMaker, Masks
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What the rows of a step's logits may become; those that are not in `rows`, anything."""
+
+    masks: Masks | None = None
+    rows: Mapping[int, int] = field(default_factory=dict)  # of the logits -> of the masks
+
+    def allows(self, row: int, token_id: int) -> bool:
+        return self.masks is None or row not in self.rows or self.masks.allows(self.rows[row], token_id)
+
+    def applied(self, values: Tensor, rows: Sequence[int]) -> Tensor:
+        """`values` of these rows, -inf where they are not allowed; they themselves stay as they are."""
+        own = [index for index, row in enumerate(rows) if row in self.rows]
+        if not own:
+            return values
+        allowed = self._allowed([self.rows[rows[index]] for index in own], values)
+        if len(own) == len(rows):
+            return torch.where(allowed, values, -torch.inf)
+        masked = values.clone()
+        masked[own] = torch.where(allowed, values[own], -torch.inf)
+        return masked
+
+    def _allowed(self, rows: Sequence[int], like: Tensor) -> Tensor:
+        """[len(rows), vocab_size]"""
+        assert self.masks is not None
+        chosen = Masks(np.ascontiguousarray(self.masks.words[rows]), self.masks.vocab_size)
+        if like.device.type == "cpu":
+            return torch.from_numpy(chosen.expanded())
+        words = torch.from_numpy(chosen.words).to(like.device)  # 32 times fewer bytes to move
+        bits = words[:, :, None] >> torch.arange(32, device=like.device) & 1
+        return bits.flatten(1)[:, : chosen.vocab_size].bool()
+
+
+NO_MASKS = RowMasks()
+
+
+@dataclass(frozen=True, slots=True)
+class MasksToCome:
+    making: Future[Masks]
+    rows: Mapping[int, int]
+
+    def end(self) -> RowMasks:
+        return RowMasks(self.making.result(), self.rows)
+
+
+class StepMasks:
+    """Of one runner."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._maker = MaskMaker(vocab_size)
+        self._thread = ThreadPoolExecutor(1, "masks")
+
+    @property
+    def counts(self) -> MaskCounts:
+        return self._maker.counts
+
+    def begin(self, chunks: Sequence[Chunk]) -> MasksToCome | None:
+        """None: no chunk samples under a constraint."""
+        asked = masks_asked(chunks)
+        if not asked:
+            return None
+        rows, row = list[int](), 0
+        for chunk in chunks:
+            if chunk.sample:
+                num_rows = 1 + chunk.num_drafts
+                rows += range(row, row + num_rows) if chunk.matcher is not None else ()
+                row += num_rows
+        return MasksToCome(
+            self._thread.submit(self._maker.make, asked), {row: i for i, row in enumerate(rows)}
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown()
