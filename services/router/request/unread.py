@@ -4,7 +4,7 @@ from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 _OF_CHATS = ("tools",)
-_OF_MESSAGES = ("reasoning", "tool_calls", "tool_call_id", "name", "answer_id")
+_OF_MESSAGES = ("reasoning", "tool_calls", "tool_call_id", "answer_id")
 
 
 def refuse_unread(request: GenerateRequest) -> None:
