@@ -271,7 +271,14 @@ async def _serve_http(
         surplus=min(64, num_connections // 4),
     )
     settings = uvicorn.Config(
-        http_app(service, defaults=defaults, keys=api_keys, allowed_origins=config.allowed_origins),
+        http_app(
+            service,
+            defaults=defaults,
+            model_path=config.model,
+            keys=api_keys,
+            allowed_origins=config.allowed_origins,
+            count=metrics.asked,
+        ),
         log_config=None,
         access_log=False,
         lifespan="off",

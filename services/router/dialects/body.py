@@ -1,5 +1,6 @@
 """Typed reads of a JSON body: what is wrong is told by its name in the body."""
 
+import json
 import math
 from collections.abc import Mapping
 
@@ -22,8 +23,10 @@ class InvalidParameter(InvalidRequest):
 class Body:
     """Typed reads of a JSON object's members. A null counts as absent, as it does with OpenAI."""
 
-    def __init__(self, fields: Mapping[str, object]) -> None:
+    def __init__(self, fields: Mapping[str, object], prefix: str = "") -> None:
+        """`prefix` stands before the members' names where they are told."""
         self._fields = fields
+        self._prefix = prefix
 
     def refuse(self, names: Refused, instead: Mapping[str, str], prefix: str = "") -> None:
         """Raises InvalidParameter for a value of one of them that is none of its harmless ones. `instead`: by
@@ -33,24 +36,50 @@ class Body:
             # 1 == True in Python, but not in JSON.
             if not any(type(value) is type(ok) and value == ok for ok in harmless):
                 advice = instead.get(name, "leave it out")
-                raise InvalidParameter(prefix + name, f"is not supported by this server; {advice}")
+                raise InvalidParameter(
+                    self._prefix + prefix + name, f"is not supported by this server; {advice}"
+                )
 
     def get(self, name: str) -> object:
         return self._fields.get(name)
 
+    def name_of(self, name: str) -> str:
+        """As the client finds it in its body."""
+        return self._prefix + name
+
+    def wrong(self, name: str, problem: str) -> InvalidParameter:
+        return InvalidParameter(self.name_of(name), problem)
+
+    def inner(self, name: str) -> "Body":
+        """An object's members; those of an absent one are absent."""
+        value = self._fields.get(name)
+        if not isinstance(value, dict | None):
+            raise self.wrong(name, "must be an object")
+        return Body(value or {}, f"{self.name_of(name)}.")
+
+    def objects(self, name: str) -> "list[Body]":
+        """Of a list; none where it is absent."""
+        value = self._fields.get(name)
+        if not isinstance(value, list | None):
+            raise self.wrong(name, "must be a list")
+        return [_object(item, f"{self.name_of(name)}[{index}]") for index, item in enumerate(value or ())]
+
     def text(self, name: str) -> str:
         value = self._fields.get(name)
-        return "" if value is None else check_text(value, name)
+        return "" if value is None else check_text(value, self.name_of(name))
+
+    def required_text(self, name: str) -> str:
+        return check_text(self._fields.get(name), self.name_of(name))
 
     def flag(self, name: str) -> bool:
         value = self._fields.get(name)
         if value is not None and not isinstance(value, bool):
-            raise InvalidParameter(name, "must be true or false")
+            raise self.wrong(name, "must be true or false")
         return bool(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         value = self._fields.get(name)
-        return None if value is None else check_integer(value, name, low, high)
+        return None if value is None else check_integer(value, self.name_of(name), low, high)
 
     def max_tokens(self, name: str) -> int | None:
         return self.integer(name, -INT32_MAX, INT32_MAX)
@@ -60,15 +89,32 @@ class Body:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidParameter(name, "must be a number")
+            raise self.wrong(name, "must be a number")
         # Far beyond any range below, and still a float32.
         if abs(value) > 1e30 or math.isnan(value):
-            raise InvalidParameter(name, "is out of range")
+            raise self.wrong(name, "is out of range")
         return float(value)
 
     def integers(self, name: str) -> list[int]:
         value = self._fields.get(name)
-        return [] if value is None else check_ids(value, name)
+        return [] if value is None else check_ids(value, self.name_of(name))
+
+
+def _object(value: object, name: str) -> Body:
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, "must be an object")
+    return Body(value, f"{name}.")
+
+
+def json_text(value: object, name: str) -> str:
+    """A value of the body as JSON again."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (RecursionError, ValueError) as error:
+        raise InvalidParameter(
+            name, "cannot be written as JSON: it is nested too deeply, or has a NaN"
+        ) from error
+    return check_text(text, name)
 
 
 def check_text(value: object, name: str) -> str:

@@ -38,13 +38,13 @@ def _either(given: _Number | None, default: _Number | None) -> _Number | None:
     return default if given is None else given
 
 
-def read_stop(value: object) -> list[str]:
+def read_stop(value: object, name: str = "stop") -> list[str]:
     if value is None:
         return []
     if isinstance(value, list):
         if len(value) > MAX_STOP_STRINGS:
-            raise InvalidParameter("stop", f"must be at most {MAX_STOP_STRINGS} strings")
-        return [check_text(item, f"stop[{index}]") for index, item in enumerate(value)]
+            raise InvalidParameter(name, f"must be at most {MAX_STOP_STRINGS} strings")
+        return [check_text(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str):
-        return [check_text(value, "stop")]
-    raise InvalidParameter("stop", "must be a string or a list of strings")
+        return [check_text(value, name)]
+    raise InvalidParameter(name, "must be a string or a list of strings")

@@ -28,6 +28,7 @@ from services.router.http.error_answer import answer_error, headers_of
 from services.values.errors import InvalidRequest, IsthmusError
 
 ENDS = ("full", "slow_head", "slow_body", "unread")  # why connections are ended
+APIS = ("chat", "completions", "responses", "messages", "sglang")
 _RETRY_AFTER_S = 1.0
 
 
@@ -47,6 +48,20 @@ class HttpMetrics:
         )
         for reason in ENDS:
             self._ended_connections.labels(reason)
+
+        self._calls = Counter(
+            "isthmus_http_calls",
+            "Calls for a generation over HTTP, by API: chat, completions, responses, messages (Anthropic's), "
+            "sglang (/generate).",
+            ["api"],
+            registry=registry,
+        )
+        for api in APIS:
+            self._calls.labels(api)
+
+    def asked(self, api: str) -> None:
+        """`api`: one of APIS."""
+        self._calls.labels(api).inc()
 
     def ended(self, reason: str) -> None:
         """`reason`: one of ENDS."""

@@ -6,16 +6,39 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from services.router.dialects.anthropic import errors as anthropic
 from services.router.dialects.errors import status_of
-from services.router.dialects.openai.errors import error_json, error_object
+from services.router.dialects.openai import errors as openai
+from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from services.values.errors import NoCapacity, Unauthenticated
 
-CHATS_PATH = "/v1/chat/completions"
+# What bodies call the prompt.
+_PROMPTS = {CHATS: "messages", COMPLETIONS: "prompt", RESPONSES: openai.RESPONSES_PROMPT, GENERATE: "text"}
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    body = error_json(error, "messages" if request.url.path == CHATS_PATH else "prompt")
+    path = request.url.path
+    body = (
+        anthropic.error_json(error)
+        if _is_anthropics(path)
+        else openai.error_json(error, _PROMPTS.get(path, "prompt"))
+    )
     return JSONResponse(body, status_code=status_of(error), headers=headers_of(error))
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    body = (
+        anthropic.error_object(error.detail, status)
+        if _is_anthropics(request.url.path)
+        else openai.error_object(error.detail, status, None, status)
+    )
+    return JSONResponse(body, status_code=status, headers=error.headers)
+
+
+def _is_anthropics(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def headers_of(error: Exception) -> dict[str, str]:
@@ -23,9 +46,3 @@ def headers_of(error: Exception) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}  # RFC 9110, 11.6.1: every 401 has it
     wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
     return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
-
-
-async def answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = error_object(error.detail, error.status_code, None, error.status_code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)

@@ -20,13 +20,19 @@ class HttpDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             try:
-                self._keys.check(Headers(scope=scope).get("authorization"))
+                self._keys.check(_key_of(Headers(scope=scope)))
             except Unauthenticated as error:
                 self._keys.refusals.note("http", _peer_of(scope), error)
                 answer = await answer_error(Request(scope), error)
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _key_of(headers: Headers) -> str | None:
+    """As a bearer's; Anthropic's clients have a header of their own for it."""
+    own = headers.get("x-api-key")
+    return headers.get("authorization") or (None if own is None else f"Bearer {own}")
 
 
 def _peer_of(scope: Scope) -> str:

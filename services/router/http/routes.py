@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -9,31 +10,42 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from services.router.dialects.anthropic.answer import AnthropicDialect
 from services.router.dialects.call import REQUEST_ID
+from services.router.dialects.dialect import Dialect
 from services.router.dialects.openai.answer import OpenAiDialect
 from services.router.dialects.openai.chat_call import read_chat_call
 from services.router.dialects.openai.chat_format import ChatFormat
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.openai.completion_format import CompletionFormat
+from services.router.dialects.responses.dialect import ResponsesDialect
+from services.router.dialects.responses.store import ResponseStore
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
+from services.router.dialects.sglang.generate import SglangDialect
+from services.router.http.about import About
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader
-from services.router.http.error_answer import CHATS_PATH, answer_error, answer_http_error
+from services.router.http.error_answer import answer_error, answer_http_error
 from services.router.http.framing import OneLength
 from services.router.http.generating import Generating
 from services.router.http.key_door import HttpDoor
 from services.router.http.models import Models
+from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, HEALTH, MESSAGES, RESPONSES
 from services.router.http.request_id import RequestIds
+from services.router.http.stored import StoredResponses
+from services.router.http.tokenizing import Tokenizing
 from services.router.keys.api_keys import ApiKeys
 from services.values.errors import IsthmusError
 
-_HEALTH_PATH = "/health"
+_STORED_RESPONSES = 10_000
+_STORED_BYTES = 64 << 20
 
 
 def http_app(
     generation: GenerationBackend,
     *,
     defaults: SamplingDefaults = OPENAI,
+    model_path: str = "",
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
@@ -43,15 +55,23 @@ def http_app(
     """The ASGI app; without `keys` it serves anybody.
 
     `clock` gives seconds since the epoch, for the `created` fields. `count` is told each call's dialect.
+    `model_path`: the model's directory on this machine, for SGLang's /model_info.
     """
+    store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
     words = generation.token_text, generation.token_bytes
-    dialects = {
-        CHATS_PATH: OpenAiDialect("chat", read_chat_call, ChatFormat, defaults, *words),
-        "/v1/completions": OpenAiDialect(
-            "completions", read_completion_call, CompletionFormat, defaults, *words
-        ),
+    dialects: dict[str, Dialect[Any]] = {
+        CHATS: OpenAiDialect("chat", read_chat_call, ChatFormat, defaults, *words),
+        COMPLETIONS: OpenAiDialect("completions", read_completion_call, CompletionFormat, defaults, *words),
+        RESPONSES: ResponsesDialect(defaults, store),
+        MESSAGES: AnthropicDialect(defaults),
+        GENERATE: SglangDialect(defaults),
     }
     bodies = BodyReader(max_body_bytes)
+    tokens, stored, about = (
+        Tokenizing(generation, bodies),
+        StoredResponses(store),
+        About(generation, model_path),
+    )
     models = Models(generation, int(clock()))
     routes = [
         Route("/v1/models", models.all, methods=["GET"]),
@@ -60,13 +80,22 @@ def http_app(
             Route(path, Generating(dialect, generation, bodies, clock, count).answer, methods=["POST"])
             for path, dialect in dialects.items()
         ),
-        Route(_HEALTH_PATH, models.health, methods=["GET"]),
+        Route(f"{RESPONSES}/{{id}}", stored.look, methods=["GET"]),
+        Route(f"{RESPONSES}/{{id}}", stored.delete, methods=["DELETE"]),
+        Route(f"{MESSAGES}/count_tokens", tokens.count, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/version", about.version, methods=["GET"]),
+        Route("/model_info", about.model_info, methods=["GET"]),
+        Route("/server_info", about.server_info, methods=["GET"]),
+        Route("/flush_cache", about.flush_cache, methods=["GET", "POST"]),
+        Route(HEALTH, models.health, methods=["GET"]),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
     # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
     if keys is not None:
-        app = HttpDoor(app, keys, open_paths=frozenset({_HEALTH_PATH}))
+        app = HttpDoor(app, keys, open_paths=frozenset({HEALTH}))
     if allowed_origins:  # outside of the door: a browser asks beforehand, and shows no key then
         app = CORSMiddleware(
             app,

@@ -23,6 +23,7 @@ _CODES: Mapping[type[Exception], str] = {
 }
 # How the gRPC API's field names begin where the HTTP parameter's do not.
 _FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prompt|text|token_ids\.ids)\b")
+RESPONSES_PROMPT = "input"
 # What gRPC's tools and calls have at hand, HTTP's have in an object of their own.
 _OF_FUNCTIONS = re.compile(r"^(tools\[\d+\]|tool_choice|messages\[\d+\]\.tool_calls\[\d+\])\.(?!id$|mode$)")
 
@@ -47,4 +48,9 @@ def _param(error: Exception, prompt_param: str) -> str | None:
     if isinstance(error, InvalidParameter):
         return error.param
     field = _FIELD.match(str(error)) if isinstance(error, InvalidRequest) else None
-    return field and _OF_FUNCTIONS.sub(r"\1.function.", field["param"] or "prompt")
+    if field is None:
+        return None
+    name: str = field["param"] or "prompt"
+    if prompt_param == RESPONSES_PROMPT:  # whose functions lie flat
+        return prompt_param if name.startswith("messages") else name
+    return _OF_FUNCTIONS.sub(r"\1.function.", name)

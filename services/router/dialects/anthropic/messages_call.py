@@ -1,0 +1,130 @@
+"""Bodies of Anthropic's messages, read into GenerateRequest.
+
+What only says how to cache (cache_control, betas, metadata) changes no answer and is left aside: the router
+caches whatever comes twice.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.router.dialects.anthropic.turns import read_turns
+from services.router.dialects.body import INT32_MAX, Body, Refused
+from services.router.dialects.call import Call, read_addressee, traceparent_of
+from services.router.dialects.formats import schema_constraint
+from services.router.dialects.sampling import read_sampling, read_stop
+from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.template_variables import thinking_variables
+from services.router.dialects.tools import check_chosen, read_function
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, ToolChoice
+
+_REFUSED: Refused = {
+    "container": (),
+    "mcp_servers": ([],),
+    "stop": (),
+    "n": (1,),
+}
+_INSTEAD = {"stop": "use stop_sequences"}
+_MODES = {
+    "auto": ToolChoice.MODE_AUTO,
+    "any": ToolChoice.MODE_REQUIRED,
+    "none": ToolChoice.MODE_NONE,
+}
+_THINKS: Mapping[str, bool | None] = {"": False, "disabled": False, "enabled": True, "adaptive": None}
+_SESSION = re.compile(r"_session_(?P<id>[\w-]+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesCall(Call):
+    shows_thinking: bool  # Without being asked for, thinking is no part of the answer.
+    omits_thinking: bool  # It is one, without its text.
+
+
+def read_messages_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> MessagesCall:
+    """Raises InvalidParameter."""
+    body = Body(fields)
+    body.refuse(_REFUSED, _INSTEAD)
+    if body.get("max_tokens") is None:
+        raise body.wrong("max_tokens", "must be set")
+    return _read_call(body, headers, _read_sampling(body, defaults))
+
+
+def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateRequest:
+    """Of count_tokens: a message's body, most of which may be missing. Raises InvalidParameter."""
+    return _read_call(Body(fields), headers, SamplingParams()).request
+
+
+def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
+    sampling = read_sampling(body, body.integer("max_tokens", 1, INT32_MAX), None, defaults)
+    sampling.stop.extend(read_stop(body.get("stop_sequences"), "stop_sequences"))
+    output = body.inner("output_config")
+    form = output.inner("format") if output.get("format") else body.inner("output_format")
+    if form.text("type") == "json_schema":
+        sampling.constraint.CopyFrom(schema_constraint(form))
+    elif form.text("type"):
+        raise form.wrong("type", 'must be "json_schema"')
+    return sampling
+
+
+def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams) -> MessagesCall:
+    thinking = body.inner("thinking")
+    kind = thinking.text("type")
+    if kind not in _THINKS or (not kind and body.get("thinking") is not None):
+        raise thinking.wrong("type", "must be one of enabled, disabled, adaptive")
+    chat = Chat(
+        messages=read_turns(body),
+        chat_template_kwargs=thinking_variables(_THINKS[kind], body.inner("output_config").text("effort")),
+    )
+    left_out = _read_tools(body, chat)
+    request = GenerateRequest(chat=chat, sampling=sampling)
+    read_addressee(body, headers, request, _session(body.inner("metadata").text("user_id")))
+    return MessagesCall(
+        request=request,
+        stream=body.flag("stream"),
+        traceparent=traceparent_of(headers),
+        left_out=left_out,
+        shows_thinking=_THINKS[kind] is not False,
+        omits_thinking=thinking.text("display") == "omitted",
+    )
+
+
+def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
+    """The kinds of those that this server cannot serve: a model that is not shown them does without."""
+    left_out = []
+    for tool in body.objects("tools"):
+        kind = tool.text("type") or "custom"
+        if kind == "custom":
+            chat.tools.append(read_function(tool, "input_schema"))
+        else:
+            left_out.append(kind)
+    if body.get("tool_choice") is not None:
+        _read_choice(body.inner("tool_choice"), chat)
+    return tuple(left_out)
+
+
+def _read_choice(choice: Body, chat: Chat) -> None:
+    kind = choice.required_text("type")
+    if kind == "tool":
+        name = choice.required_text("name")
+        chat.tool_choice.name = check_chosen(name, chat.tools, choice.name_of("name"))
+    elif kind in _MODES:
+        chat.tool_choice.mode = _MODES[kind]
+    else:
+        raise choice.wrong("type", "must be one of auto, any, tool, none")
+    if choice.flag("disable_parallel_tool_use"):
+        chat.parallel_tool_calls = False
+
+
+def _session(user_id: str) -> str:
+    """Claude Code says there which session it is in; of others it is a person, who has many conversations."""
+    if found := _SESSION.search(user_id):
+        return found["id"]
+    try:
+        session = json.loads(user_id).get("session_id")
+    except (ValueError, RecursionError, AttributeError):
+        return ""
+    return session if isinstance(session, str) else ""

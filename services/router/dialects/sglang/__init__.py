@@ -1,0 +1,1 @@
+"""SGLang's own API, as far as its bench_serving needs it."""

@@ -1,0 +1,38 @@
+"""What a server says of itself, in the words of vLLM's and SGLang's clients."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.observe import build_info
+from services.router.dialects.openai.errors import error_object
+from services.router.http.backend import GenerationBackend
+
+_NO_FLUSH = (
+    "this router empties no cache: ranks serve other routers, too. Give each run a cache_salt of its own, or "
+    "start the cluster again"
+)
+
+
+class About:
+    """Endpoints. `model_path`: the directory of the model, with its tokenizer, on this machine."""
+
+    def __init__(self, generation: GenerationBackend, model_path: str) -> None:
+        self._generation = generation
+        self._model_path = model_path
+        self._version = build_info.versions()["version"]
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._version})
+
+    async def model_info(self, request: Request) -> Response:
+        paths = {"model_path": self._model_path, "tokenizer_path": self._model_path}
+        return JSONResponse({**paths, "is_generation": True})
+
+    async def server_info(self, request: Request) -> Response:
+        """SGLang's has its settings and each scheduler's state; `isthmus status` and metrics have ours."""
+        models = (await self._generation.list_models()).models
+        names = {"served_model_name": models[0].id if models else "", "model_path": self._model_path}
+        return JSONResponse({"version": self._version, **names, "internal_states": []})
+
+    async def flush_cache(self, request: Request) -> Response:
+        return JSONResponse(error_object(_NO_FLUSH, 501, None, 501), status_code=501)

@@ -1,0 +1,8 @@
+"""Paths that more is known by than which endpoint they are."""
+
+CHATS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+GENERATE = "/generate"
+HEALTH = "/health"

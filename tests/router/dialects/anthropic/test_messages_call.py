@@ -1,0 +1,229 @@
+"""Bodies of Anthropic's messages, and what they come to."""
+
+import json
+from typing import Any
+
+import pytest
+
+from router.http.backend import HI
+from services.router.dialects.anthropic.messages_call import MessagesCall, read_messages_call
+from services.router.dialects.body import InvalidParameter
+from services.router.dialects.sampling_defaults import OPENAI
+from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
+
+WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+
+
+def call_of(**body: Any) -> MessagesCall:
+    return read_messages_call({"max_tokens": 64, "messages": HI, **body}, {}, OPENAI)
+
+
+def chat_of(**body: Any) -> Chat:
+    return call_of(**body).request.chat
+
+
+def test_a_tool_loop_comes_back_as_turns() -> None:
+    chat = chat_of(
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "?"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hmm.", "signature": "h1"},
+                    {"type": "text", "text": "Let me look."},
+                    {"type": "tool_use", "id": "call_a", "name": "weather", "input": {"city": "Bärn"}},
+                    {"type": "tool_use", "id": "call_b", "name": "time", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "call_a", "content": "rain"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "call_b",
+                        "content": [{"type": "text", "text": "no clock"}],
+                        "is_error": True,
+                    },
+                    {"type": "text", "text": "Go on."},
+                ],
+            },
+        ],
+    )
+    assert list(chat.messages) == [
+        ChatMessage(role="system", parts=["Be brief."]),
+        ChatMessage(role="user", parts=["Weather", "?"]),
+        ChatMessage(
+            role="assistant",
+            content="Let me look.",
+            reasoning="Hmm.",
+            answer_id="h1",
+            tool_calls=[
+                ToolCall(id="call_a", name="weather", arguments='{"city": "Bärn"}'),
+                ToolCall(id="call_b", name="time", arguments="{}"),
+            ],
+        ),
+        ChatMessage(role="tool", tool_call_id="call_a", content="rain"),
+        ChatMessage(role="tool", tool_call_id="call_b", content="Error: no clock"),
+        ChatMessage(role="user", parts=["Go on."]),
+    ]
+
+
+def test_a_signature_that_cannot_be_ours_names_nothing() -> None:
+    block = {"type": "thinking", "thinking": "Hmm.", "signature": "s" * 400}
+    (turn, _) = chat_of(messages=[{"role": "assistant", "content": [block]}, *HI]).messages
+    assert (turn.reasoning, turn.answer_id) == ("Hmm.", "")
+
+
+def test_what_it_samples_by() -> None:
+    call = call_of(temperature=0.5, top_p=0.25, top_k=5, stop_sequences=["a", "b"])
+    expected = SamplingParams(max_tokens=64, temperature=0.5, top_p=0.25, top_k=5, stop=["a", "b"])
+    assert call.request.sampling == expected
+
+
+def test_a_schema_is_a_constraint() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for body in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert call_of(**body).request.sampling.constraint == Constraint(json_schema='{"type": "object"}')
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables", "shows"),
+    [
+        (None, {"enable_thinking": False, "thinking": False}, False),
+        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}, False),
+        ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True, "thinking": True}, True),
+        ({"type": "adaptive"}, None, True),
+    ],
+)
+def test_thinking_is_the_templates_business(thinking: Any, variables: Any, shows: bool) -> None:
+    call = call_of(thinking=thinking)
+    assert json.loads(call.request.chat.chat_template_kwargs or "null") == variables
+    assert call.shows_thinking is shows
+    hard = call_of(thinking=thinking, output_config={"effort": "high"})
+    assert json.loads(hard.request.chat.chat_template_kwargs) == {
+        **(variables or {}),
+        "reasoning_effort": "high",
+    }
+
+
+def test_tools_that_this_server_cannot_serve_are_left_out_and_named() -> None:
+    call = call_of(tools=[{"type": "web_search_20250305", "name": "web_search"}, {**WEATHER, "strict": True}])
+    assert list(call.request.chat.tools) == [
+        Tool(name="weather", description="d", parameters='{"type": "object"}', strict=True)
+    ]
+    assert call.left_out == ("web_search_20250305",)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "parallel"),
+    [
+        ({"type": "auto"}, ToolChoice(mode=ToolChoice.MODE_AUTO), None),
+        ({"type": "any"}, ToolChoice(mode=ToolChoice.MODE_REQUIRED), None),
+        ({"type": "none"}, ToolChoice(mode=ToolChoice.MODE_NONE), None),
+        ({"type": "tool", "name": "weather"}, ToolChoice(name="weather"), None),
+        (
+            {"type": "auto", "disable_parallel_tool_use": True},
+            ToolChoice(mode=ToolChoice.MODE_AUTO),
+            False,
+        ),
+    ],
+)
+def test_which_tool_is_called(choice: Any, expected: ToolChoice, parallel: bool | None) -> None:
+    chat = chat_of(tools=[WEATHER], tool_choice=choice)
+    assert chat.tool_choice == expected
+    assert (chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None) is parallel
+
+
+@pytest.mark.parametrize(
+    ("user_id", "conversation"),
+    [
+        ("user_ab_account_cd_session_ef-01", "ef-01"),
+        ('{"device_id": "d", "session_id": "ef-02"}', "ef-02"),
+        ("somebody", ""),
+        ("5", ""),
+        ('{"session_id": 5}', ""),
+    ],
+)
+def test_a_session_is_the_conversation(user_id: str, conversation: str) -> None:
+    assert call_of(metadata={"user_id": user_id}).request.conversation_id == conversation
+
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": ["Hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+                    USER,
+                ]
+            },
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0].type",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [CALL],
+                    },
+                    USER,
+                ]
+            },
+            "messages[0].content[0].input",
+        ),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"thinking": {"type": "hard"}}, "thinking.type"),
+        ({"thinking": {}}, "thinking.type"),
+        ({"stop": "a"}, "stop"),
+        ({"stop_sequences": ["a", 5]}, "stop_sequences[1]"),
+        ({"tools": [{"name": ""}]}, "tools[0].name"),
+        ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "time"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"output_format": {"type": "xml"}}, "output_format.type"),
+        ({"metadata": 5}, "metadata"),
+        ({"stream": 1}, "stream"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as raised:
+        call_of(**body)
+    assert raised.value.param == param
+    assert str(raised.value).startswith(f"{param} ")

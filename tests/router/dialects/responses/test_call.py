@@ -1,0 +1,213 @@
+"""Bodies of responses, and what they come to."""
+
+import json
+from typing import Any
+
+import pytest
+
+from services.router.dialects.body import InvalidParameter
+from services.router.dialects.responses.call import ResponsesCall, read_responses_call
+from services.router.dialects.responses.items import with_instructions
+from services.router.dialects.sampling_defaults import OPENAI
+from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
+
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+
+
+def call_of(**body: Any) -> ResponsesCall:
+    return read_responses_call({"input": "Hi", **body}, {}, OPENAI)
+
+
+def chat_of(**body: Any) -> Chat:
+    return call_of(**body).request.chat
+
+
+def text(role: str, *texts: str, kind: str = "input_text") -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": said} for said in texts]}
+
+
+def test_a_tool_loop_comes_back_as_turns() -> None:
+    items = [
+        text("developer", "Be brief."),
+        text("developer", "Use tools."),
+        {"role": "user", "content": "Weather?"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hmm."}],
+            "encrypted_content": "h1",
+        },
+        text("assistant", "Let me ", "look.", kind="output_text"),
+        {"type": "function_call", "call_id": "call_a", "name": "weather", "arguments": "{}", "id": "fc_1"},
+        {"type": "function_call", "call_id": "call_b", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_a", "output": "rain"},
+        {
+            "type": "function_call_output",
+            "call_id": "call_b",
+            "output": [{"type": "input_text", "text": "no"}, {"type": "input_text", "text": "on"}],
+        },
+        {"type": "reasoning", "summary": [], "encrypted_content": "h2"},
+        text("assistant", "Rain.", kind="output_text"),
+        text("user", "And", "then?"),
+    ]
+    turns = with_instructions("You are Codex.", chat_of(input=items).messages)
+    assert turns == [
+        ChatMessage(role="system", parts=["You are Codex.", "Be brief.", "Use tools."]),
+        ChatMessage(role="user", content="Weather?"),
+        ChatMessage(
+            role="assistant",
+            content="Let me look.",
+            reasoning="Hmm.",
+            answer_id="h1",
+            tool_calls=[
+                ToolCall(id="call_a", name="weather", arguments="{}"),
+                ToolCall(id="call_b", name="time", arguments="{}"),
+            ],
+        ),
+        ChatMessage(role="tool", tool_call_id="call_a", content="rain"),
+        ChatMessage(role="tool", tool_call_id="call_b", parts=["no", "on"]),
+        ChatMessage(role="assistant", content="Rain.", answer_id="h2"),
+        ChatMessage(role="user", parts=["And", "then?"]),
+    ]
+
+
+def test_thinking_begins_a_turn() -> None:
+    items = [
+        text("assistant", "a"),
+        {"type": "reasoning", "summary": [], "encrypted_content": "not ours " * 20},
+        text("assistant", "b"),
+        text("user", "c"),
+    ]
+    assert list(chat_of(input=items).messages) == [
+        ChatMessage(role="assistant", content="a"),
+        ChatMessage(role="assistant", content="b"),
+        ChatMessage(role="user", content="c"),
+    ]
+
+
+def test_without_instructions_there_is_no_system() -> None:
+    assert with_instructions("", [ChatMessage(role="user", content="Hi")])[0].role == "user"
+
+
+def test_what_it_samples_by() -> None:
+    body = {"temperature": 0.5, "top_p": 0.25, "max_output_tokens": 9, "seed": 3, "top_k": 5}
+    expected = SamplingParams(temperature=0.5, top_p=0.25, max_tokens=9, seed=3, top_k=5)
+    assert call_of(**body).request.sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "constraint"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Constraint(json_object=True)),
+        (
+            {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True},
+            Constraint(json_schema='{"type": "object"}'),
+        ),
+    ],
+)
+def test_a_format_is_a_constraint(form: Any, constraint: Constraint | None) -> None:
+    sampling = call_of(text={"format": form, "verbosity": "low"}).request.sampling
+    assert (sampling.constraint if sampling.HasField("constraint") else None) == constraint
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "variables"),
+    [
+        (None, None),
+        ({"summary": "auto"}, None),
+        ({"effort": "high"}, {"reasoning_effort": "high"}),
+        (
+            {"effort": "none"},
+            {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"},
+        ),
+    ],
+)
+def test_an_effort_is_the_templates_business(reasoning: Any, variables: Any) -> None:
+    assert json.loads(chat_of(reasoning=reasoning).chat_template_kwargs or "null") == variables
+
+
+def test_functions_are_offered_and_other_kinds_left_out() -> None:
+    call = call_of(tools=[{"type": "custom", "name": "patch"}, WEATHER], parallel_tool_calls=False)
+    chat = call.request.chat
+    assert list(chat.tools) == [Tool(name="weather", parameters='{"type": "object"}', strict=True)]
+    assert call.left_out == ("custom",)
+    assert chat.HasField("parallel_tool_calls")
+    assert not chat.parallel_tool_calls
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", ToolChoice(mode=ToolChoice.MODE_AUTO)),
+        ("none", ToolChoice(mode=ToolChoice.MODE_NONE)),
+        ("required", ToolChoice(mode=ToolChoice.MODE_REQUIRED)),
+        ({"type": "function", "name": "weather"}, ToolChoice(name="weather")),
+    ],
+)
+def test_which_tool_is_called(choice: Any, expected: ToolChoice) -> None:
+    assert chat_of(tools=[WEATHER], tool_choice=choice).tool_choice == expected
+
+
+def test_what_codex_sends_is_taken() -> None:
+    """As recorded: hints that change no answer, and includes of what is always there."""
+    call = call_of(
+        stream=True,
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="s",
+        service_tier="auto",
+        text={"verbosity": "medium"},
+        reasoning={"effort": "medium", "summary": "auto"},
+        parallel_tool_calls=False,
+        tool_choice="auto",
+        client_metadata={"a": "b"},
+        stream_options={"include_obfuscation": False},
+    )
+    assert (call.stream, call.is_stored) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["Hi"]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role"),
+        ({"input": [text("user", "x", kind="input_image")]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
+        ({"instructions": 5}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"messages": [{}]}, "messages"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"a": float("nan")}}}}, "text.format.schema"),
+        ({"reasoning": "high"}, "reasoning"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": "x"}]}, "tools[0].parameters"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"store": "yes"}, "store"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as raised:
+        call_of(**body)
+    assert raised.value.param == param
+    assert str(raised.value).startswith(f"{param} ")

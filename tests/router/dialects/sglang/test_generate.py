@@ -1,0 +1,162 @@
+"""SGLang's /generate, as its bench_serving asks it."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from router.http.backend import FakeBackend, client, finished, post, response
+from services.router.dialects.body import InvalidParameter
+from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.sglang.generate import read_generate_call
+from services.values import errors
+from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
+
+# As version 0.5.23 sends it.
+BENCH = {
+    "text": "Hi",
+    "sampling_params": {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True},
+    "stream": True,
+    "lora_path": "",
+    "return_logprob": False,
+    "return_routed_experts": False,
+    "logprob_start_len": -1,
+}
+
+
+async def generate(backend: FakeBackend, **body: Any) -> httpx.Response:
+    return await post(backend, "/generate", {**BENCH, **body})
+
+
+def told(answer: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def test_each_event_has_all_the_text_so_far() -> None:
+    backend = FakeBackend()
+    first, second, last = told(await generate(backend))
+    assert [event["text"] for event in (first, second, last)] == ["Hello", "Hello you", "Hello you!"]
+    assert [event["meta_info"]["completion_tokens"] for event in (first, second, last)] == [1, 2, 3]
+    assert first["meta_info"] == {"id": "r1", "completion_tokens": 1, "finish_reason": None}
+    isthmus = last["meta_info"].pop("isthmus")
+    assert isthmus["decode_prefix_len"] == 8
+    assert last["meta_info"] == {
+        "id": "r1",
+        "finish_reason": {"type": "stop", "matched": "END"},
+        "completion_tokens": 3,
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+    }
+    (request,) = backend.requests
+    assert request == GenerateRequest(
+        request_id=request.request_id,
+        text="Hi",
+        sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    )
+
+
+async def test_an_answer_is_told_whole() -> None:
+    script = (response("a", [65]), finished("b", [66], common_pb2.FINISH_REASON_LENGTH))
+    answer = (await generate(FakeBackend(*script), stream=False)).json()
+    assert (answer["text"], answer["output_ids"]) == ("ab", [65, 66])
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
+async def test_errors() -> None:
+    answer = await generate(FakeBackend(errors.NoCapacity("full")))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (429, "full")
+    answer = await generate(FakeBackend(response("He", [72]), errors.PeerFailed("gone")))
+    assert json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"] == 503
+    aborted = finished(reason=common_pb2.FINISH_REASON_ABORTED)
+    assert (await generate(FakeBackend(response("He", [72]), aborted), stream=False)).status_code == 499
+
+
+def read(**body: Any) -> GenerateRequest:
+    return read_generate_call({"text": "Hi", **body}, {}, OPENAI).request
+
+
+def test_what_it_samples_by() -> None:
+    given = {
+        **{
+            "temperature": 0.5,
+            "top_p": 0.25,
+            "top_k": -1,
+            "min_p": 0.125,
+            "stop": "a",
+            "stop_token_ids": [3],
+        },
+        **{"frequency_penalty": 1, "presence_penalty": 0.5, "repetition_penalty": 1.5},
+        **{"max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 7},
+    }
+    expected = SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=0,
+        min_p=0.125,
+        stop=["a"],
+        stop_token_ids=[3],
+        frequency_penalty=1,
+        presence_penalty=0.5,
+        repetition_penalty=1.5,
+        max_tokens=9,
+        min_tokens=2,
+        seed=7,
+    )
+    assert read(sampling_params=given).sampling == expected
+    assert read().sampling == SamplingParams(temperature=1.0, max_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("name", "constraint"),
+    [
+        ("regex", Constraint(regex="a+")),
+        ("ebnf", Constraint(grammar="a+")),
+        ("json_schema", Constraint(json_schema="a+")),
+    ],
+)
+def test_constraints(name: str, constraint: Constraint) -> None:
+    assert read(sampling_params={name: "a+"}).sampling.constraint == constraint
+
+
+def test_ids_are_a_prompt_too() -> None:
+    assert read(text=None, input_ids=[1, 2]).token_ids.ids == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text": None}, "text"),
+        ({"input_ids": [1]}, "text"),
+        ({"text": ["a", "b"]}, "text"),
+        ({"text": None, "input_ids": [[1], [2]]}, "input_ids[0]"),
+        ({"return_logprob": True}, "return_logprob"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"image_data": ["x"]}, "image_data"),
+        ({"sampling_params": []}, "sampling_params"),
+        ({"sampling_params": {"n": 2}}, "sampling_params.n"),
+        ({"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
+        ({"sampling_params": {"skip_special_tokens": False}}, "sampling_params.skip_special_tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as raised:
+        read(**body)
+    assert raised.value.param == param
+
+
+async def test_what_bench_serving_asks_beside() -> None:
+    async with client(FakeBackend(), model_path="/models/tiny") as http:
+        assert (await http.get("/model_info")).json()["tokenizer_path"] == "/models/tiny"
+        info = (await http.get("/server_info")).json()
+        assert (info["served_model_name"], info["internal_states"]) == ("tiny", [])
+        assert info["version"] == (await http.get("/version")).json()["version"] != "none"
+        flushed = await http.post("/flush_cache")
+    assert flushed.status_code == 501  # it raises, and measures nothing that is not so
+    assert "cache_salt" in flushed.json()["error"]["message"]
