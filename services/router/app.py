@@ -133,11 +133,13 @@ async def open_router(
             max_wait_s=config.max_wait_s,
             request_timeout_s=config.request_timeout_s,
             max_priority=config.max_priority,
+            keep_thinking=config.keep_thinking == "always",
             grammars=Grammars(Path(config.model), tokenizer.vocab_size),
             parsers=parsers,
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)
+        metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
         registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)

@@ -99,6 +99,11 @@ class RouterConfig(ClusterConfig):
 
     reasoning_parser: ReasoningParsers = setting("auto", "how it marks what it thinks, likewise")
 
+    keep_thinking: Literal["template", "always"] = setting(
+        "template",
+        "thinking of past answers: where the chat template shows it, or always, which keeps prefixes whole",
+    )
+
     allowed_origins: tuple[str, ...] = setting(
         (),
         "origins whose web pages may call the HTTP API, SCHEME://HOST, or * for all (CORS)",

@@ -51,7 +51,8 @@ class AnswerText:
         self._stop = StopStrings(stop)
         self._parser = parser
         self._parallel_calls = parallel_calls
-        self._said: list[Said] = []
+        self._contents: list[str] = []
+        self._reasonings: list[str] = []
         self._num_tokens = 0
         self._has_content = False
         self.calls: list[AnswerCall] = []
@@ -92,8 +93,8 @@ class AnswerText:
     def message(self) -> AnswerMessage:
         """All that was said."""
         return AnswerMessage(
-            "".join(said.content for said in self._said),
-            "".join(said.reasoning for said in self._said),
+            "".join(self._contents),
+            "".join(self._reasonings),
             tuple(self.calls),
         )
 
@@ -134,8 +135,8 @@ class AnswerText:
             said.ended = True
 
     def _keep(self, said: Said) -> None:
-        if self._parser is not None and (said.content or said.reasoning):
-            self._said.append(said)
+        self._contents.append(said.content)
+        self._reasonings.append(said.reasoning)
 
 
 def _new_id() -> str:

@@ -32,8 +32,9 @@ from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
 from services.router.request.trace_attributes import attributes_of
-from services.router.request.unread import refuse_unread
+from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
+from services.router.text.chats.past_answers import PastAnswers
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import (
@@ -53,6 +54,9 @@ log = logging.getLogger(__name__)
 _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
+_REMEMBERED_ANSWERS_BYTES = 256 << 20
+_THINKING_ENDS = "</think>"  # in content: nothing has told it apart, but templates do
+_STOP_IDS = 1024  # more than a stop string has
 _LAST_WORDS_S = 1.0
 _MOST_CONTEXTS = 16  # tokens of a prompt that is only counted
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
@@ -74,6 +78,7 @@ class Generator:
         max_priority: int = 0,
         grammars: Grammars | None = None,
         parsers: ParserChoice | None = None,
+        keep_thinking: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -86,13 +91,19 @@ class Generator:
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
         self._max_priority = max_priority
+        self._keep_thinking = keep_thinking
         self._clock = clock
         self._running: dict[str, Progress] = {}
         self._memory = ConversationMemory(_REMEMBERED_CONVERSATIONS, _REMEMBERED_TOKEN_IDS)
+        self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def remembered_answer_bytes(self) -> int:
+        return self._answers.size_bytes
 
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
@@ -113,7 +124,7 @@ class Generator:
         Raises Unavailable where no decode rank is registered.
         """
         checked = await self._check(request)
-        encoded = await self._encoder().encode(request)
+        encoded = await self._encoder().encode(request, self._past(request))
         prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
@@ -125,8 +136,8 @@ class Generator:
         """
         await self._check(request)
         context_tokens = self._cluster.max_context_tokens()
-        encoder = PromptEncoder(self._tokenizer, _MOST_CONTEXTS * context_tokens, self._tokenizer.vocab_size)
-        return (await encoder.encode(request)).ids, context_tokens
+        encoder = self._encoder(_MOST_CONTEXTS * context_tokens)
+        return (await encoder.encode(request, self._past(request))).ids, context_tokens
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """With special tokens written out. Raises InvalidRequest, NotFound."""
@@ -170,10 +181,14 @@ class Generator:
                 span.set_attributes(gen_ai.asked(request, self._model_name))
             checked = await self._admit(request, timeout_s)
             with self._track(checked, span, deadline) as progress:
-                prompt = await self._encoder().encode(request)
+                past = self._past(request)
+                prompt = await self._encoder().encode(request, past)
                 progress.tokenize_s = self._clock() - progress.began_s
-                answer = _ResponseStream(self, checked, prompt, progress, deadline)
+                progress.past_answers = past.outcomes if past is not None else {}
+                self._metrics.past_answers(progress.past_answers)
+                answer = _ResponseStream(self, checked, prompt, past, progress, deadline)
                 response = await answer.next_response()
+                response.answer_id = answer.answer_id
                 if tells_prompt:
                     response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
                 while not response.HasField("finish"):
@@ -216,7 +231,6 @@ class Generator:
                 f"priority must be at most {self._max_priority} on this server (--max-priority), got "
                 f"{request.priority}"
             )
-        refuse_unread(request)
         tools = self._parsers.read_tools(request)
         sampling = request.sampling
         if not sampling.HasField("seed"):
@@ -240,8 +254,19 @@ class Generator:
         """One of a higher priority than usual does not wait behind the others, however many there are."""
         return math.inf if checked.priority > 0 else allowed_wait_s(self._max_wait_s, remaining_s)
 
-    def _encoder(self) -> PromptEncoder:
-        return PromptEncoder(self._tokenizer, self._cluster.max_context_tokens(), self._tokenizer.vocab_size)
+    def _encoder(self, max_tokens: int | None = None) -> PromptEncoder:
+        return PromptEncoder(
+            self._tokenizer,
+            max_tokens or self._cluster.max_context_tokens(),
+            self._tokenizer.vocab_size,
+            keep_thinking=self._keep_thinking,
+        )
+
+    def _past(self, request: generation_pb2.GenerateRequest) -> PastAnswers | None:
+        """None for what is no chat."""
+        if request.WhichOneof("prompt") != "chat":
+            return None
+        return PastAnswers(self._answers, request.tenant, self._model_name, request.chat)
 
     @contextmanager
     def _track(self, checked: Checked, span: Span, deadline: float | None) -> Iterator[Progress]:
@@ -295,6 +320,7 @@ class Generator:
             finish=progress.finish_reason.value if progress.finish_reason else "-",
             kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
             ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
+            past_answers=",".join(f"{what}:{n}" for what, n in progress.past_answers.items()) or "-",
             transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",
             attempts=progress.attempts,
             moved_to=",".join(str(later.placed.decision.chosen.decode.id) for later in progress.served[1:])
@@ -310,9 +336,12 @@ class _ResponseStream:
         generator: Generator,
         checked: Checked,
         prompt: PackedIds,
+        past: PastAnswers | None,
         progress: Progress,
         deadline: float,
     ) -> None:
+        self._past = past
+        self.answer_id = secrets.token_hex(16) if past is not None else ""  # of a chat's answer
         self._cluster = generator._cluster
         self._tokenizer = generator._tokenizer
         self._memory = generator._memory
@@ -402,6 +431,8 @@ class _ResponseStream:
         if reason is not None:
             has_called = reason is FinishReason.STOP and self._text.calls
             self._finish(response, FinishReason.TOOL_CALLS if has_called else reason, matched)
+            if reason is not FinishReason.ABORTED and self._remember(said.matched):
+                response.finish.answer_id = self.answer_id
         return response
 
     def _note_text(self) -> None:
@@ -425,6 +456,7 @@ class _ResponseStream:
         said.calls += rest.calls
         said.num_tokens = len(output.token_ids)
         if rest.ended:
+            said.matched = rest.matched
             return said, FinishReason.STOP, rest.matched
         return said, output.finished, terminator
 
@@ -443,3 +475,34 @@ class _ResponseStream:
             self._memory.remember(self._checked.memory_key, all_ids)
         if progress.placed is not None and reason is not FinishReason.ABORTED:
             self._cluster.finished(progress.placed, all_ids)
+
+    def _remember(self, stop_string: str) -> bool:
+        """Whether the answer can be found again."""
+        if self._past is None:
+            return False
+        ids, message = self._own_ids(stop_string), self._text.message()
+        is_told_apart = message.reasoning or _THINKING_ENDS not in message.content
+        return bool(ids and is_told_apart) and self._past.remember(
+            self._prompt.ids, array("I", ids), message, self.answer_id
+        )
+
+    def _own_ids(self, stop_string: str) -> Sequence[int]:
+        """The answer's ids as far as they are what it said: without a stop token that is the client's own."""
+        ids = self._progress.output_ids
+        if stop_string:
+            return self._before_stop(ids, stop_string)
+        is_stop = ids and ids[-1] in self._checked.sampling.stop_token_ids
+        return ids[:-1] if is_stop and ids[-1] not in self._tokenizer.eos_token_ids else ids
+
+    def _before_stop(self, ids: Sequence[int], stop_string: str) -> Sequence[int]:
+        """Where the stop string begins within a token, what is before it there comes as it is encoded."""
+        text_of = self._tokenizer.text_of
+        ids, end_ids = ids[:-_STOP_IDS], ids[-_STOP_IDS:]
+        text = text_of(end_ids)
+        begin, kept = text.rfind(stop_string), len(end_ids)
+        if begin < 0:
+            return ()
+        while kept and len(text_of(end_ids[:kept])) > begin:
+            kept -= 1
+        rest = text[len(text_of(end_ids[:kept])) : begin]
+        return [*ids, *end_ids[:kept], *(self._tokenizer.encode(rest, special_tokens=False) if rest else ())]

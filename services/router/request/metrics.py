@@ -1,6 +1,6 @@
 """What a router shows Prometheus of requests. What it shows of the index is in services/index/metrics.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,6 +14,7 @@ from services.router.keys.refusals import FRONTS, REASONS
 from services.router.request.gen_ai import GenAiMetrics
 from services.router.request.progress import Progress
 from services.router.request.stages import STAGES
+from services.router.text.chats.past_answers import OUTCOMES
 from services.values.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
 from services.values.rank import RankId, Role
 from services.values.request import Admitted, FinishReason
@@ -105,6 +106,19 @@ class RouterMetrics:
         self._drift = counter(
             "isthmus_drift_tokens", "Tokens of past turns that did not come back as they were generated."
         )
+        self._past_answers = counter(
+            "isthmus_past_answers",
+            "Past answers in chats: given (with their ids), found (remembered, and put in as they were), "
+            "changed (remembered, but written otherwise by the template), unknown.",
+            ["outcome"],
+        )
+        for outcome in OUTCOMES:
+            self._past_answers.labels(outcome)
+        self.remembered_answers = Gauge(
+            "isthmus_remembered_answer_bytes",
+            "What past answers take that are remembered.",
+            registry=registry,
+        )
         self._completion = counter("isthmus_completion_tokens", "Generated tokens.")
         self._reasoning = counter(
             "isthmus_reasoning_tokens",
@@ -171,6 +185,10 @@ class RouterMetrics:
 
     def drifted(self, num_tokens: int) -> None:
         self._drift.inc(num_tokens)
+
+    def past_answers(self, outcomes: Mapping[str, int]) -> None:
+        for outcome, number in outcomes.items():
+            self._past_answers.labels(outcome).inc(number)
 
     def moved(self, progress: Progress) -> None:
         self._moves.labels("retry" if progress.first_token_s is None else "migration").inc()

@@ -1,5 +1,6 @@
 """One request on the router: what was asked, and what has become of it so far."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
@@ -75,6 +76,7 @@ class Progress:
     reasoning_tokens: int = 0
     num_calls: int = 0
     num_broken_calls: int = 0
+    past_answers: Mapping[str, int] = field(default_factory=dict)  # of a chat: how many of them were what
 
     @property
     def admitted(self) -> Admitted | None:

@@ -2,15 +2,19 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from services.router.text.chats.chat import ChatTokenizer, render_chat
+from services.router.text.chats.chat import NO_ANSWERS, ChatTokenizer, render_chat
+from services.router.text.chats.past_answers import PastAnswers
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
 from services.wire.packed_ids import PackedIds
+
+_Result = TypeVar("_Result")
 
 # Bytes of a serialized request, or ids; encoding a longer one would be felt by every stream on the loop.
 _LONG_REQUEST, _MANY_IDS = 4096, 2048
@@ -29,19 +33,24 @@ class PromptEncoder:
         max_context_tokens: int,
         vocab_size: int,
         max_text_bytes: int | None = None,
+        *,
+        keep_thinking: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
         self._max_text_bytes = max_text_bytes or max(1 << 20, 16 * max_context_tokens)
+        self._keep_thinking = keep_thinking
 
-    async def encode(self, request: GenerateRequest) -> PackedIds:
-        """As `encode_now`, with a long request in a thread."""
-        if _is_long(request):
-            return await asyncio.to_thread(self.encode_now, request)
-        return self.encode_now(request)
+    async def encode(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
+        """As `encode_now`, with a long request in a thread. `past`: to look a chat's past answers up in."""
+        is_long = _is_long(request)
+        if past is not None:
+            await _do(is_long, past.digest)
+            past.recall()
+        return await _do(is_long, partial(self.encode_now, request, past))
 
-    def encode_now(self, request: GenerateRequest) -> PackedIds:
+    def encode_now(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
         """At least one id, every one in the vocabulary, with room for one more token in the context.
 
         Raises:
@@ -54,7 +63,7 @@ class PromptEncoder:
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")
                 prompt = PackedIds.of(self._encode_text(request.text, special))
             case "chat":
-                prompt = PackedIds.of(self._encode_chat(request.chat))
+                prompt = PackedIds.of(self._encode_chat(request.chat, past))
             case "token_ids":
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
@@ -70,15 +79,20 @@ class PromptEncoder:
         self._check_bytes([text], "text")
         return self._tokenizer.encode(text, special_tokens)
 
-    def _encode_chat(self, chat: Chat) -> list[int]:
+    def _encode_chat(self, chat: Chat, past: PastAnswers | None) -> list[int]:
         # A message is at least one token; a request's worth of empty ones would keep the template busy.
-        if len(chat.messages) > self._max_context_tokens:
-            self._refuse_len(f"{len(chat.messages)} messages")
-        texts = (text for message in chat.messages for text in (message.content, *message.parts))
-        self._check_bytes(texts, "chat.messages")
+        num_parts = len(chat.messages) + len(chat.tools) + sum(len(each.tool_calls) for each in chat.messages)
+        if num_parts > self._max_context_tokens:
+            self._refuse_len(f"{num_parts} messages, tools and calls")
+        self._check_bytes(_texts_of_messages(chat), "chat.messages")
+        self._check_bytes(_texts_of_tools(chat), "chat.tools")
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
-        return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs)
+        known = past.known if past is not None else NO_ANSWERS
+        rendered = render_chat(self._tokenizer, chat, known, keep_thinking=self._keep_thinking)
+        if past is not None:
+            past.rendered(rendered.spliced)
+        return rendered.ids
 
     def _check_bytes(self, texts: Iterable[str], name: str) -> None:
         size_bytes = sum(len(text.encode()) for text in texts)
@@ -112,6 +126,22 @@ class PromptEncoder:
                 raise InvalidRequest(
                     f"{name}[{index}] must be below the vocabulary's size {self._vocab_size}, got {token_id}"
                 )
+
+
+def _texts_of_messages(chat: Chat) -> Iterator[str]:
+    for message in chat.messages:
+        yield from (message.content, *message.parts, message.reasoning, message.name, message.tool_call_id)
+        for call in message.tool_calls:
+            yield from (call.id, call.name, call.arguments)
+
+
+def _texts_of_tools(chat: Chat) -> Iterator[str]:
+    for tool in chat.tools:
+        yield from (tool.name, tool.description, tool.parameters)
+
+
+async def _do(in_thread: bool, work: Callable[[], _Result]) -> _Result:
+    return await asyncio.to_thread(work) if in_thread else work()
 
 
 def _is_long(request: GenerateRequest) -> bool:

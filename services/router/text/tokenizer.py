@@ -4,12 +4,14 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from services.model.byte_tokens import bytes_of_piece
-from services.router.text.chats.template_content import Content, TemplateContent
+from services.router.text.chats.template_turns import Message, TemplateTurns
+from services.router.text.chats.turns import Turn
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
 from services.values.errors import ConfigError, InvalidRequest
 
@@ -36,8 +38,8 @@ class Tokenizer:
         self._vocab_size = _stated_vocab_size(configs["config.json"]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
-        self._content = TemplateContent(self._apply_template)
         self._special_tokens = MappingProxyType(_special_tokens(self._backend))
+        self._turns = TemplateTurns(self._apply_template)
         self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
     @property
@@ -115,47 +117,75 @@ class Tokenizer:
         piece = self._backend.convert_ids_to_tokens(token_id)
         return None if piece is None else bytes_of_piece(piece)
 
-    def render_template(
-        self, messages: Sequence[Mapping[str, Content]], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> str:
-        """The chat as text, up to where the assistant's next turn begins. The template may read `variables`.
+    @property
+    def keeps_past_reasoning(self) -> bool:
+        """Whether the chat template shows what was thought before the last question."""
+        return self._turns.keeps_past_reasoning
 
-        A message has `role` and `content`: a string, or the texts of its parts.
+    def render_template(
+        self,
+        turns: Sequence[Turn],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The chat as text, up to where the assistant's next turn begins; without `generation_prompt`, to
+        where the last turn ends. The template may read `variables`; `tools` are in OpenAI's shape.
 
         A developer, as OpenAI has come to name the system, is one to templates that know no developer.
 
         Raises:
-            InvalidRequest: the model has no chat template, its template refuses these messages, or a
-                variable has the name of an argument of transformers' own.
+            InvalidRequest: the model has no chat template, its template refuses these messages or knows
+                nothing of tools, or a variable has the name of an argument of transformers' own.
         """
         if self._backend.chat_template is None:
             raise InvalidRequest(
                 "chat cannot be used: this model has no chat template; send text or token_ids"
             )
         self._check_variables(variables)
+        self._check_tools(turns, tools)
+        messages = [self._turns.of(self._known(turn)) for turn in turns]
         try:
-            return self._apply_template([self._known(message) for message in messages], **variables)
+            return self._apply_template(messages, tools, generation_prompt, **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
             raise InvalidRequest(
                 f"chat.messages are refused by the model's chat template: {error}"
             ) from error
 
-    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def _apply_template(
+        self,
+        messages: list[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
         text: str = self._backend.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
+            messages,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **variables,
         )
         return text
+
+    def _check_tools(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
+        if tools and not self._turns.reads_tools:
+            raise InvalidRequest("chat.tools cannot be used: the model's chat template shows no tools")
+        for index, turn in enumerate(turns):
+            if turn.calls and not self._turns.writes_calls:
+                raise InvalidRequest(
+                    f"chat.messages[{index}].tool_calls cannot be used: the model's chat template shows none"
+                )
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
             if name in self._reserved:
                 raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
 
-    def _known(self, message: Mapping[str, Content]) -> dict[str, Any]:
-        role = str(message["role"])
-        if role == "developer" and not self._knows_developers:
-            role = "system"
-        return {"role": role, "content": self._content.of(role, message["content"])}
+    def _known(self, turn: Turn) -> Turn:
+        is_alien = turn.role == "developer" and not self._knows_developers
+        return replace(turn, role="system") if is_alien else turn
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
         if self._backend.is_fast:  # what the call below comes to, in a quarter of the time

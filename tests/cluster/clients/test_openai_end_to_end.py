@@ -17,7 +17,7 @@ from services.router.ranks.balance import Balance, Liveness
 from services.router.text.chats.chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import Unauthenticated
-from services.wire.isthmus.v1.generation_pb2 import ChatMessage
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]
 EOS_ID = 1
@@ -28,7 +28,7 @@ def http_of(cluster, router=0):
 
 
 def chat_ids(tokenizer, messages):
-    return render_chat(tokenizer, [ChatMessage(**message) for message in messages])
+    return render_chat(tokenizer, Chat(messages=[ChatMessage(**message) for message in messages])).ids
 
 
 async def answer_of(http, path, **body):

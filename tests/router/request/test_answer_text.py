@@ -115,3 +115,11 @@ def test_the_answer_is_the_same_however_its_tokens_come(text, step):
     ids = ids_of(text)
     one, other = (told(answer_text(["l", "{}"]), ids, each) for each in (1, step))
     assert one == other
+
+
+def test_a_message_does_not_change_with_what_it_was_told_in():
+    """Whoever joins the last two parts writes into the first of them."""
+    answer = answer_text()
+    first, rest = answer.push(ids_of("<think>a</think>I <")), answer.finish()
+    first.content += rest.content
+    assert answer.message().content == "I <"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.router.text.chats.turns import Turn
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, InvalidRequest
 
@@ -112,7 +113,7 @@ def test_a_broken_config_is_refused(character_model: Path, tmp_path: Path, conte
 
 
 def test_the_chat_template_renders_up_to_the_next_turn(character_tokenizer: Tokenizer) -> None:
-    rendered = character_tokenizer.render_template([{"role": "user", "content": "Hi"}])
+    rendered = character_tokenizer.render_template([Turn("user", "Hi")])
     assert rendered == "<|user|>Hi<|end|>\n<|assistant|>"
 
 
@@ -126,7 +127,7 @@ def test_a_developer_is_the_system_to_templates_that_know_none(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     template = tmp_path / "chat_template.jinja"
     template.write_text(known + template.read_text())
-    messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    messages = [Turn("developer", "Be brief"), Turn("user", "Hi")]
     rendered = Tokenizer(str(tmp_path)).render_template(messages)
     assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
 
@@ -135,9 +136,9 @@ def test_a_refusing_or_missing_template_is_an_invalid_request(
     character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(InvalidRequest, match="no such talk"):
-        character_tokenizer.render_template([{"role": "user", "content": "forbidden"}])
+        character_tokenizer.render_template([Turn("user", "forbidden")])
     with pytest.raises(InvalidRequest, match="no chat template"):
-        sentencepiece_tokenizer.render_template([{"role": "user", "content": "Hi"}])
+        sentencepiece_tokenizer.render_template([Turn("user", "Hi")])
 
 
 def test_the_parts_of_a_character(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:

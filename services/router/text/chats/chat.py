@@ -1,111 +1,250 @@
-"""Chats to prompt ids, with past turns as the ids that were generated.
+"""Chats to prompt ids, with past answers as the ids that were generated."""
 
-Where a past assistant turn comes with its ids, a sentinel stands for its content while the template renders:
-
-    <|user|>Hi<|end|><|assistant|>SENTINEL1<|end|><|user|>More<|end|><|assistant|>
-    |------- encode -------------| ids     |------------- encode ----------------|
-"""
-
-import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
-from services.router.text.chats.template_content import Content
+from services.router.text.chats.splices import Frame, Sentinels, Written, example_before
+from services.router.text.chats.turns import ChatTurns, Turn, read_chat
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import ChatMessage
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_MAX_VARIABLES_BYTES = 4096
+from services.wire.isthmus.v1.generation_pb2 import Chat
 
 
 class ChatTokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def keeps_past_reasoning(self) -> bool: ...
+
     def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
 
+    def text_of(self, token_ids: Sequence[int]) -> str: ...
+
+    def is_silent(self, token_id: int) -> bool: ...
+
     def render_template(
-        self, messages: Sequence[dict[str, Content]], variables: Mapping[str, Any]
+        self,
+        turns: Sequence[Turn],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
     ) -> str: ...
 
 
-def render_chat(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], variables: str = "") -> list[int]:
-    """The prompt's ids, up to where the assistant's next turn begins. `variables` is Chat's
-    chat_template_kwargs.
+@dataclass(frozen=True, slots=True)
+class PastAnswer:
+    """`prompt_end`: the last ids of the prompt that it was generated from, as far as they are known."""
 
-    An end-of-sequence id at the end of a turn's `token_ids` is dropped where the template writes an end
-    marker of its own right after.
+    ids: Sequence[int]
+    has_reasoning: bool = False
+    prompt_end: Sequence[int] = ()
+
+
+NO_ANSWERS: Mapping[int, PastAnswer] = {}
+
+
+def render_chat(
+    tokenizer: ChatTokenizer,
+    chat: Chat,
+    remembered: Mapping[int, PastAnswer] = NO_ANSWERS,
+    *,
+    keep_thinking: bool = False,
+) -> "RenderedChat":
+    """The prompt's ids, up to where the assistant's next turn begins.
+
+    Past answers that come with `token_ids`, or are `remembered` by their message's index, stand there as the
+    ids that they were, in the frame that the template gives them. One of which the template does not show
+    all, because it leaves thinking out, is written as the template has it, unless they `keep_thinking`.
+
+    An end-of-sequence id at an answer's end is dropped where the template writes an end marker of its own
+    right after.
 
     Raises:
         InvalidRequest: names the message and its field, or says why the template refuses the chat.
     """
-    _check_messages(messages)
-    indices = [index for index, message in enumerate(messages) if message.token_ids]
-    # Chance, which no message can have foreseen: nothing needs to be searched for it.
-    stem = secrets.token_hex(16)
-    contents = {index: f"{stem}x{index}y" for index in indices}
-    rendered = tokenizer.render_template(
-        [
-            {"role": message.role, "content": contents.get(index, list(message.parts) or message.content)}
-            for index, message in enumerate(messages)
-        ],
-        _read_variables(variables),
-    )
-    pieces = _split_at_sentinels(rendered, stem, indices)
-    # The template writes the special tokens itself.
-    encoded = [tokenizer.encode(piece, special_tokens=False) if piece else [] for piece in pieces]
-    ids = encoded[0]
-    for index, piece_ids in zip(indices, encoded[1:], strict=True):
-        ids += _without_end_marker(messages[index].token_ids, piece_ids, tokenizer.eos_token_ids)
-        ids += piece_ids
-    return ids
+    given = {i: PastAnswer(message.token_ids) for i, message in enumerate(chat.messages) if message.token_ids}
+    rendering = _Rendering(tokenizer, read_chat(chat), given, keep_thinking)
+    wanted = rendering.worth_trying(remembered)
+    while True:
+        spliced = rendering.splice(wanted)
+        if isinstance(spliced, list):
+            return RenderedChat(spliced, frozenset(wanted))
+        wanted = {index: answer for index, answer in wanted.items() if index not in spliced}
 
 
-def _read_variables(text: str) -> Mapping[str, Any]:
-    name = "chat.chat_template_kwargs"
-    if not text:
-        return {}
-    if len(text.encode()) > _MAX_VARIABLES_BYTES:
-        raise InvalidRequest(f"{name} must be at most {_MAX_VARIABLES_BYTES} bytes of JSON")
-    try:
-        variables = json.loads(text)
-        json.dumps(variables, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} must be a JSON object: {error}") from error
-    if not isinstance(variables, dict):
-        raise InvalidRequest(f"{name} must be a JSON object")
-    return variables
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """`spliced`: the remembered answers that stand in it as they were, by their message's index."""
+
+    ids: list[int]
+    spliced: frozenset[int]
 
 
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
-    if not messages:
-        raise InvalidRequest("chat.messages must hold at least one message")
-    for index, message in enumerate(messages):
-        name = f"chat.messages[{index}]"
-        if message.role not in ROLES:
-            raise InvalidRequest(f"{name}.role must be one of {', '.join(ROLES)}; got {message.role!r}")
-        if message.parts and message.content:
-            raise InvalidRequest(f"{name}.parts and its content must not both be set")
-        if message.token_ids and message.role != "assistant":
-            raise InvalidRequest(f"{name}.token_ids may only be set for an assistant's turn")
+@dataclass(frozen=True, slots=True)
+class _Splice:
+    """An answer's ids and the text before them. `is_ended`: the template writes an end marker behind them."""
+
+    before: str
+    ids: Sequence[int]
+    is_ended: bool
 
 
-def _split_at_sentinels(rendered: str, stem: str, indices: Sequence[int]) -> list[str]:
-    """What is written around the turns of those indices; in one pass, for there may be many of both."""
-    texts_and_indices = re.split(f"{stem}x([0-9]+)y", rendered)
-    written = [int(index) for index in texts_and_indices[1::2]]
-    for index, found in zip_longest(indices, written):
-        if index != found:
-            raise InvalidRequest(
-                f"chat.messages[{found if index is None else index}].token_ids cannot be used: the model's "
-                "chat template does not write this turn exactly once and in order"
+class _Rendering:
+    """`given`: the answers that came with ids, and stand whole."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, chat: ChatTurns, given: Mapping[int, PastAnswer], keep_thinking: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._given = given
+        self._keep_thinking = keep_thinking
+        self._end_markers = [text for i in tokenizer.eos_token_ids if (text := tokenizer.text_of([i]))]
+        self._frames: dict[tuple[object, ...], Frame | None] = {}
+        questions = [index for index, turn in enumerate(chat.turns) if turn.role == "user"]
+        self._last_question = max(questions, default=-1)
+
+    def worth_trying(self, remembered: Mapping[int, PastAnswer]) -> dict[int, PastAnswer]:
+        """Without those whose thinking the template is known to leave out: it would be rendered twice."""
+        keeps = self._keep_thinking or self._tokenizer.keeps_past_reasoning
+        return {
+            index: answer
+            for index, answer in remembered.items()
+            if index not in self._given and (keeps or not answer.has_reasoning or index > self._last_question)
+        }
+
+    def splice(self, remembered: Mapping[int, PastAnswer]) -> list[int] | set[int]:
+        """The prompt's ids, or those of the remembered answers that have to be left out."""
+        answers = {**remembered, **self._given}
+        sentinels = Sentinels(secrets.token_hex(16))
+        try:
+            rendered = self._rendered(sentinels, answers)
+        except InvalidRequest:
+            if remembered:  # it may be the sentinels that it refuses
+                return set(remembered)
+            raise
+        written = self._written(sentinels, rendered, answers)
+        unwritten = {index for index in answers if index not in written}
+        if unwritten:
+            return self._left_out(unwritten)
+        return self._assemble(rendered, [(written[index], answers[index]) for index in sorted(answers)])
+
+    def _rendered(self, sentinels: Sentinels, answers: Mapping[int, PastAnswer]) -> str:
+        turns = [
+            self._stand_in(sentinels, index, answers[index].has_reasoning) if index in answers else turn
+            for index, turn in enumerate(self._chat.turns)
+        ]
+        return self._tokenizer.render_template(turns, self._chat.variables, self._chat.tools)
+
+    def _stand_in(self, sentinels: Sentinels, index: int, has_reasoning: bool) -> Turn:
+        turn = self._chat.turns[index]
+        shown = Turn(turn.role, turn.content, "r" if has_reasoning else "", turn.calls, name=turn.name)
+        return sentinels.stand_in(shown, index)
+
+    def _written(
+        self, sentinels: Sentinels, rendered: str, answers: Mapping[int, PastAnswer]
+    ) -> dict[int, Written]:
+        """Those that the template writes exactly once, and in order."""
+        found = sentinels.find(rendered)
+        indices = [each.index for each in found]
+        in_order = indices == sorted(set(indices))
+        return {each.index: each for each in found if in_order and each.is_once(self._chat.turns[each.index])}
+
+    def _left_out(self, indices: set[int]) -> set[int]:
+        for index in sorted(indices & self._given.keys()):
+            self._refuse(index)
+        return indices
+
+    def _refuse(self, index: int) -> NoReturn:
+        raise InvalidRequest(
+            f"chat.messages[{index}].token_ids cannot be used: the model's chat template does not write this "
+            "turn exactly once and in order"
+        )
+
+    def _assemble(self, rendered: str, answers: Sequence[tuple[Written, PastAnswer]]) -> list[int] | set[int]:
+        """The text before each answer, cut to its frame, then the answer, then the rest."""
+        splices, begin, left_out = list[_Splice](), 0, set[int]()
+        ends = [*(written.start for written, _ in answers), len(rendered)][1:]
+        for (written, answer), end in zip(answers, ends, strict=True):
+            frame = self._frame(written)
+            before = self._before(written, answer, frame, rendered[begin : written.start])
+            skipped = self._skipped(written.index, frame, rendered[written.end : end])
+            if before is None or skipped is None:
+                left_out.add(written.index)
+                continue
+            splices.append(_Splice(before, answer.ids, frame is not None and self._ends(frame)))
+            begin = written.end + skipped
+        return self._left_out(left_out) if left_out else self._joined(splices, rendered[begin:])
+
+    def _before(self, written: Written, answer: PastAnswer, frame: Frame | None, before: str) -> str | None:
+        """`before` up to the first of the answer's ids. None: the template shows the answer otherwise."""
+        split = None if frame is None else frame.split_lead(before)
+        if frame is None or split is None:
+            return before if written.index in self._given and written.parts == ("c",) else None
+        head, rest = split
+        if any(marker in rest for marker in self._end_markers):
+            return None  # it is the header of another turn
+        begun = frame.begun(self._tokenizer.text_of(answer.prompt_end) if answer.prompt_end else "")
+        if written.index in self._given or self._keep_thinking or written.shows_reasoning:
+            return head + begun
+        is_shown_so = rest.startswith(begun) or written.index > self._last_question
+        return head + begun if is_shown_so and not answer.has_reasoning else None
+
+    def _skipped(self, index: int, frame: Frame | None, after: str) -> int | None:
+        has_calls = bool(self._chat.turns[index].calls)
+        skipped = None if frame is None else frame.skip_tail(after, has_calls, self._end_markers)
+        return 0 if skipped is None and not has_calls else skipped
+
+    def _ends(self, frame: Frame) -> bool:
+        """Whether the template writes an end marker, which may be another where the turn is not the last."""
+        return any(marker in frame.tail for marker in self._end_markers)
+
+    def _joined(self, splices: "Sequence[_Splice]", rest: str) -> list[int]:
+        texts = [*(splice.before for splice in splices), rest]
+        ids = self._encoded(texts[0])
+        for splice, text in zip(splices, texts[1:], strict=True):
+            next_ids = self._encoded(text)
+            ids += self._without_end_marker(splice, next_ids)
+            ids += next_ids
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return self._tokenizer.encode(text, special_tokens=False) if text else []
+
+    def _without_end_marker(self, splice: "_Splice", next_ids: Sequence[int]) -> Sequence[int]:
+        eos, ids = self._tokenizer.eos_token_ids, splice.ids
+        if ids[-1] not in eos or not next_ids:
+            return ids
+        ends_so = splice.is_ended and self._tokenizer.is_silent(next_ids[0])
+        return ids[:-1] if ends_so or next_ids[0] in eos else ids
+
+    # -- frames -----------------------------------------------------------------------------------
+
+    def _frame(self, written: Written) -> Frame | None:
+        """Of what is written of the turn. None: the template cannot be made to show it."""
+        index = written.index
+        role = self._chat.turns[index - 1].role if index else None
+        key = (role, written.shows_reasoning, tuple(call.name for call in self._chat.turns[index].calls))
+        if key not in self._frames:
+            self._frames[key] = self._try_frame(role, index, written.shows_reasoning)
+        return self._frames[key]
+
+    def _try_frame(self, role: str | None, index: int, has_reasoning: bool) -> Frame | None:
+        sentinels, before = Sentinels(secrets.token_hex(16)), example_before(role)
+        last = self._stand_in(sentinels, index, has_reasoning)
+        try:
+            shown, asked, answered = (
+                self._tokenizer.render_template(turns, self._chat.variables, generation_prompt=prompts)
+                for turns, prompts in ((before, False), (before, True), ([*before, last], False))
             )
-    return texts_and_indices[::2]
-
-
-def _without_end_marker(ids: Sequence[int], next_ids: Sequence[int], eos: tuple[int, ...]) -> Sequence[int]:
-    ends_twice = ids[-1] in eos and bool(next_ids) and next_ids[0] in eos
-    return ids[:-1] if ends_twice else ids
+        except InvalidRequest:
+            return None
+        found = sentinels.find(answered)
+        if len(found) != 1 or not asked.startswith(shown) or not answered.startswith(shown):
+            return None
+        lead, tail = answered[len(shown) : found[0].start], answered[found[0].end :]
+        return Frame(lead, tail, asked[len(shown) :])

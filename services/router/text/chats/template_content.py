@@ -13,7 +13,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Content = str | Sequence[str]  # parts
+from services.router.text.chats.turns import Content
+
 Rendered = str | list[dict[str, str]]
 
 _SEPARATOR = "\n"
@@ -22,11 +23,20 @@ _BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
 _AFTER = {"system": ("user",), "developer": ("user",)}
 
 
-class TemplateContent:
-    """`render`: a chat as the template writes it; may raise anything."""
+def _no_call() -> list[dict[str, Any]]:
+    return _others(_BEFORE, "tool")
 
-    def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
+
+class TemplateContent:
+    """`render`: a chat as the template writes it; may raise anything. `call`: messages before a tool's."""
+
+    def __init__(
+        self,
+        render: Callable[[list[dict[str, Any]]], str],
+        call: Callable[[], list[dict[str, Any]]] = _no_call,
+    ) -> None:
         self._render = render
+        self._call = call
         self._takes_text: dict[str, bool] = {}  # by role
         self._takes_parts: dict[str, bool] = {}
 
@@ -49,7 +59,8 @@ class TemplateContent:
 
     def _rendered(self, role: str, content: Rendered) -> str:
         message = {"role": role, "content": content}
-        before, after = _others(_BEFORE, role), _others(_AFTER, role)
+        before = self._call() if role == "tool" else _others(_BEFORE, role)
+        after = _others(_AFTER, role)
         try:
             return self._render([*before, message, *after])
         except Exception:  # a template raises what it likes

@@ -6,14 +6,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats import chat
+from services.router.text.chats import splices
 from services.router.text.chats.chat import render_chat
 from services.router.text.chats.conversations import drift_tokens
+from services.router.text.chats.turns import Turn
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import ChatMessage
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 
 Variables = Mapping[str, Any]
+
+
+def prompt_of(tokenizer: Any, messages: Sequence[ChatMessage], variables: str = "") -> list[int]:
+    return render_chat(tokenizer, Chat(messages=messages, chat_template_kwargs=variables)).ids
+
+
+class Plain:
+    """A tokenizer of characters, without special ones. Its template writes the contents one after the
+    other."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    keeps_past_reasoning = False
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        return [1] * len(text)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return "\x00" * len(token_ids)
+
+    def is_silent(self, token_id: int) -> bool:
+        return False
+
+    def render_template(
+        self, turns: Sequence[Turn], variables: Variables, tools: Any = (), *, generation_prompt: bool = True
+    ) -> str:
+        return "".join(str(turn.content) for turn in turns)
+
+
 texts = st.text(alphabet="ab IS<|>\n語x0y", max_size=8)
 turns = st.lists(
     st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), texts), min_size=1, max_size=6
@@ -21,14 +50,14 @@ turns = st.lists(
 
 
 def plain_encoding(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> list[int]:
-    rendered = tokenizer.render_template([{"role": m.role, "content": m.content} for m in messages])
+    rendered = tokenizer.render_template([Turn(m.role, m.content) for m in messages])
     return tokenizer.encode(rendered, special_tokens=False)
 
 
 @given(turns=turns)
 def test_a_chat_is_the_encoded_template(character_tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> None:
     messages = [ChatMessage(role=role, content=content) for role, content in turns]
-    assert render_chat(character_tokenizer, messages) == plain_encoding(character_tokenizer, messages)
+    assert prompt_of(character_tokenizer, messages) == plain_encoding(character_tokenizer, messages)
 
 
 @given(turns=turns)
@@ -41,7 +70,7 @@ def test_ids_that_encode_the_content_change_nothing(
         if message.role == "assistant":
             message.token_ids.extend(character_tokenizer.encode(message.content))
             message.content = "what stands here is not read" if message.token_ids else ""
-    assert render_chat(character_tokenizer, with_ids) == plain_encoding(character_tokenizer, messages)
+    assert prompt_of(character_tokenizer, with_ids) == plain_encoding(character_tokenizer, messages)
 
 
 def test_ids_stand_as_they_are_though_their_text_encodes_otherwise(character_tokenizer: Tokenizer) -> None:
@@ -57,19 +86,19 @@ def test_ids_stand_as_they_are_though_their_text_encodes_otherwise(character_tok
         "<|end|>\n<|assistant|>",
     )
     encoded = [character_tokenizer.encode(text) for text in (before, between, after)]
-    assert render_chat(character_tokenizer, messages) == encoded[0] + ids + encoded[1] + ids + encoded[2]
+    assert prompt_of(character_tokenizer, messages) == encoded[0] + ids + encoded[1] + ids + encoded[2]
 
 
 def test_the_next_turn_begins_with_the_ids_of_the_last_one(character_tokenizer: Tokenizer) -> None:
     first = [ChatMessage(role="user", content="Hi")]
-    prompt = render_chat(character_tokenizer, first)
+    prompt = prompt_of(character_tokenizer, first)
     output = [9, 9, 0, *character_tokenizer.eos_token_ids[-1:]]
     second = [
         *first,
         ChatMessage(role="assistant", content="who knows", token_ids=output),
         ChatMessage(role="user", content="And?"),
     ]
-    next_prompt = render_chat(character_tokenizer, second)
+    next_prompt = prompt_of(character_tokenizer, second)
     assert next_prompt[: len(prompt) + len(output)] == prompt + output
     assert drift_tokens(prompt + output, next_prompt) == 0
     # The end marker that was generated is not followed by the template's own.
@@ -82,20 +111,17 @@ def test_another_end_of_sequence_gives_way_to_the_templates_own(character_tokeni
     assert other_eos in character_tokenizer.eos_token_ids
     message = ChatMessage(role="assistant", token_ids=[9, other_eos])
     without = ChatMessage(role="assistant", token_ids=[9])
-    assert render_chat(character_tokenizer, [message]) == render_chat(character_tokenizer, [without])
+    assert prompt_of(character_tokenizer, [message]) == prompt_of(character_tokenizer, [without])
 
 
 def test_an_end_of_sequence_stays_where_the_template_writes_none() -> None:
-    class OpenEnded:
+    class OpenEnded(Plain):
         eos_token_ids = (9,)
 
-        def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-            return [1] * len(text)
+        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+            return "".join(f"{turn.content}\n" for turn in turns)
 
-        def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
-            return "".join(message["content"] + "\n" for message in messages)
-
-    assert render_chat(OpenEnded(), [ChatMessage(role="assistant", token_ids=[5, 9])]) == [5, 9, 1]
+    assert prompt_of(OpenEnded(), [ChatMessage(role="assistant", token_ids=[5, 9])]) == [5, 9, 1]
 
 
 @pytest.mark.parametrize(
@@ -111,39 +137,36 @@ def test_a_bad_chat_is_refused_by_name(
     character_tokenizer: Tokenizer, messages: list[tuple[str, str]], problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        render_chat(character_tokenizer, [ChatMessage(role=role, content=text) for role, text in messages])
+        prompt_of(character_tokenizer, [ChatMessage(role=role, content=text) for role, text in messages])
 
 
 def test_a_developer_may_speak(character_tokenizer: Tokenizer) -> None:
     chats = [[ChatMessage(role=role, content="Be brief")] for role in ("developer", "system")]
-    assert render_chat(character_tokenizer, chats[0]) == render_chat(character_tokenizer, chats[1])
+    assert prompt_of(character_tokenizer, chats[0]) == prompt_of(character_tokenizer, chats[1])
 
 
 def test_ids_are_for_assistants_only(character_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids may only"):
-        render_chat(character_tokenizer, [ChatMessage(role="user", token_ids=[1])])
+        prompt_of(character_tokenizer, [ChatMessage(role="user", token_ids=[1])])
 
 
 @pytest.mark.parametrize("written", [0, 2])
 def test_a_template_that_leaves_out_or_doubles_a_turn_takes_no_ids(
     character_tokenizer: Tokenizer, written: int
 ) -> None:
-    class Odd:
-        eos_token_ids = ()
-        encode = character_tokenizer.encode
-
-        def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
-            return "|".join([messages[0]["content"]] * written)
+    class Odd(Plain):
+        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+            return "|".join([str(turns[0].content)] * written)
 
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
-        render_chat(Odd(), [ChatMessage(role="assistant", token_ids=[1])])
+        prompt_of(Odd(), [ChatMessage(role="assistant", token_ids=[1])])
 
 
 HI = [ChatMessage(role="user", content="Hi")]
 
 
 def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
-    plain = render_chat(character_tokenizer, HI)
+    plain = prompt_of(character_tokenizer, HI)
     for variables, more in (
         ("{}", ""),
         ('{"enable_thinking": true}', ""),
@@ -151,7 +174,7 @@ def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
         ('{"level": 1000}', "<1000>"),
         ('{"level": "hoch", "unknown": [{}]}', "<hoch>"),
     ):
-        ids = render_chat(character_tokenizer, HI, variables)
+        ids = prompt_of(character_tokenizer, HI, variables)
         assert ids == plain + character_tokenizer.encode(more)
 
 
@@ -173,29 +196,23 @@ def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
 )
 def test_bad_variables_are_refused_by_name(character_tokenizer: Tokenizer, variables: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs must"):
-        render_chat(character_tokenizer, HI, variables)
+        prompt_of(character_tokenizer, HI, variables)
 
 
 def test_a_template_that_fails_on_a_variable_refuses_it(character_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"refused by the model's chat template"):
-        render_chat(character_tokenizer, HI, '{"divisor": 0}')
+        prompt_of(character_tokenizer, HI, '{"divisor": 0}')
 
 
-class Recorder:
-    """Writes the contents one after the other, and keeps the longest."""
-
-    eos_token_ids = ()
+class Recorder(Plain):
+    """Keeps the longest content."""
 
     def __init__(self) -> None:
         self.longest = 0
 
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        return [1] * len(text)
-
-    def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
-        contents = [message["content"] for message in messages]
-        self.longest = max(map(len, contents))
-        return "".join(contents)
+    def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+        self.longest = max(self.longest, *(len(turn.content) for turn in turns))
+        return super().render_template(turns, {})
 
 
 def test_no_text_makes_the_sentinels_long() -> None:
@@ -203,25 +220,25 @@ def test_no_text_makes_the_sentinels_long() -> None:
     recorder = Recorder()
     text = "ISTHMUS" + "x" * 2_000
     messages = [ChatMessage(role="user", content=text), ChatMessage(role="assistant", token_ids=[2])]
-    assert render_chat(recorder, messages) == [*[1] * len(text), 2]
+    assert prompt_of(recorder, messages) == [*[1] * len(text), 2]
     assert recorder.longest == len(text)
 
 
 def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each was minutes for a request's worth of short turns."""
     searches = []
-    split = chat.re.split
-    monkeypatch.setattr(chat.re, "split", lambda *args: searches.append(1) or split(*args))
+    search = splices.re.finditer
+    monkeypatch.setattr(splices.re, "finditer", lambda *args: searches.append(1) or search(*args))
     messages = [ChatMessage(role="assistant", token_ids=[index]) for index in range(2, 500)]
-    assert render_chat(Recorder(), messages) == list(range(2, 500))
-    assert len(searches) == 1
+    assert prompt_of(Recorder(), messages) == list(range(2, 500))
+    assert len(searches) <= 3  # of the chat, and of what frames answers behind a user and behind another
 
 
 def test_a_template_that_turns_turns_around_takes_no_ids() -> None:
     class Backwards(Recorder):
-        def render_template(self, messages: Sequence[dict[str, str]], variables: Variables) -> str:
-            return super().render_template(messages[::-1], variables)
+        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+            return super().render_template(turns[::-1])
 
     messages = [ChatMessage(role="assistant", token_ids=[1]) for _ in range(2)]
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
-        render_chat(Backwards(), messages)
+        prompt_of(Backwards(), messages)

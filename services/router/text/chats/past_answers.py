@@ -1,0 +1,99 @@
+"""The past answers of a chat that are remembered: found by any of three names, used if they say the same.
+
+    tool call id    of ours, random
+    answer id       Finish.answer_id, random
+    fingerprint     of the answer and all turns before it: role, content and calls, without thinking and ids
+
+The tenant and the model are in every name. What a client sends back is compared with what the answer said
+before its ids are used: they can never change what was said.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from services.router.text.chats.answer_memory import AnswerMemory, RememberedAnswer
+from services.router.text.chats.answers import AnswerCall, AnswerMessage, digest, said
+from services.router.text.chats.chat import PastAnswer
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
+
+# Of past answers in a chat: the client sent their ids; we put their ids in; we knew them, but the template
+# shows them otherwise; we did not know them.
+GIVEN, FOUND, CHANGED, UNKNOWN = OUTCOMES = ("given", "found", "changed", "unknown")
+_PROMPT_END = 32  # ids: more than any generation prompt has
+
+
+class PastAnswers:
+    """Of one request. `digest` is work, and may be done in a thread; everything else is done on the loop."""
+
+    def __init__(self, memory: AnswerMemory, tenant: str, model: str, chat: Chat) -> None:
+        self._memory = memory
+        self._names = (tenant, model)
+        self._chat = chat
+        self._chain: list[bytes] = []  # of each message, with all before it
+        self.known: dict[int, PastAnswer] = {}
+        self.outcomes: Counter[str] = Counter()
+
+    def digest(self) -> None:
+        chain = self._key("chat")
+        for message in self._chat.messages:
+            chain = digest(chain, message.role, _said_by(message))
+            self._chain.append(chain)
+
+    def recall(self) -> None:
+        """After `digest`: fills `known`, by the message's index."""
+        for index, message in enumerate(self._chat.messages):
+            if message.role == "assistant" and not message.token_ids:
+                answer = self._find(index, message)
+                if answer is not None:
+                    self.known[index] = PastAnswer(answer.ids, bool(answer.reasoning), answer.prompt_end)
+
+    def rendered(self, spliced: frozenset[int]) -> None:
+        """Note what became of them."""
+        for index, message in enumerate(self._chat.messages):
+            if message.role == "assistant":
+                known = FOUND if index in spliced else CHANGED if index in self.known else UNKNOWN
+                self.outcomes[GIVEN if message.token_ids else known] += 1
+
+    def remember(
+        self, prompt_ids: "array[int]", ids: "array[int]", message: AnswerMessage, answer_id: str
+    ) -> bool:
+        """The answer to this chat, which has ended. Whether there is room for it."""
+        what = said(message.content, message.calls)
+        reasoning = message.reasoning.strip()
+        keys = [digest(self._chain[-1], "assistant", what), self._key("answer", answer_id)]
+        keys += [self._key("call", call.id) for call in message.calls if call.id]
+        thought = digest(reasoning) if reasoning else b""
+        return self._memory.remember(keys, RememberedAnswer(ids, prompt_ids[-_PROMPT_END:], what, thought))
+
+    def _find(self, index: int, message: ChatMessage) -> RememberedAnswer | None:
+        what = _said_by(message)
+        for key in self._keys(index, message):
+            answer = self._memory.recall(key)
+            if answer is not None and answer.said == what and _thought_so(answer, message):
+                return answer
+        return None
+
+    def _keys(self, index: int, message: ChatMessage) -> Iterator[bytes]:
+        if message.answer_id:
+            yield self._key("answer", message.answer_id)
+        for call in message.tool_calls:
+            if call.id:
+                yield self._key("call", call.id)
+        yield self._chain[index]
+
+    def _key(self, kind: str, name: str = "") -> bytes:
+        return digest(*self._names, kind, name)
+
+
+def _said_by(message: ChatMessage) -> bytes:
+    calls: Sequence[AnswerCall] = [
+        AnswerCall(call.id, call.name, call.arguments) for call in message.tool_calls
+    ]
+    return said(message.content or "".join(message.parts), calls)
+
+
+def _thought_so(answer: RememberedAnswer, message: ChatMessage) -> bool:
+    """Who sends no thinking back has not changed it."""
+    reasoning = message.reasoning.strip()
+    return not reasoning or digest(reasoning) == answer.reasoning

@@ -1,0 +1,137 @@
+"""Where the ids of past answers go in a rendered chat. Pure.
+
+Sentinels stand for what an answer said while the template renders: for its thinking, for its content, and for
+an argument of each of its calls.
+
+    <|assistant|><think>R</think><tool_call>{"name": "f", "arguments": {"x": "A0"}}</tool_call><|end|>
+    |-- stem ---|       |---------------------------------------------------|              |-- tail --|
+                 |--------------- the ids that were generated ---------------------------|
+
+The stem is what the header has in common with the prompt that the answer was generated from. What that prompt
+wrote behind it (`<think>`, where templates begin the thinking) goes before the ids.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.router.text.chats.answers import AnswerCall
+from services.router.text.chats.turns import Turn
+
+_MIN_STEM = 4  # characters: less may be the beginning of any marker
+
+
+@dataclass(frozen=True, slots=True)
+class Sentinels:
+    """`stem`: chance, which no message can have foreseen: nothing needs to be searched for it."""
+
+    stem: str
+
+    def stand_in(self, turn: Turn, index: int) -> Turn:
+        """`turn` with sentinels. Content beside others needs none, and some templates refuse it there."""
+        calls = tuple(
+            replace(call, arguments=f'{{"x": "{self._of(index, number)}"}}')
+            for number, call in enumerate(turn.calls)
+        )
+        return replace(
+            turn,
+            content="" if calls else self._of(index, "c"),
+            reasoning=self._of(index, "r") if turn.reasoning else "",
+            calls=calls,
+        )
+
+    def _of(self, index: int, what: str | int) -> str:
+        return f"{self.stem}x{index}x{what}y"
+
+    def find(self, rendered: str) -> "list[Written]":
+        """The turns of which something was written, in their order; one twice where others were between."""
+        found: list[Written] = []
+        for match in re.finditer(f"{self.stem}x([0-9]+)x(r|c|[0-9]+)y", rendered):
+            index, what = int(match[1]), match[2]
+            if found and found[-1].index == index:
+                found[-1] = replace(found[-1], end=match.end(), parts=(*found[-1].parts, what))
+            else:
+                found.append(Written(index, match.start(), match.end(), (what,)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Of a turn: rendered[start:end] is from its first sentinel to its last; `parts` are r, c or calls'
+    numbers."""
+
+    index: int
+    start: int
+    end: int
+    parts: tuple[str, ...]
+
+    def is_once(self, turn: Turn) -> bool:
+        """Whether all is there but thinking, once and in order."""
+        expected = [str(number) for number in range(len(turn.calls))] or ["c"]
+        return [part for part in self.parts if part != "r"] == expected and self.parts.count("r") <= 1
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return "r" in self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes around an answer of some shape: `lead` before its first sentinel, `tail` behind
+    the last; `prompt` is the generation prompt that such an answer follows."""
+
+    lead: str
+    tail: str
+    prompt: str
+
+    @property
+    def stem(self) -> str:
+        """Empty where there is hardly one."""
+        stem = _common_prefix(self.prompt, self.lead)
+        return stem if len(stem) >= _MIN_STEM else ""
+
+    def split_lead(self, before: str) -> tuple[str, str] | None:
+        """`before`, which ends with a turn's header: up to its stem's end, and the rest. None: it is not
+        there."""
+        if self.stem:
+            head, stem, rest = before.rpartition(self.stem)
+            return (head + stem, rest) if stem else None
+        if self.prompt or not before.endswith(self.lead):
+            return None
+        return before[: len(before) - len(self.lead)], ""
+
+    def begun(self, prompt_end: str) -> str:
+        """What a prompt wrote behind the stem; `prompt_end` is empty where it is not known."""
+        _, stem, rest = prompt_end.rpartition(self.stem) if self.stem else ("", "", "")
+        return rest if stem else self.prompt[len(self.stem) :]
+
+    def skip_tail(self, after: str, has_calls: bool, end_markers: Sequence[str]) -> int | None:
+        """How many characters of `after`, which begins behind a turn's last sentinel, the answer's ids stand
+        for: up to the end marker. None: it does not look as it should."""
+        ends = [self.tail.find(marker) for marker in end_markers if marker in self.tail]
+        if not ends and not has_calls:
+            return 0
+        skipped = self.tail[: min(ends)] if ends else self.tail.rstrip()
+        return len(skipped) if after.startswith(skipped) else None
+
+
+def example_before(role: str | None) -> list[Turn]:
+    """A short chat whose last turn has the role."""
+    question, call = Turn("user", "x"), AnswerCall("call_0123456789abcdef", "f", "{}")
+    match role:
+        case "tool":
+            return [
+                question,
+                Turn("assistant", calls=(call,)),
+                Turn("tool", "x", tool_call_id=call.id, name="f"),
+            ]
+        case "assistant":
+            return [question, Turn("assistant", "x")]
+    return [question]
+
+
+def _common_prefix(first: str, second: str) -> str:
+    length = 0
+    while length < min(len(first), len(second)) and first[length] == second[length]:
+        length += 1
+    return first[:length]

@@ -1,0 +1,103 @@
+"""A chat's messages and tools, checked at the door, as templates are then given them. Errors name the
+field."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.router.text.chats.answers import AnswerCall
+from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_VARIABLES_BYTES = 4096
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_OF_ASSISTANTS = ("token_ids", "reasoning", "tool_calls", "answer_id")
+
+Content = str | Sequence[str]  # parts
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message for a template. The arguments of its calls are JSON objects."""
+
+    role: str
+    content: Content = ""
+    reasoning: str = ""
+    calls: tuple[AnswerCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurns:
+    """A chat for a template: `tools` in OpenAI's shape, `variables` that the template may read."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[dict[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_chat(chat: Chat) -> ChatTurns:
+    """Raises InvalidRequest."""
+    if not chat.messages:
+        raise InvalidRequest("chat.messages must hold at least one message")
+    turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
+    tools = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
+    return ChatTurns(turns, tools, _read_variables(chat.chat_template_kwargs))
+
+
+def _turn(message: ChatMessage, name: str) -> Turn:
+    if message.role not in ROLES:
+        raise InvalidRequest(f"{name}.role must be one of {', '.join(ROLES)}; got {message.role!r}")
+    if message.parts and message.content:
+        raise InvalidRequest(f"{name}.parts and its content must not both be set")
+    if message.role != "assistant":
+        for field in _OF_ASSISTANTS:
+            if getattr(message, field):
+                raise InvalidRequest(f"{name}.{field} may only be set for an assistant's turn")
+    if message.tool_call_id and message.role != "tool":
+        raise InvalidRequest(f"{name}.tool_call_id may only be set for a tool's turn")
+    for index, call in enumerate(message.tool_calls):
+        call_name = f"{name}.tool_calls[{index}]"
+        if not call.name:
+            raise InvalidRequest(f"{call_name}.name must not be empty")
+        _read_object(call.arguments, f"{call_name}.arguments")
+    return Turn(
+        message.role,
+        list(message.parts) or message.content,
+        message.reasoning,
+        tuple(AnswerCall(call.id, call.name, call.arguments or "{}") for call in message.tool_calls),
+        message.tool_call_id,
+        message.name,
+    )
+
+
+def _tool(tool: Tool, name: str) -> dict[str, Any]:
+    if not tool.name:
+        raise InvalidRequest(f"{name}.name must not be empty")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = _read_object(tool.parameters, f"{name}.parameters") or _NO_PARAMETERS
+    return {"type": "function", "function": function}
+
+
+def _read_variables(text: str) -> Mapping[str, Any]:
+    name = "chat.chat_template_kwargs"
+    if len(text.encode()) > _MAX_VARIABLES_BYTES:
+        raise InvalidRequest(f"{name} must be at most {_MAX_VARIABLES_BYTES} bytes of JSON")
+    return _read_object(text, name)
+
+
+def _read_object(text: str, name: str) -> dict[str, Any]:
+    """Empty for an empty text."""
+    try:
+        value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} must be a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object")
+    return value

@@ -1,0 +1,87 @@
+"""In a tool loop each prompt begins with all that the one before it was and said, whatever clients do to
+it."""
+
+import pytest
+
+from router.templates.formats import FORMATS, Format
+from router.text.chats.loops import CLIENTS, Client, Loop, answers, common, with_content
+from services.router.text.tokenizer import Tokenizer
+
+ADDRESSES = (
+    "<|channel|>commentary to=functions.look_up <|constrain|>json",
+    " to=functions.look_up<|channel|>commentary json",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {
+        name: Tokenizer(str(format_.save(tmp_path_factory.mktemp(name)))) for name, format_ in FORMATS.items()
+    }
+
+
+def begun(
+    name: str, tokenizers: dict[str, Tokenizer], client: Client, **settings: object
+) -> tuple[Format, Loop]:
+    loop = Loop(FORMATS[name], tokenizers[name], client, **settings)
+    loop.ask("What is it?")
+    return FORMATS[name], loop
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_loop_keeps_its_prefix(name: str, client: str, tokenizers: dict[str, Tokenizer]) -> None:
+    format_, loop = begun(name, tokenizers, CLIENTS[client])
+    for number, said in enumerate(answers(format_, 4)):
+        held, prompt = loop.held, loop.prompt()
+        assert common(held, prompt) == len(held), number
+        assert loop.outcomes == ({"found": number} if number else {})
+        loop.answer(prompt, said)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"llama3"}))  # which writes either
+def test_content_beside_calls_changes_nothing(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    format_, loop = begun(name, tokenizers, Client())
+    for said in map(with_content, answers(format_, 3)):
+        prompt, held = loop.prompt(), loop.held
+        assert common(held, prompt) == len(held)
+        loop.answer(prompt, said)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_prompt_reads_as_the_template_writes_it(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    """With everything given back and nothing remembered, it is the same text."""
+    format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
+    for said in answers(format_, 3):
+        prompt = loop.prompt()
+        texts = [tokenizers[name].text_of(ids) for ids in (prompt, forgetful(loop).prompt())]
+        for address in ADDRESSES if name == "gpt_oss" else ():  # which the template writes elsewhere
+            texts = [text.replace(address, "") for text in texts]
+        assert texts[0] == texts[1]
+        loop.answer(prompt, said)
+
+
+def forgetful(loop: Loop) -> Loop:
+    return Loop(loop.format_, loop.tokenizer, loop.client, messages=loop.messages)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("keep_thinking", [False, True])
+def test_a_new_question_drops_what_the_template_drops(
+    name: str, keep_thinking: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
+    format_, loop = begun(name, tokenizers, Client(), keep_thinking=keep_thinking)
+    for said in answers(format_, 2):
+        loop.answer(loop.prompt(), said)
+    loop.ask("And now?")
+    prompt, held = loop.prompt(), loop.held
+    is_whole = common(held, prompt) == len(held)
+    if name == "mistral":  # which has its tools before the last question
+        assert not is_whole
+    else:
+        assert is_whole == (keep_thinking or not format_.thinks)
+    assert ("First the 0th" in tokenizers[name].text_of(prompt)) == (keep_thinking and format_.thinks)
+    # Text that is written anew reads as the template has it.
+    if not keep_thinking and format_.thinks:
+        assert prompt == forgetful(loop).prompt()
+        assert loop.outcomes == {"changed": 3}
