@@ -13,14 +13,23 @@ from router.http.backend import DEADLINE_S, HI, FakeBackend, chat, finished, res
 from services.router.http.routes import http_app
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
+PROMPTS = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 5},
+    "/generate": {"text": "Hi"},
+}
 
+
+@pytest.mark.parametrize("path", PROMPTS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", [["wait"], [response("He"), "wait"]])
 async def test_a_client_that_leaves_closes_the_generation(
-    stream: bool, script: list[GenerateResponse | str]
+    path: str, stream: bool, script: list[GenerateResponse | str]
 ) -> None:
     backend = FakeBackend(*script)
-    body = json.dumps({"prompt": "Hi", "stream": stream}).encode()
+    body = json.dumps({**PROMPTS[path], "stream": stream}).encode()
     sent: list[dict[str, Any]] = []
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -33,7 +42,7 @@ async def test_a_client_that_leaves_closes_the_generation(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
     await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
     assert backend.closed.is_set()
     assert all(message.get("status") != 500 for message in sent)

@@ -1,4 +1,8 @@
+from prometheus_client import CollectorRegistry
+
 from router.http.backend import FakeBackend, client
+from router.http.test_leaving import PROMPTS
+from services.router.http.connection import APIS, HttpMetrics
 
 
 async def test_models_and_health() -> None:
@@ -32,3 +36,14 @@ async def test_unknown_paths_and_methods_answer_with_error_objects() -> None:
         ):
             assert answer.status_code == status
             assert answer.json()["error"]["code"] == status
+
+
+async def test_calls_are_counted_by_api() -> None:
+    registry = CollectorRegistry()
+    async with client(FakeBackend(), count=HttpMetrics(registry).asked) as http:
+        for path, body in PROMPTS.items():
+            assert (await http.post(path, json=body)).status_code == 200
+            assert (await http.post(path, json={})).status_code == 400
+    for api in APIS:
+        assert registry.get_sample_value("isthmus_http_calls_total", {"api": api}) == 2
+    assert len(APIS) == len(PROMPTS)

@@ -1,5 +1,6 @@
 """Errors as Anthropic's clients read them."""
 
+import re
 from collections.abc import Mapping
 
 from services.router.dialects.answer import Json
@@ -18,9 +19,14 @@ _TYPES: Mapping[int, str] = {
 }
 
 
+# Where gRPC has a field that is there a member of the body itself.
+_PREFIX = re.compile(r"^(sampling|chat)\.")
+
+
 def error_json(error: Exception) -> Json:
     # What we did not raise on purpose is for the log, not for the client.
-    return error_object(str(error) if isinstance(error, IsthmusError) else "internal error", status_of(error))
+    message = _PREFIX.sub("", str(error)) if isinstance(error, IsthmusError) else "internal error"
+    return error_object(message, status_of(error))
 
 
 def error_object(message: str, status: int) -> Json:

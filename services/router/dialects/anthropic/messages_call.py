@@ -13,6 +13,7 @@ from services.router.dialects.anthropic.turns import read_turns
 from services.router.dialects.body import INT32_MAX, Body, Refused
 from services.router.dialects.call import Call, read_addressee, traceparent_of
 from services.router.dialects.formats import schema_constraint
+from services.router.dialects.openai import refused
 from services.router.dialects.sampling import read_sampling, read_stop
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.router.dialects.template_variables import thinking_variables
@@ -20,13 +21,15 @@ from services.router.dialects.tools import check_chosen, read_function
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, ToolChoice
 
+_READ_HERE = (
+    *("system", "thinking", "tools", "tool_choice", "stop_sequences", "output_config", "output_format"),
+)
 _REFUSED: Refused = {
+    **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
     "container": (),
-    "mcp_servers": ([],),
     "stop": (),
-    "n": (1,),
 }
-_INSTEAD = {"stop": "use stop_sequences"}
+_INSTEAD = {**refused.INSTEAD, "stop": "use stop_sequences"}
 _MODES = {
     "auto": ToolChoice.MODE_AUTO,
     "any": ToolChoice.MODE_REQUIRED,

@@ -12,6 +12,8 @@ from services.values.request import is_id
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage, ToolCall
 
 _TURN_ROLES = ("user", "assistant", "system")
+# Claude Code's first line of a system: its hash changes with each call, and no prefix would ever come twice.
+_BILLING = "x-anthropic-billing-header:"
 _ERROR = "Error: "  # before a result that is one: no template has a place for that
 
 
@@ -30,8 +32,12 @@ def read_turns(body: Body) -> list[ChatMessage]:
 
 
 def _system(body: Body) -> list[ChatMessage]:
-    parts = _texts(body, "system")
-    return [ChatMessage(role="system", parts=parts)] if any(parts) else []
+    parts = [part for part in map(_without_billing, _texts(body, "system")) if part]
+    return [ChatMessage(role="system", parts=parts)] if parts else []
+
+
+def _without_billing(part: str) -> str:
+    return part.partition("\n")[2] if part.startswith(_BILLING) else part
 
 
 def _read_message(message: Body) -> Iterator[ChatMessage]:

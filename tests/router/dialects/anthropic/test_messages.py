@@ -14,18 +14,15 @@ from services.wire.isthmus.v1 import common_pb2
 
 BODY = {"model": "tiny", "max_tokens": 64, "messages": HI}
 THINKS = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-STARTED = {
-    "input_tokens": 0,
-    "cache_creation_input_tokens": 0,
-    "cache_read_input_tokens": 0,
-    "output_tokens": 0,
-}
-USAGE = {
-    "input_tokens": 6,
-    "cache_creation_input_tokens": 0,
-    "cache_read_input_tokens": 4,
-    "output_tokens": 7,
-}
+COUNTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+
+
+def counts(*numbers: int, thinking: int = 0) -> dict[str, Any]:
+    told: dict[str, Any] = dict(zip(COUNTS, numbers, strict=True))
+    return {**told, "output_tokens_details": {"thinking_tokens": thinking}}
+
+
+STARTED, USAGE = counts(0, 0, 0, 0), counts(6, 0, 4, 7, thinking=2)
 
 
 async def message(backend: FakeBackend, **body: Any) -> httpx.Response:
@@ -124,7 +121,7 @@ async def test_who_does_not_ask_for_thinking_is_not_shown_it() -> None:
         answer = (await message(FakeBackend(*agents_answer()), **asks)).json()
         assert answer["content"][0] == {"type": "text", "text": "Let me look."}
         told = events(await message(FakeBackend(*agents_answer()), stream=True, **asks))
-        assert "thinking" not in json.dumps(told)
+        assert '"thinking"' not in json.dumps(told)
 
 
 async def test_thinking_may_be_asked_for_without_its_text() -> None:
@@ -219,6 +216,32 @@ async def test_keys(headers: dict[str, str], status: int, tmp_path: Any) -> None
     assert answer.status_code == status
     if status == 401:
         assert answer.json()["error"]["type"] == "authentication_error"
+
+
+async def test_fields_are_named_in_its_words() -> None:
+    for message_, told in (
+        ("sampling.top_p must be above 0", "top_p must be above 0"),
+        ("chat.tools[0].parameters must be", "tools[0].parameters must be"),
+        ("the chat. is", "the chat. is"),
+    ):
+        answer = await message(FakeBackend(errors.InvalidRequest(message_)))
+        assert answer.json()["error"]["message"] == told
+
+
+async def test_its_clients_are_told_the_models_in_its_words() -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    model = {
+        "type": "model",
+        "id": "tiny",
+        "display_name": "tiny",
+        "created_at": "1970-01-01T00:20:34Z",
+    }
+    async with client(FakeBackend()) as http:
+        models = (await http.get("/v1/models", headers=headers)).json()
+        assert models == {"data": [model], "has_more": False, "first_id": "tiny", "last_id": "tiny"}
+        assert (await http.get("/v1/models/tiny", headers=headers)).json() == model
+    async with client(FakeBackend(models=())) as http:
+        assert (await http.get("/v1/models", headers=headers)).json()["first_id"] is None
 
 
 async def test_tokens_are_counted() -> None:

@@ -71,6 +71,17 @@ def test_a_tool_loop_comes_back_as_turns() -> None:
     ]
 
 
+@pytest.mark.parametrize("cch", ["a", "b"])
+def test_a_line_that_changes_with_each_call_is_no_part_of_the_prompt(cch: str) -> None:
+    billing = f"x-anthropic-billing-header: cc_version=2.1; cch={cch};"
+    blocks = [{"type": "text", "text": billing}, {"type": "text", "text": "You are Claude Code."}]
+    for system in (blocks, f"{billing}\nYou are Claude Code."):
+        assert chat_of(system=system).messages[0] == ChatMessage(
+            role="system", parts=["You are Claude Code."]
+        )
+    assert chat_of(system=billing).messages[0].role == "user"
+
+
 def test_a_signature_that_cannot_be_ours_names_nothing() -> None:
     block = {"type": "thinking", "thinking": "Hmm.", "signature": "s" * 400}
     (turn, _) = chat_of(messages=[{"role": "assistant", "content": [block]}, *HI]).messages
@@ -217,6 +228,8 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"max_new_tokens": 5}, "max_new_tokens"),
         ({"output_format": {"type": "xml"}}, "output_format.type"),
         ({"metadata": 5}, "metadata"),
         ({"stream": 1}, "stream"),
