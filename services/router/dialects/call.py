@@ -20,6 +20,7 @@ class Call:
     request: GenerateRequest
     stream: bool
     traceparent: str  # "": the client sent none
+    constraint_param: str = ""  # what the body calls the constraint
     left_out: tuple[str, ...] = ()  # what it asked for, and what nothing can be done about but to say so
 
 

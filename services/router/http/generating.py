@@ -9,13 +9,15 @@ The status of a stream is decided by its first response; an error after that is 
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Generic
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.observe import log_lines
+from services.router.dialects.body import InvalidParameter
 from services.router.dialects.call import Call
 from services.router.dialects.dialect import CallT, Dialect, Envelope
 from services.router.http.answering import events, whole
@@ -23,6 +25,7 @@ from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, read_timeout_s
 from services.router.http.event_stream import EventStream, until_disconnect
 from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class Generating(Generic[CallT]):
         answer = self._dialect.answer(call, await self._envelope(call))
         _tell_left_out(call)
         responses = self._generation.generate(answer.request, timeout_s, call.traceparent)
+        if call.constraint_param:
+            responses = _naming_constraint(responses, call.constraint_param)
         if call.stream:
             return EventStream(events(answer, responses), self._generation.time_limit_s(timeout_s))
         return JSONResponse(await until_disconnect(request.receive, whole(answer, responses)))
@@ -67,6 +72,21 @@ class Generating(Generic[CallT]):
 async def only_model(generation: GenerationBackend) -> str:
     models = (await generation.list_models()).models
     return models[0].id if models else ""
+
+
+async def _naming_constraint(
+    responses: AsyncGenerator[GenerateResponse, None], param: str
+) -> AsyncGenerator[GenerateResponse, None]:
+    """What is wrong with it is told by what the body calls it: several names have the same meaning."""
+    async with aclosing(responses):
+        try:
+            async for response in responses:
+                yield response
+        except InvalidRequest as error:
+            field, _, problem = str(error).partition(" ")
+            if not field.startswith("sampling.constraint"):
+                raise
+            raise InvalidParameter(param, problem) from error
 
 
 def _tell_left_out(call: Call) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from services.router.dialects.body import Body, InvalidParameter
 from services.router.dialects.call import Call, read_addressee, traceparent_of
+from services.router.dialects.constraint import read_constraint
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 
@@ -21,11 +22,15 @@ class OpenAiCall(Call):
 def make_call(body: Body, headers: Mapping[str, str], request: GenerateRequest) -> OpenAiCall:
     read_addressee(body, headers, request, body.text("prompt_cache_key"))
     stream = body.flag("stream")
+    named = read_constraint(body)
+    if named is not None:
+        request.sampling.constraint.CopyFrom(named.constraint)
     return OpenAiCall(
         request=request,
         stream=stream,
         traceparent=traceparent_of(headers),
         include_usage=_read_include_usage(body.get("stream_options"), stream),
+        constraint_param=named.param if named is not None else "",
         return_token_ids=body.flag("return_token_ids"),
     )
 
