@@ -179,6 +179,36 @@ def engines() -> Dashboard:
                 ],
             ),
             (
+                "Structured output",
+                [
+                    graph(
+                        "Masked tokens by rank",
+                        "short",
+                        "Chosen under a constraint, per second; drafts that were verified are among them.",
+                        highest(_rate("isthmus_masked_tokens_total"), _NAME),
+                    ),
+                    graph(
+                        "Mask time",
+                        "s",
+                        "Of a token, made while the model computes: a step waits for what lasts longer than that.",
+                        Query(
+                            f"{_rate('isthmus_mask_seconds_total')} / {_rate('isthmus_masked_tokens_total')}",
+                            _NAME,
+                        ),
+                    ),
+                    graph(
+                        "Compile time",
+                        "s",
+                        "Of a constraint that a rank did not know yet, off the event loop.",
+                        Query(
+                            f"{_rate('isthmus_constraint_compile_seconds_total')} / "
+                            f"{_rate('isthmus_compiled_constraints_total')}",
+                            _NAME,
+                        ),
+                    ),
+                ],
+            ),
+            (
                 "Transfers",
                 [
                     graph(

@@ -121,6 +121,27 @@ def _drafts(load: RankLoad) -> Iterator[Metric]:
     )
 
 
+def _constraints(load: RankLoad) -> Iterator[Metric]:
+    counts = load.constraints
+    yield CounterMetricFamily(
+        "isthmus_rank_constrained_requests",
+        "Requests under a constraint, where they are prefilled and where they are decoded.",
+        counts.requests,
+    )
+    yield CounterMetricFamily(
+        "isthmus_compiled_constraints", "Of these, those whose constraint was compiled anew.", counts.compiled
+    )
+    yield CounterMetricFamily(
+        "isthmus_constraint_compile_seconds", "What that took, off the event loop.", counts.compile_s
+    )
+    yield CounterMetricFamily(
+        "isthmus_masked_tokens", "Tokens chosen under a constraint's mask, drafts too.", counts.masked_tokens
+    )
+    yield CounterMetricFamily(
+        "isthmus_mask_seconds", "What their masks took, beside the model's computing.", counts.mask_s
+    )
+
+
 class PoolCollector(Collector):
     def __init__(self, load: Callable[[], RankLoad]) -> None:
         self._load = load
@@ -134,6 +155,7 @@ class PoolCollector(Collector):
         yield from _carried(load)
         yield _kv_paths(load.kv_paths)
         yield from _drafts(load)
+        yield from _constraints(load)
         yield GaugeMetricFamily("isthmus_running_requests", "Sequences that hold pages.", load.running)
         yield GaugeMetricFamily("isthmus_waiting_requests", "Sequences that wait for pages.", load.waiting)
         yield GaugeMetricFamily(

@@ -27,6 +27,17 @@ class DraftCount:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintCounts:
+    """What constraints took, since the rank's start."""
+
+    requests: int = 0  # under a constraint
+    compiled: int = 0  # that were not known here, and
+    compile_s: float = 0.0
+    masked_tokens: int = 0  # chosen under a mask, or verified
+    mask_s: float = 0.0  # beside the model
+
+
+@dataclass(frozen=True, slots=True)
 class RankLoad:
     """What a rank is doing now; see common.proto for each field."""
 
@@ -55,6 +66,7 @@ class RankLoad:
     open_rooms: int = 0  # transfers of a prefill rank that are not over
     unreadable_events: int = 0  # since the start, of what another's engine told of its cache
     drafts: tuple[DraftCount, ...] = ()
+    constraints: ConstraintCounts = ConstraintCounts()
     decode_steps: StepHistogram = NO_STEPS  # since the start, of single tokens only
     prompt_steps: StepHistogram = NO_STEPS  # that computed prompts, too
 

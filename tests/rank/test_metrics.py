@@ -11,7 +11,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.rank.metrics import PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import CarriedPool, DraftCount, RankLoad
+from services.values.load import CarriedPool, ConstraintCounts, DraftCount, RankLoad
 from services.values.rank import Plan
 from services.values.request import Admitted
 
@@ -112,3 +112,14 @@ def test_drafts_are_counted_by_source():
     assert (value("drafted", "draft"), value("accepted_draft", "draft")) == (10, 8)
     assert (value("drafted", "lookup"), value("accepted_draft", "lookup")) == (5, 0)
     assert registry.get_sample_value("isthmus_tokens_per_step") == 2.5
+
+
+def test_what_constraints_took_is_counted():
+    registry = CollectorRegistry()
+    constraints = ConstraintCounts(5, 2, 0.25, 40, 0.5)
+    registry.register(PoolCollector(lambda: RankLoad(constraints=constraints)))
+    names = ("rank_constrained_requests", "compiled_constraints", "constraint_compile_seconds")
+    values = [registry.get_sample_value(f"isthmus_{name}_total") for name in names]
+    assert values == [5, 2, 0.25]
+    assert registry.get_sample_value("isthmus_masked_tokens_total") == 40
+    assert registry.get_sample_value("isthmus_mask_seconds_total") == 0.5

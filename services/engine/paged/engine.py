@@ -26,7 +26,7 @@ from services.kv.prefix_cache import PrefixCache
 from services.process.turn_watch import TurnWatch, until_it_hangs
 from services.values.errors import Unavailable
 from services.values.kv import CacheEvents, KvLayout, PageBooks, PoolMemory
-from services.values.load import RankLoad
+from services.values.load import ConstraintCounts, RankLoad
 from services.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,16 @@ class PagedEngine:
         return self._hangs
 
     def load(self) -> RankLoad:
-        return replace(self._load, stalled=any(watch.stalled for watch in self._watches))
+        stalled = any(watch.stalled for watch in self._watches)
+        return replace(self._load, stalled=stalled, constraints=self._constraints())
+
+    def _constraints(self) -> ConstraintCounts:
+        if self._core is None:
+            return ConstraintCounts()
+        grammars, masks = self._grammars.counts, self._core.runner.mask_counts
+        return ConstraintCounts(
+            grammars.asked, grammars.compiled, grammars.compile_s, masks.rows, masks.seconds
+        )
 
     def metrics(self) -> Iterable[Metric]:
         return ()

@@ -43,6 +43,8 @@ def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
     if request.conversation_id:
         attributes["gen_ai.conversation.id"] = request.conversation_id[:MAX_ID_CHARS]
     sampling = request.sampling
+    if sampling.constraint.WhichOneof("kind") in ("json_object", "json_schema"):
+        attributes["gen_ai.output.type"] = "json"
     names = [name for name in _SAMPLING if sampling.HasField(name)]
     names += [name for name in _PENALTIES if getattr(sampling, name)]
     return attributes | {f"gen_ai.request.{name}": getattr(sampling, name) for name in names}

@@ -270,7 +270,13 @@ class Generator:
 
     @contextmanager
     def _track(self, checked: Checked, span: Span, deadline: float | None) -> Iterator[Progress]:
-        progress = Progress(checked.request_id, self._clock(), span, operation=checked.operation)
+        progress = Progress(
+            checked.request_id,
+            self._clock(),
+            span,
+            operation=checked.operation,
+            constraint=checked.constraint,
+        )
         self._running[checked.request_id] = progress
         outcome = "finished"
         try:
@@ -317,6 +323,7 @@ class Generator:
             completion_tokens=len(progress.output_ids),
             reasoning_tokens=progress.reasoning_tokens,
             tool_calls=progress.num_calls,
+            constraint=progress.constraint or "-",
             finish=progress.finish_reason.value if progress.finish_reason else "-",
             kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
             ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",

@@ -15,6 +15,7 @@ from services.router.request.gen_ai import GenAiMetrics
 from services.router.request.progress import Progress
 from services.router.request.stages import STAGES
 from services.router.text.chats.past_answers import OUTCOMES
+from services.values.constraint import ConstraintKind
 from services.values.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
 from services.values.rank import RankId, Role
 from services.values.request import Admitted, FinishReason
@@ -131,6 +132,13 @@ class RouterMetrics:
         )
         for outcome in ("read", "broken"):
             self._calls.labels(outcome)
+        self._constrained = counter(
+            "isthmus_constrained_requests",
+            "Requests that have ended and were under a constraint, by its kind.",
+            ["kind"],
+        )
+        for constraint in ConstraintKind:
+            self._constrained.labels(constraint.value)
         self._moved = counter(
             "isthmus_kv_moved_bytes", "KV bytes that crossed, for all placements of a request."
         )
@@ -222,6 +230,8 @@ class RouterMetrics:
         self._reasoning.inc(progress.reasoning_tokens)
         self._calls.labels("read").inc(progress.num_calls)
         self._calls.labels("broken").inc(progress.num_broken_calls)
+        if progress.constraint:
+            self._constrained.labels(progress.constraint).inc()
         self._cut_off.inc(progress.finish_reason is FinishReason.CAPACITY)
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()

@@ -26,6 +26,11 @@ class Checked:
     tools: ChatTools = field(default_factory=ChatTools)
 
     @property
+    def constraint(self) -> str:
+        """Its kind; empty: none."""
+        return "" if self.sampling.constraint is None else self.sampling.constraint.kind.value
+
+    @property
     def memory_key(self) -> str:
         """Names the conversation, for tenants may choose the same ids; empty where none was named."""
         return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
@@ -72,6 +77,7 @@ class Progress:
     outgrown_s: float | None = None  # when its rank held no more, while it is to go on at a larger one
     aborted: bool = False
     operation: str = "text_completion"  # or chat: what was asked for
+    constraint: str = ""  # its kind
     finish_reason: FinishReason | None = None
     reasoning_tokens: int = 0
     num_calls: int = 0

@@ -22,6 +22,8 @@ def attributes_of(progress: Progress) -> Attributes:
         "attempts": progress.attempts,
         "placements": len(progress.served),
     }
+    if progress.constraint:
+        attributes["constraint"] = progress.constraint
     if progress.first_token_s is not None:
         attributes["first_token_s"] = progress.first_token_s
     if progress.stages is not None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import re
 
 import grpc
 import pytest
@@ -73,7 +75,8 @@ async def test_answers_are_whole_also_where_their_rank_dies(etcd_endpoint, clust
 
 
 @pytest.mark.parametrize("plan", ["remote", "local"])
-async def test_what_the_torch_engine_says_is_whole(etcd_endpoint, cluster_name, plan):
+async def test_what_the_torch_engine_says_is_whole(etcd_endpoint, cluster_name, plan, spans, caplog):
+    caplog.set_level(logging.INFO)
     cluster = with_model(etcd_endpoint, cluster_name, "torch", plans=(plan,), decode=(1,), speculation="tree")
     async with cluster:
         for number in range(3):
@@ -83,6 +86,17 @@ async def test_what_the_torch_engine_says_is_whole(etcd_endpoint, cluster_name, 
         choice = common_pb2.Choice(texts=["left", "right"])
         text, finish = await answer(cluster, asked(1, common_pb2.Constraint(choice=choice)))
         assert text in choice.texts and finish.reason == STOP
+        counts = cluster.ranks["decode-0/0"].engine.load().constraints
+        assert counts.requests == 5 and counts.compiled == 3
+        kinds = ["json_schema"] * 3 + ["regex", "choice"]
+        assert re.findall(r"\bconstraint=(\S+)", "\n".join(caplog.messages)) == kinds
+        told = [
+            span.attributes.get("constraint")
+            for span in spans.get_finished_spans()
+            if span.name == "router.generate"
+        ]
+        assert told == kinds
+        assert counts.compile_s > 0 and counts.mask_s > 0 and counts.masked_tokens > 30
         await cluster.assert_nothing_held()
 
 

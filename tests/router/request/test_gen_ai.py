@@ -34,6 +34,16 @@ def test_what_was_asked_without_what_was_said():
 
 
 @pytest.mark.parametrize(
+    ("constraint", "output_type"),
+    [({"json_object": True}, "json"), ({"json_schema": "{}"}, "json"), ({"regex": "a"}, None), ({}, None)],
+)
+def test_an_answer_that_must_be_json_is_said_to_be(constraint, output_type):
+    sampling = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**constraint))
+    told = gen_ai.asked(generation_pb2.GenerateRequest(sampling=sampling), "m")
+    assert told.get("gen_ai.output.type") == output_type
+
+
+@pytest.mark.parametrize(
     "prompt",
     [{"text": "t"}, {"token_ids": generation_pb2.TokenIds(ids=[1])}, {}],
     ids=["text", "ids", "none"],
