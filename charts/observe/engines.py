@@ -191,7 +191,7 @@ def engines() -> Dashboard:
                         "Mask time",
                         "s",
                         "Of a token, made while the model computes: a step waits for what lasts longer than that.",
-                        Query(
+                        highest(
                             f"{_rate('isthmus_mask_seconds_total')} / {_rate('isthmus_masked_tokens_total')}",
                             _NAME,
                         ),
@@ -200,7 +200,7 @@ def engines() -> Dashboard:
                         "Compile time",
                         "s",
                         "Of a constraint that a rank did not know yet, off the event loop.",
-                        Query(
+                        highest(
                             f"{_rate('isthmus_constraint_compile_seconds_total')} / "
                             f"{_rate('isthmus_compiled_constraints_total')}",
                             _NAME,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.router.dialects.body import Body, InvalidParameter
 from services.router.dialects.call import Call, read_addressee, traceparent_of
-from services.router.dialects.constraint import read_constraint
+from services.router.dialects.openai.constraint import read_constraint
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 

@@ -83,6 +83,7 @@ def read_responses_call(
         request=request,
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
+        constraint_param="text.format" if constraint is not None else "",
         left_out=left_out,
         instructions=body.text("instructions"),
         previous_id=body.text("previous_response_id"),

@@ -59,7 +59,14 @@ def read_generate_call(
     request = GenerateRequest(sampling=_read_sampling(body.inner("sampling_params"), defaults))
     _read_prompt(body, request)
     read_addressee(body, headers, request)
-    return Call(request=request, stream=body.flag("stream"), traceparent=traceparent_of(headers))
+    constraint = request.sampling.constraint.WhichOneof("kind")
+    asked = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf"}.get(constraint or "", "")
+    return Call(
+        request=request,
+        stream=body.flag("stream"),
+        traceparent=traceparent_of(headers),
+        constraint_param=f"sampling_params.{asked}" if asked else "",
+    )
 
 
 def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:

@@ -6,11 +6,10 @@ json_schema, regex, ebnf             SGLang's
 grammar                              llama.cpp's
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from services.router.dialects.body import Body, InvalidParameter, check_text
+from services.router.dialects.body import Body, InvalidParameter, check_text, json_text
 from services.wire.isthmus.v1.common_pb2 import Choice, Constraint
 
 
@@ -70,10 +69,7 @@ def read_schema(value: object, name: str) -> Constraint:
         return Constraint(json_schema=check_text(value, name))
     if not isinstance(value, dict):
         raise InvalidParameter(name, "must be a JSON schema")
-    try:
-        return Constraint(json_schema=check_text(json.dumps(value, ensure_ascii=False), name))
-    except RecursionError as error:
-        raise InvalidParameter(name, "is nested too deeply") from error
+    return Constraint(json_schema=json_text(value, name))
 
 
 def _read_regex(value: object, name: str) -> Constraint:
