@@ -37,7 +37,7 @@ def lower(constraint: Constraint) -> str:
             alternatives = " | ".join(map(json.dumps, dict.fromkeys(constraint.texts)))
             return LLMatcher.grammar_from_lark(f"start: {alternatives}")
         case ConstraintKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(_lark(constraint))
+            return LLMatcher.grammar_from_lark(lark_of(constraint))
 
 
 def _of_schema(constraint: Constraint) -> str:
@@ -59,7 +59,8 @@ def _schema(constraint: Constraint) -> dict[str, object]:
     return schema
 
 
-def _lark(constraint: Constraint) -> str:
+def lark_of(constraint: Constraint) -> str:
+    """Of a grammar. Raises InvalidRequest."""
     text = constraint.text
     if _IS_LARK.search(text) or "::=" not in text:
         return text

@@ -17,9 +17,11 @@ from services.router.parsing.formats import (
     told_thinking,
 )
 from services.router.parsing.harmony import HarmonyAnswer
-from services.router.parsing.marked import MarkedAnswer
+from services.router.parsing.marked import MarkedAnswer, Thinking
+from services.router.parsing.obligation import AnswerWriting, HarmonyWriting, MarkedWriting
 from services.router.parsing.parser import AnswerParser, ReadingParser
 from services.router.parsing.response_template import ResponseTemplate
+from services.router.parsing.writing import WRITINGS
 from services.values.errors import ConfigError
 
 
@@ -62,13 +64,29 @@ class ParserChoice:
             return ReadingParser(schemas, lambda calls: HarmonyAnswer(calls, has_calls, has_thinking).read())
         return ReadingParser(schemas, lambda calls: self._marked(calls, has_calls, prompt_end).read())
 
+    @property
+    def writing(self) -> AnswerWriting | None:
+        """How such an answer is written; None: we cannot say."""
+        if self.template is not None:
+            return None
+        if HARMONY in (self.tools, self.reasoning):
+            return HarmonyWriting()
+        return MarkedWriting(self._thinking, WRITINGS.get(self.tools))
+
+    @property
+    def _thinking(self) -> Thinking | None:
+        return THINKING_FORMATS[self.reasoning].thinking if self.reasoning in THINKING_FORMATS else None
+
+    def begins_thinking(self, prompt_end: str) -> bool:
+        """Whether the prompt ends within thinking."""
+        return self._thinking is not None and prompt_end.rstrip().endswith(self._thinking.opens)
+
     def _marked(self, calls: Calls, has_calls: bool, prompt_end: str) -> MarkedAnswer:
-        thinking = THINKING_FORMATS[self.reasoning].thinking if self.reasoning != NONE else None
         return MarkedAnswer(
-            thinking,
+            self._thinking,
             CALL_FORMATS[self.tools].call_markers if has_calls else None,
             calls,
-            thinks=thinking is not None and prompt_end.rstrip().endswith(thinking.opens),
+            thinks=self.begins_thinking(prompt_end),
         )
 
 

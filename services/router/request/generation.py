@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from opentelemetry.trace import Span
@@ -87,6 +88,7 @@ class Generator:
         self._metrics = metrics
         self._grammars = grammars or Grammars(None, 0)
         self._parsers = Parsers(tokenizer, parsers or ParserChoice())
+        self._obligations = self._parsers.obligations(self._grammars)
         self._max_attempts = max_attempts
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
@@ -183,6 +185,7 @@ class Generator:
             with self._track(checked, span, deadline) as progress:
                 past = self._past(request)
                 prompt = await self._encoder().encode(request, past)
+                checked = await self._obliged(checked, prompt)
                 progress.tokenize_s = self._clock() - progress.began_s
                 progress.past_answers = past.outcomes if past is not None else {}
                 self._metrics.past_answers(progress.past_answers)
@@ -245,6 +248,11 @@ class Generator:
             operation=gen_ai.operation_of(request),
             tools=tools,
         )
+
+    async def _obliged(self, checked: Checked, prompt: PackedIds) -> Checked:
+        """With what its tools ask of the answer."""
+        sampling = await self._obligations.put(checked.tools, checked.sampling, prompt.ids)
+        return replace(checked, sampling=sampling)
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model_name:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from services.grammar.grammars import Grammars
 from services.router.parsing.choice import ParserChoice
 from services.router.parsing.formats import NONE
 from services.router.request.answer_text import AnswerText
+from services.router.request.obligations import Obligations
 from services.router.request.tools import ChatTools, read_tools
 from services.router.text.detokenizer import TokenDecoder
 from services.router.text.marker_decoder import MarkerDecoder
@@ -45,12 +47,20 @@ class Parsers:
         more = self._more_ends if tools.callable is not None else ()
         return (*ends, *(token_id for token_id in more if token_id not in ends))
 
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Some hundred characters, in which the answer's turn has begun; empty where nobody asks."""
+        is_asked = self._choice != ParserChoice()
+        return self._tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if is_asked else ""
+
+    def obligations(self, grammars: Grammars) -> Obligations:
+        special = self._tokenizer.special_tokens if self._choice != ParserChoice() else {}
+        return Obligations(self._choice, special, grammars, self.prompt_end)
+
     def text_of(self, tools: ChatTools, stop: tuple[str, ...], prompt_ids: Sequence[int]) -> AnswerText:
         """Of an answer to that prompt."""
         parser = None
         if tools.told_apart and self._choice != ParserChoice():
-            prompt_end = self._tokenizer.text_of(prompt_ids[-_PROMPT_END:])
-            parser = self._choice.parser(tools.callable, prompt_end)
+            parser = self._choice.parser(tools.callable, self.prompt_end(prompt_ids))
         if parser is None:
             return AnswerText(self._tokenizer, stop)
         return AnswerText(self._decoder, stop, parser, tools.parallel)

@@ -79,7 +79,7 @@ def _schema(tool: Tool, name: str) -> Any:
             f"{name}.name must be 1 to 128 letters, digits or any of _.:/-; got {tool.name[:200]!r}"
         )
     if not tool.parameters:
-        return {"type": "object", "properties": {}}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     try:
         schema = json.loads(tool.parameters)
     except (ValueError, RecursionError) as error:

@@ -8,6 +8,8 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool,
 
 F = Tool(name="f", parameters='{"type": "object", "properties": {"a": {"type": "integer"}}}')
 
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 def of(*tools, **fields):
     return read_tools(GenerateRequest(chat=Chat(tools=tools, **fields)))
@@ -15,7 +17,7 @@ def of(*tools, **fields):
 
 def test_a_chats_tools():
     tools = of(F, Tool(name="ns.g-1", strict=True))
-    assert tools.schemas == {"f": json.loads(F.parameters), "ns.g-1": {"type": "object", "properties": {}}}
+    assert tools.schemas == {"f": json.loads(F.parameters), "ns.g-1": NOTHING}
     assert (tools.mode, tools.named, tools.parallel) == (CallMode.AUTO, "", True)
     assert tools.strict == {"ns.g-1"} and tools.told_apart and not tools.must_call
     assert set(tools.callable) == {"f", "ns.g-1"}

@@ -1,0 +1,82 @@
+"""Rules of a grammar in llguidance's dialect of Lark, for text with a model's special tokens in it. Pure.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md: a special token is <[its id]>, which no
+regular expression matches; %json is a schema; a [lazy] terminal ends where it first can.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.router.parsing.json_text import text_of
+
+# As templates write JSON, which models are used to. Nothing that the client's schema says of it counts.
+_JSON: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
+
+
+class Lark:
+    """`special`: the ids of the model's special tokens, by their text."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._cuts = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._rules: dict[str, str] = {}  # names by body
+
+    def grammar(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._rules.items())])
+
+    def rule(self, body: str, name: str = "r") -> str:
+        """Its name. One that ends in [lazy] or is in capitals says what kind it is of."""
+        head, bracket, attributes = name.partition("[")
+        key = body if not bracket else body + " "  # a lazy terminal is another one
+        numbered = self._rules.setdefault(key, f"{head}{len(self._rules)}{bracket}{attributes}")
+        return numbered.partition("[")[0]
+
+    def literal(self, text: str) -> str:
+        """The text, with special tokens for what is one."""
+        pieces, at = [], 0
+        for found in self._cuts.finditer(text):
+            pieces += [text_of(text[at : found.start()])] if found.start() > at else []
+            pieces.append(f"<[{self._special[found.group()]}]>")
+            at = found.end()
+        pieces += [text_of(text[at:])] if at < len(text) else []
+        return " ".join(pieces) or '""'
+
+    def json(self, schema: Any) -> str:
+        schema = {} if schema is True else schema
+        return self.rule("%json " + text_of({**schema, "x-guidance": _JSON}))
+
+    def text(self, without: tuple[str, ...] = ()) -> str:
+        """Any text of ordinary tokens, none too; without what is given."""
+        ordinary = [each for each in without if each not in self._special]
+        return self.rule(_text_pattern(ordinary), "TEXT")
+
+    def upto(self, end: str, without: tuple[str, ...] = ()) -> str:
+        """Any text, and the end, which is not in it."""
+        first = self._cuts.match(end)
+        if first:
+            return f"{self.text(without)} {self.literal(end)}"
+        others = [each for each in without if each != end and each not in self._special]
+        pattern = f"/(?s:.*){_escaped(end)}/" + "".join(map(_excluded, others))
+        return self.rule(pattern, "upto[lazy]")
+
+
+def one_of(*bodies: str) -> str:
+    return bodies[0] if len(bodies) == 1 else f"({' | '.join(bodies)})"
+
+
+def _text_pattern(without: list[str]) -> str:
+    return "/(?s:.*)/" + "".join(map(_excluded, without))
+
+
+def _excluded(text: str) -> str:
+    return f" & ~/(?s:.*){_escaped(text)}(?s:.*)/"
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")

@@ -1,0 +1,113 @@
+"""What an answer with tools, or behind thinking, must be, as a grammar. Pure.
+
+must call         thinking? calls
+strict tools      thinking? (content calls)* content         calls by their schemas
+another grammar   thinking? calls | what it says             calls where there are tools
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.router.parsing.harmony import CHANNEL, MESSAGE, START
+from services.router.parsing.lark import Lark, one_of
+from services.router.parsing.marked import Thinking
+from services.router.parsing.writing import Writing
+
+_BLANK = r'("\n" | "\n\n" | "\n\n\n")? '
+_CONSTRAINED = "<|constrain|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Obligation:
+    """`schemas`: of the tools that may be called, by name. `thinks`: the prompt ended within thinking."""
+
+    lark: Lark
+    schemas: Mapping[str, Any]
+    parallel: bool = True
+    thinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedWriting:
+    """Of an answer as marked.py reads it. `writing` None: nothing is called."""
+
+    thinking: Thinking | None
+    writing: Writing | None
+
+    def must_call(self, asked: Obligation) -> str:
+        return asked.lark.grammar(f"{self._thought(asked)}{self._calls(asked)}")
+
+    def may_call(self, asked: Obligation) -> str:
+        writing, lark = self.writing, asked.lark
+        assert writing is not None
+        thought = self._thought(asked)
+        if writing.begins:
+            plain = lark.rule(r"/(\s*[^{\s](?s:.*))?/", "TEXT")
+            return lark.grammar(f"{thought}{one_of(self._calls(asked), plain)}")
+        opens = (writing.opens, *writing.also)
+        # What closes calls holds several, others follow one another.
+        calls = writing.calls(lark, asked.schemas, asked.parallel and bool(writing.closes))
+        more = "*" if asked.parallel else "?"
+        return lark.grammar(f"{thought}({lark.upto(writing.opens, opens)} {calls}){more} {lark.text(opens)}")
+
+    def then(self, asked: Obligation, answer: str) -> str:
+        """`answer`: a rule's body."""
+        calls = [self._calls(asked)] if asked.schemas and self.writing else []
+        return asked.lark.grammar(f"{self._thought(asked)}{one_of(*calls, answer)}")
+
+    def _calls(self, asked: Obligation) -> str:
+        assert self.writing is not None
+        calls = self.writing.calls(asked.lark, asked.schemas, asked.parallel)
+        opens = f"{asked.lark.literal(self.writing.opens)} " if self.writing.opens else ""
+        return f"{_BLANK}{opens}{calls}"
+
+    def _thought(self, asked: Obligation) -> str:
+        """With the white space around it that templates write."""
+        if self.thinking is None:
+            return ""
+        lark = asked.lark
+        rest = f"{lark.upto(self.thinking.closes)} {_BLANK}"
+        return rest if asked.thinks else f'("\\n"? {lark.literal(self.thinking.opens)} {rest})? '
+
+
+class HarmonyWriting:
+    """Of an answer as harmony.py reads it: its last message is a call, which ends it, or final."""
+
+    def must_call(self, asked: Obligation) -> str:
+        return asked.lark.grammar(f"{self._before(asked.lark)}{self._call(asked)}")
+
+    def may_call(self, asked: Obligation) -> str:
+        return self._then(asked, asked.lark.text(), ("analysis", "commentary"))
+
+    def then(self, asked: Obligation, answer: str) -> str:
+        return self._then(asked, answer, ("analysis",))
+
+    def _then(self, asked: Obligation, answer: str, channels: tuple[str, ...]) -> str:
+        lark = asked.lark
+        final = f"{lark.literal(f'{CHANNEL}final{MESSAGE}')} {answer}"
+        calls = [self._call(asked)] if asked.schemas else []
+        return lark.grammar(f"{self._before(lark, channels)}{one_of(*calls, final)}")
+
+    @staticmethod
+    def _before(lark: Lark, channels: tuple[str, ...] = ("analysis",)) -> str:
+        """Messages of those channels."""
+        begins = one_of(*(lark.literal(f"{CHANNEL}{channel}{MESSAGE}") for channel in channels))
+        return f"({begins} {lark.text()} {lark.literal(f'<|end|>{START}assistant')})* "
+
+    @staticmethod
+    def _call(asked: Obligation) -> str:
+        lark = asked.lark
+        return lark.rule(
+            one_of(
+                *(
+                    f"{lark.literal(f'{CHANNEL}commentary to=functions.{name} {_CONSTRAINED}json{MESSAGE}')} "
+                    f"{lark.json(schema)}"
+                    for name, schema in asked.schemas.items()
+                )
+            ),
+            "call",
+        )
+
+
+AnswerWriting = MarkedWriting | HarmonyWriting

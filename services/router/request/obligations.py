@@ -1,0 +1,132 @@
+"""What is asked of an answer's calls, made a constraint of its text: engines know no tools."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from services.grammar.grammars import Grammars
+from services.grammar.lowering import lark_of
+from services.router.parsing.choice import ParserChoice
+from services.router.parsing.formats import NONE
+from services.router.parsing.json_text import text_of
+from services.router.parsing.lark import Lark, one_of
+from services.router.parsing.obligation import AnswerWriting, Obligation
+from services.router.request.tools import ChatTools
+from services.values.constraint import Constraint, ConstraintKind
+from services.values.errors import InvalidRequest
+from services.values.request import SamplingParams
+
+_ANY: Mapping[str, Any] = {"type": "object"}
+
+
+class Obligations:
+    """Of one router. `special`: the model's special tokens. `end_of`: the text at a prompt's end."""
+
+    def __init__(
+        self,
+        choice: ParserChoice,
+        special: Mapping[int, str],
+        grammars: Grammars,
+        end_of: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._choice = choice
+        self._end_of = end_of
+        self._special = {text: token_id for token_id, text in special.items()}
+        self._grammars = grammars
+
+    async def put(
+        self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]
+    ) -> SamplingParams:
+        """With a constraint that calls and thinking are a part of, where there is anything to be kept to.
+
+        Raises InvalidRequest: it names the tool whose schema cannot be kept to, or what does not go together.
+        """
+        if not self._is_asked(tools, sampling):
+            return sampling
+        return await asyncio.to_thread(self._put, tools, sampling, prompt_ids)
+
+    def _is_asked(self, tools: ChatTools, sampling: SamplingParams) -> bool:
+        if tools.must_call or (tools.callable is not None and tools.strict):
+            return True
+        told = tools.told_apart and (tools.callable is not None or self._choice.reasoning != NONE)
+        return sampling.constraint is not None and told
+
+    def _put(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
+        writing = self._writing(tools)
+        if writing is None:
+            return sampling
+        schemas = self._schemas(tools)
+        asked = Obligation(
+            Lark(self._special),
+            schemas,
+            tools.parallel,
+            tools.told_apart and self._choice.begins_thinking(self._end_of(prompt_ids)),
+        )
+        given = sampling.constraint
+        if given is not None and tools.must_call:
+            raise InvalidRequest(f"{given.field_name} and chat.tool_choice ask for different answers")
+        if given is not None:
+            grammar = writing.then(asked, _rule_of(given, asked.lark))
+        else:
+            grammar = writing.must_call(asked) if tools.must_call else writing.may_call(asked)
+        return replace(sampling, constraint=self._checked(grammar))
+
+    def _writing(self, tools: ChatTools) -> AnswerWriting | None:
+        writing = self._choice.writing
+        knows_calls = writing is not None and self._choice.tools != NONE
+        if not knows_calls and (tools.must_call or tools.strict):
+            name = "chat.tool_choice" if tools.must_call else "a strict tool in chat.tools"
+            raise InvalidRequest(
+                f"{name} cannot be kept to: how this model writes calls is not known (--tool-parser)"
+            )
+        return writing
+
+    def _schemas(self, tools: ChatTools) -> Mapping[str, Any]:
+        """Of the tools that may be called. What is neither required nor strict may be any object."""
+        schemas = {}
+        for index, (name, schema) in enumerate((tools.callable or {}).items()):
+            is_kept = tools.must_call or name in tools.strict
+            if tools.named in ("", name):
+                schemas[name] = {"type": "object", **schema} if is_kept else _ANY
+            if name in schemas and is_kept:
+                self._check_schema(schemas[name], f"chat.tools[{index}].parameters")
+        return schemas
+
+    def _check_schema(self, schema: Any, name: str) -> None:
+        try:
+            self._grammars.check(Constraint(ConstraintKind.JSON_SCHEMA, (text_of(schema),)))
+        except InvalidRequest as error:
+            problem = str(error).removeprefix("sampling.constraint.json_schema ")
+            raise InvalidRequest(f"{name} {problem}") from error
+
+    def _checked(self, grammar: str) -> Constraint:
+        try:
+            constraint = Constraint(ConstraintKind.GRAMMAR, (grammar,))
+            self._grammars.check(constraint)
+        except InvalidRequest as error:
+            problem = str(error).removeprefix("sampling.constraint.grammar ")
+            raise InvalidRequest(f"chat.tools, as a grammar, {problem}") from error
+        return constraint
+
+
+def _rule_of(constraint: Constraint, lark: Lark) -> str:
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return lark.json(_ANY)
+        case ConstraintKind.JSON_SCHEMA:
+            return lark.json(json.loads(constraint.text))
+        case ConstraintKind.REGEX:
+            return lark.rule(f"/{_slashes_escaped(constraint.text)}/", "TEXT")
+        case ConstraintKind.CHOICE:
+            return one_of(*map(text_of, dict.fromkeys(constraint.texts)))
+        case ConstraintKind.GRAMMAR:
+            return lark.rule(f"%lark {{\n{lark_of(constraint)}\n}}")
+
+
+def _slashes_escaped(pattern: str) -> str:
+    """As Lark has a pattern between slashes: what is escaped already stays."""
+    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    return escaped.replace("\n", "\\n")

@@ -1,0 +1,229 @@
+"""What a random model writes under the constraint that tools come to, in the tokens of eight families."""
+
+import json
+import random
+
+import pytest
+
+from router.templates.formats import FORMATS, Call, Said
+from services.grammar.grammars import Grammars
+from services.grammar.masks import Asked, MaskMaker
+from services.router.parsing.choice import ParserChoice, choose
+from services.router.request.parsers import Parsers
+from services.router.request.tools import CallMode, ChatTools
+from services.router.text.tokenizer import Tokenizer
+from services.values.constraint import Constraint, ConstraintKind
+from services.values.errors import InvalidRequest
+from services.values.request import SamplingParams
+
+SIZE = 512
+SCHEMAS = {
+    "look_up": {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["a/b", "ß"]},
+            "n": {"type": "integer", "minimum": 0, "maximum": 99},
+            "deep": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+            "word": {"$ref": "#/$defs/word"},
+        },
+        "required": ["kind", "n"],
+        "additionalProperties": False,
+        "$defs": {"word": {"type": "string", "maxLength": 5}},
+    },
+    "stop": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+class Family:
+    def __init__(self, name, directory):
+        self.format = FORMATS[name]
+        self.tokenizer = Tokenizer(str(self.format.save(directory)))
+        self.grammars = Grammars(directory, SIZE)
+        choice = choose("auto", "auto", self.tokenizer.chat_template, None)
+        self.parsers = Parsers(self.tokenizer, choice)
+        self.obligations = self.parsers.obligations(self.grammars)
+
+    async def constraint(self, tools, constraint=None, prompt=""):
+        prompt_ids = self.tokenizer.encode(prompt, special_tokens=False) or [1]
+        sampling = SamplingParams(constraint=constraint)
+        return (await self.obligations.put(tools, sampling, prompt_ids)).constraint
+
+    async def write(self, tools, seed, constraint=None, prompt="", hurry=()):
+        """What a random model answers, read; None where it does not come to an end. `hurry`: texts that it
+        likes."""
+        rng = random.Random(seed)
+        ends = self.parsers.end_ids(tools)
+        matcher = self.grammars.matcher(await self.constraint(tools, constraint, prompt), (), ends)
+        prompt_ids = self.tokenizer.encode(prompt, special_tokens=False)
+        text, maker = self.parsers.text_of(tools, (), prompt_ids), MaskMaker(SIZE)
+        liked = {self.tokenizer.encode(each, special_tokens=False)[0] for each in hurry} | set(ends)
+        for _ in range(500):
+            (row,) = maker.make([Asked(matcher)]).expanded()
+            allowed = row.nonzero()[0].tolist()
+            wanted = [token_id for token_id in allowed if token_id in liked]
+            token_id = rng.choice(wanted if wanted and rng.random() < 0.4 else allowed)
+            if token_id in ends:
+                text.finish()
+                return text
+            matcher.advance([token_id])
+            text.push([token_id])
+        return None
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def family(request, tmp_path_factory):
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+HURRY = ("</think>", "{", "<|end|>", "<tool_call>", "[TOOL_CALLS]", "<minimax:tool_call>", '"', "\n", "<")
+
+
+def check(call):
+    assert call.name in SCHEMAS
+    arguments = json.loads(call.arguments)
+    if call.name == "stop":
+        assert arguments == {}
+        return
+    assert {"kind", "n"} <= set(arguments) <= set(SCHEMAS["look_up"]["properties"])
+    assert arguments["kind"] in ("a/b", "ß") and 0 <= arguments["n"] <= 99
+    assert type(arguments["n"]) is int and isinstance(arguments.get("word", ""), str)
+    assert all(isinstance(each, bool) for each in arguments.get("deep", []))
+
+
+def opened(family):
+    """A prompt that ends as this family's do."""
+    return "<think>\n" if family.format.name == "minimax" else "Go:"
+
+
+def schemas_of(family):
+    """No free text where only a tag ends it: a random model hardly ever writes one."""
+    look_up, stop = SCHEMAS["look_up"], SCHEMAS["stop"]
+    if family.format.name not in ("qwen3_coder", "glm", "minimax"):
+        return SCHEMAS
+    properties = {name: value for name, value in look_up["properties"].items() if name != "word"}
+    return {"look_up": {**look_up, "properties": properties}, "stop": stop}
+
+
+async def answers(family, tools, constraint=None):
+    written = [await family.write(tools, seed, constraint, opened(family), HURRY) for seed in range(8)]
+    ended = [text for text in written if text is not None]
+    assert len(ended) >= 4
+    return ended
+
+
+@pytest.mark.parametrize("named", ["", "look_up"])
+async def test_an_answer_that_must_call_does(family, named):
+    tools = ChatTools(schemas_of(family), CallMode.REQUIRED, named, told_apart=True)
+    for text in await answers(family, tools):
+        message = text.message()
+        assert message.calls and text.num_broken == 0
+        assert message.content == ""
+        for call in message.calls:
+            check(call)
+            assert named in ("", call.name)
+
+
+async def test_one_call_where_no_more_are_allowed(family):
+    tools = ChatTools(schemas_of(family), CallMode.REQUIRED, parallel=False, told_apart=True)
+    for seed in range(4):
+        text = await family.write(tools, seed, None, opened(family), HURRY)
+        assert text is None or len(text.calls) == 1
+
+
+async def test_a_strict_tool_is_called_as_it_says_or_not_at_all(family):
+    tools = ChatTools(schemas_of(family), strict=frozenset(SCHEMAS), told_apart=True)
+    for text in await answers(family, tools):
+        assert text.num_broken == 0
+        for call in text.calls:
+            check(call)
+
+
+GOOD = {"kind": "ß", "n": 7, "deep": [True, False]}
+
+
+@pytest.mark.parametrize("mode", [CallMode.REQUIRED, CallMode.AUTO])
+async def test_calls_are_kept_to_as_the_family_writes_them(family, mode):
+    tools = ChatTools(schemas_of(family), mode, strict=frozenset(SCHEMAS), told_apart=True)
+    constraint, format_ = await family.constraint(tools, prompt=opened(family)), family.format
+
+    def is_allowed(said):
+        *ids, end = family.tokenizer.encode(format_.written(said), special_tokens=False)
+        matcher = family.grammars.matcher(constraint, (), family.parsers.end_ids(tools))
+        if matcher.num_fitting(ids) < len(ids):
+            return False
+        matcher.advance(ids)
+        return matcher.may_choose(end)
+
+    thought = "So be it." * format_.thinks
+    good, bad = Call("look_up", GOOD), Call("look_up", {**GOOD, "n": 700})
+    assert is_allowed(Said("", thought, [good])) and is_allowed(Said("", thought, [Call("stop", {})]))
+    assert is_allowed(Said("", thought, [good, good])) == format_.parallel or format_.name == "llama3"
+    assert not is_allowed(Said("", thought, [bad])) and not is_allowed(Said("", thought, [Call("none", {})]))
+    assert is_allowed(Said("I think not.", thought)) == (mode is CallMode.AUTO)
+    if format_.name != "llama3":
+        assert is_allowed(Said("I look.", thought, [good])) == (mode is CallMode.AUTO)
+
+
+async def test_a_format_of_answers_comes_behind_thinking_and_calls_stay_possible(family):
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, ('{"type": "boolean"}',))
+    texts = await answers(family, ChatTools(schemas_of(family), told_apart=True), constraint)
+    for text in texts:
+        message = text.message()
+        assert bool(message.calls) != (message.content in ("true", "false"))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "contents"),
+    [
+        (Constraint(ConstraintKind.CHOICE, ("a/b", "ß\n")), {"a/b", "ß\n"}),
+        (Constraint(ConstraintKind.REGEX, (r"a/b|a\/c",)), {"a/b", "a/c"}),
+        (Constraint(ConstraintKind.JSON_OBJECT), None),
+        (Constraint(ConstraintKind.GRAMMAR, ('start: X\nX: "a" | "b"',)), {"a", "b"}),
+        (Constraint(ConstraintKind.GRAMMAR, ('root ::= "a" | "b"',)), {"a", "b"}),
+    ],
+)
+async def test_every_kind_of_constraint_comes_behind_thinking(family, constraint, contents):
+    if family.format.name not in ("qwen3", "gpt_oss", "minimax"):
+        return
+    for seed in range(3):
+        text = await family.write(ChatTools(told_apart=True), seed, constraint, opened(family), HURRY)
+        if text is not None and contents is not None:
+            assert text.message().content in {content.strip() for content in contents} | contents
+        elif text is not None:
+            assert isinstance(json.loads(text.message().content), dict)
+
+
+async def test_what_asks_for_nothing_has_no_constraint(family):
+    for tools in (ChatTools(), ChatTools(SCHEMAS, told_apart=True), ChatTools(told_apart=True)):
+        assert await family.constraint(tools) is None
+    asked = Constraint(ConstraintKind.CHOICE, ("a",))
+    assert await family.constraint(ChatTools(SCHEMAS), asked) == asked  # raw
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return Family("qwen3", tmp_path_factory.mktemp("qwen"))
+
+
+async def test_what_cannot_be_kept_to_is_named(qwen):
+    schemas = SCHEMAS | {"f": {"properties": {"a": {"type": "array", "uniqueItems": True}}}}
+    for tools in (ChatTools(schemas, CallMode.REQUIRED), ChatTools(schemas, strict=frozenset({"f"}))):
+        with pytest.raises(InvalidRequest, match=r"^chat\.tools\[2\]\.parameters is not supported: .*unique"):
+            await qwen.constraint(tools)
+    assert await qwen.constraint(ChatTools(schemas, CallMode.REQUIRED, "stop")) is not None
+    assert await qwen.constraint(ChatTools(schemas, strict=frozenset({"stop"}))) is not None
+    many = {f"f{i}": {"properties": {"a": {"enum": ["x" * 1000 + str(i)]}}} for i in range(70)}
+    with pytest.raises(InvalidRequest, match=r"^chat\.tools, as a grammar, must be at most 65536 bytes"):
+        await qwen.constraint(ChatTools(many, CallMode.REQUIRED))
+
+
+async def test_a_call_and_a_format_cannot_both_be_asked_for(qwen):
+    with pytest.raises(InvalidRequest, match=r"^sampling\.constraint\.json_object and chat\.tool_choice"):
+        await qwen.constraint(ChatTools(SCHEMAS, CallMode.REQUIRED), Constraint(ConstraintKind.JSON_OBJECT))
+
+
+@pytest.mark.parametrize("tools", [{"mode": CallMode.REQUIRED}, {"strict": frozenset({"stop"})}])
+async def test_what_is_not_known_to_write_calls_cannot_be_kept_to_them(qwen, tools):
+    obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
+    with pytest.raises(InvalidRequest, match="cannot be kept to"):
+        await obligations.put(ChatTools(SCHEMAS, **tools), SamplingParams(), [1])
