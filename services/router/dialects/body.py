@@ -50,12 +50,16 @@ class Body:
     def wrong(self, name: str, problem: str) -> InvalidParameter:
         return InvalidParameter(self.name_of(name), problem)
 
-    def inner(self, name: str) -> "Body":
-        """An object's members; those of an absent one are absent."""
+    def object(self, name: str) -> Mapping[str, object]:
+        """An empty one where it is absent."""
         value = self._fields.get(name)
         if not isinstance(value, dict | None):
             raise self.wrong(name, "must be an object")
-        return Body(value or {}, f"{self.name_of(name)}.")
+        return value or {}
+
+    def inner(self, name: str) -> "Body":
+        """An object's members; those of an absent one are absent."""
+        return Body(self.object(name), f"{self.name_of(name)}.")
 
     def objects(self, name: str) -> "list[Body]":
         """Of a list; none where it is absent."""

@@ -11,6 +11,7 @@ from services.router.dialects.answer import Event, Json
 from services.router.dialects.anthropic.errors import error_json
 from services.router.dialects.anthropic.messages_call import MessagesCall, read_messages_call
 from services.router.dialects.dialect import Envelope
+from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.values.errors import Aborted, ProtocolError
@@ -56,7 +57,8 @@ class MessageAnswer:
         reason, sequence = self._stop(joined.finish)
         self._signature = joined.answer_id or joined.finish.answer_id
         content = [self._block(part) for part in parts_of(joined, self._call.shows_thinking)]
-        return self._message(content, reason, sequence, joined.finish.usage)
+        message = self._message(content, reason, sequence, joined.finish.usage)
+        return {**message, "isthmus": isthmus_json(joined.finish)}
 
     def events(self, response: GenerateResponse) -> list[Event]:
         self._signature = self._signature or response.answer_id or response.finish.answer_id
@@ -95,7 +97,8 @@ class MessageAnswer:
     def _end(self, finish: Finish) -> list[Event]:
         reason, sequence = self._stop(finish)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return [_event("message_delta", delta=delta, usage=_usage(finish.usage)), _event("message_stop")]
+        told = {"delta": delta, "usage": _usage(finish.usage), "isthmus": isthmus_json(finish)}
+        return [_event("message_delta", **told), _event("message_stop")]
 
     # -- objects ----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.errors import RESPONSES_PROMPT, error_json
+from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.parts import Closed, Part, Parts, parts_of
 from services.router.dialects.responses.call import ResponsesCall, turns_of
 from services.router.dialects.responses.item_events import ItemEvents
@@ -109,7 +110,10 @@ class ResponseAnswer:
 
     def _ended(self, finish: Finish) -> Json:
         status = _status_of(finish)
-        ended = self._object(status, usage=_usage(finish.usage))
+        ended = {
+            **self._object(status, usage=_usage(finish.usage)),
+            "isthmus": isthmus_json(finish),
+        }
         if status == INCOMPLETE:
             ended["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._call.is_stored:

@@ -155,7 +155,7 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
         **{name: body.get(name) for name in _ECHOED},
         "temperature": round(sampling.temperature, 6),  # it is a float32
         "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
-        "metadata": body.get("metadata") or {},
+        "metadata": body.object("metadata"),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "text": {"format": body.inner("text").get("format") or {"type": "text"}},

@@ -43,6 +43,7 @@ async def test_an_answer_of_an_agent_is_told_whole() -> None:
     backend = FakeBackend(*agents_answer())
     answer = (await message(backend, **THINKS)).json()
     assert answer.pop("id").startswith("msg_")
+    assert answer.pop("isthmus")["finish_reason"] == "tool_calls"
     assert answer == {
         "type": "message",
         "role": "assistant",
@@ -62,6 +63,7 @@ async def test_an_answer_of_an_agent_is_told_whole() -> None:
 
 async def test_an_answer_of_an_agent_is_streamed() -> None:
     first, *told = events(await message(FakeBackend(*agents_answer()), stream=True, **THINKS))
+    assert told[-2].pop("isthmus")["finish_reason"] == "tool_calls"
     assert first["message"].pop("id").startswith("msg_")
     assert first == {
         "type": "message_start",

@@ -204,6 +204,7 @@ def test_what_codex_sends_is_taken() -> None:
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"store": "yes"}, "store"),
+        ({"metadata": "x"}, "metadata"),
     ],
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:

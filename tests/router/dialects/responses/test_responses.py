@@ -78,6 +78,7 @@ async def test_an_answer_of_an_agent_is_told_whole() -> None:
     asks = {"tools": tools, "metadata": {"a": "b"}, "temperature": 0.7, "reasoning": {"effort": "low"}}
     answer = (await respond(backend, **asks)).json()
     stem = answer.pop("id").removeprefix("resp_")
+    assert answer.pop("isthmus")["finish_reason"] == "tool_calls"
     assert answer == {
         "object": "response",
         "created_at": 1234,
