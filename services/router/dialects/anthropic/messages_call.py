@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from services.router.dialects.anthropic.turns import read_turns
 from services.router.dialects.body import INT32_MAX, Body, Refused
 from services.router.dialects.call import Call, read_addressee, traceparent_of
-from services.router.dialects.formats import schema_constraint
 from services.router.dialects.openai import refused
+from services.router.dialects.openai.constraint import NamedConstraint, read_constraint, read_schema
 from services.router.dialects.sampling import read_sampling, read_stop
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.router.dialects.template_variables import thinking_variables
@@ -28,8 +28,9 @@ _REFUSED: Refused = {
     **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
     "container": (),
     "stop": (),
+    "response_format": (),
 }
-_INSTEAD = {**refused.INSTEAD, "stop": "use stop_sequences"}
+_INSTEAD = {**refused.INSTEAD, "stop": "use stop_sequences", "response_format": "use output_config.format"}
 _MODES = {
     "auto": ToolChoice.MODE_AUTO,
     "any": ToolChoice.MODE_REQUIRED,
@@ -64,13 +65,19 @@ def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str])
 def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
     sampling = read_sampling(body, body.integer("max_tokens", 1, INT32_MAX), None, defaults)
     sampling.stop.extend(read_stop(body.get("stop_sequences"), "stop_sequences"))
-    output = body.inner("output_config")
-    form = output.inner("format") if output.get("format") else body.inner("output_format")
-    if form.text("type") == "json_schema":
-        sampling.constraint.CopyFrom(schema_constraint(form))
-    elif form.text("type"):
-        raise form.wrong("type", 'must be "json_schema"')
     return sampling
+
+
+def _read_format(body: Body) -> NamedConstraint | None:
+    """`output_format` is what it was called while it was a beta."""
+    output = body.inner("output_config")
+    holder, name = (output, "format") if output.get("format") is not None else (body, "output_format")
+    if holder.get(name) is None:
+        return None
+    form = holder.inner(name)
+    if form.required_text("type") != "json_schema":
+        raise form.wrong("type", 'must be "json_schema"')
+    return NamedConstraint(holder.name_of(name), read_schema(form.get("schema"), form.name_of("schema")))
 
 
 def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams) -> MessagesCall:
@@ -83,6 +90,8 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
         chat_template_kwargs=thinking_variables(_THINKS[kind], body.inner("output_config").text("effort")),
     )
     left_out = _read_tools(body, chat)
+    if (named := read_constraint(body, _read_format(body))) is not None:
+        sampling.constraint.CopyFrom(named.constraint)
     request = GenerateRequest(chat=chat, sampling=sampling)
     read_addressee(body, headers, request, _session(body.inner("metadata").text("user_id")))
     return MessagesCall(
@@ -90,6 +99,7 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
         left_out=left_out,
+        constraint_param="" if named is None else named.param,
         shows_thinking=_THINKS[kind] is not False,
         omits_thinking=thinking.text("display") == "omitted",
     )

@@ -21,9 +21,10 @@ class NamedConstraint:
     constraint: Constraint
 
 
-def read_constraint(body: Body) -> NamedConstraint | None:
-    """Raises InvalidParameter, also where more than one is asked for."""
-    asked = list(_asked(body))
+def read_constraint(body: Body, own: NamedConstraint | None = None) -> NamedConstraint | None:
+    """`own`: what the body says of it in words of an API of its own. Raises InvalidParameter, also where more
+    than one is asked for."""
+    asked = [*([own] if own is not None else ()), *_asked(body)]
     if len(asked) > 1:
         raise InvalidParameter(asked[1].param, f"cannot be used beside {asked[0].param}")
     return asked[0] if asked else None
@@ -34,7 +35,8 @@ def _asked(body: Body) -> Iterator[NamedConstraint]:
         yield of_format
     for name, read in _READERS.items():
         if (value := body.get(name)) is not None and (name, value) != ("grammar", ""):
-            yield NamedConstraint(name, read(value, name))
+            param = body.name_of(name)
+            yield NamedConstraint(param, read(value, param))
     if (structured := body.get("structured_outputs")) is not None:
         yield from _read_structured(structured)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from services.router.dialects.answer import Json
 from services.router.dialects.body import INT32_MAX, Body, Refused
 from services.router.dialects.call import Call, read_addressee, traceparent_of
-from services.router.dialects.formats import schema_constraint
 from services.router.dialects.openai import refused
+from services.router.dialects.openai.constraint import NamedConstraint, read_constraint, read_schema
 from services.router.dialects.responses.items import read_input
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
@@ -73,8 +73,8 @@ def read_responses_call(
     _check_include(body)
     max_tokens = body.integer("max_output_tokens", 1, INT32_MAX)
     sampling = read_sampling(body, max_tokens, None, defaults)
-    if (constraint := _read_format(body.inner("text"))) is not None:
-        sampling.constraint.CopyFrom(constraint)
+    if (named := read_constraint(body, _read_format(body.inner("text")))) is not None:
+        sampling.constraint.CopyFrom(named.constraint)
     chat = Chat(messages=read_input(body), chat_template_kwargs=_read_effort(body.inner("reasoning")))
     left_out = _read_tools(body, chat)
     request = GenerateRequest(chat=chat, sampling=sampling)
@@ -83,7 +83,7 @@ def read_responses_call(
         request=request,
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
-        constraint_param="text.format" if constraint is not None else "",
+        constraint_param="" if named is None else named.param,
         left_out=left_out,
         instructions=body.text("instructions"),
         previous_id=body.text("previous_response_id"),
@@ -102,15 +102,15 @@ def _check_include(body: Body) -> None:
             raise body.wrong("include", f"must not have {name!r}: this server does not tell it here")
 
 
-def _read_format(text: Body) -> Constraint | None:
-    form = text.inner("format")
+def _read_format(text: Body) -> NamedConstraint | None:
+    form, name = text.inner("format"), text.name_of("format")
     match form.text("type"):
         case "" | "text":
             return None
         case "json_object":
-            return Constraint(json_object=True)
+            return NamedConstraint(name, Constraint(json_object=True))
         case "json_schema":
-            return schema_constraint(form)
+            return NamedConstraint(name, read_schema(form.get("schema"), form.name_of("schema")))
         case _:
             raise form.wrong("type", "must be one of text, json_object, json_schema")
 

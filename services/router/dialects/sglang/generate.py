@@ -1,18 +1,19 @@
 """SGLang's /generate: a text or ids in, the text so far out with each event, and [DONE]."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused
 from services.router.dialects.call import Call, read_addressee, traceparent_of
 from services.router.dialects.dialect import Envelope
+from services.router.dialects.openai.constraint import read_constraint
 from services.router.dialects.openai.errors import error_json
 from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
-from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateRequest, GenerateResponse
 
 _REFUSED: Refused = {
@@ -43,11 +44,6 @@ _SAMPLING_REFUSED: Refused = {
 }
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
 _DEFAULT_MAX_TOKENS = 128  # SGLang's own
-_CONSTRAINTS: Mapping[str, Callable[[str], Constraint]] = {
-    "json_schema": lambda text: Constraint(json_schema=text),
-    "regex": lambda text: Constraint(regex=text),
-    "ebnf": lambda text: Constraint(grammar=text),
-}
 
 
 def read_generate_call(
@@ -56,16 +52,17 @@ def read_generate_call(
     """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
-    request = GenerateRequest(sampling=_read_sampling(body.inner("sampling_params"), defaults))
+    params = body.inner("sampling_params")
+    request = GenerateRequest(sampling=_read_sampling(params, defaults))
+    if (named := read_constraint(params)) is not None:
+        request.sampling.constraint.CopyFrom(named.constraint)
     _read_prompt(body, request)
     read_addressee(body, headers, request)
-    constraint = request.sampling.constraint.WhichOneof("kind")
-    asked = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf"}.get(constraint or "", "")
     return Call(
         request=request,
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
-        constraint_param=f"sampling_params.{asked}" if asked else "",
+        constraint_param="" if named is None else named.param,
     )
 
 
@@ -77,11 +74,6 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
         sampling.min_tokens = body.integer("min_new_tokens", 0, INT32_MAX) or 0
     if body.get("sampling_seed") is not None:
         sampling.seed = body.integer("sampling_seed", 0, 2**64 - 1) or 0
-    given = [name for name in _CONSTRAINTS if body.get(name) is not None]
-    if len(given) > 1:
-        raise body.wrong(given[1], f"must not be set beside {given[0]}")
-    for name in given:
-        sampling.constraint.CopyFrom(_CONSTRAINTS[name](body.text(name)))
     return sampling
 
 
