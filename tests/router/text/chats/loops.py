@@ -1,56 +1,17 @@
 """Tool loops as clients play them: an agent that sends the whole history back each time, in its own way."""
 
-import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from router.templates.formats import Call, Format, Said
+from router.templates.agents import LOOK_UP, RESULT, Client
+from router.templates.formats import Format, Said
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
 from services.router.text.chats.past_answers import PastAnswers
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool, ToolCall
-
-LOOK_UP = Tool(name="look_up", description="Looks up", parameters='{"type": "object", "properties": {}}')
-ARGUMENTS = {"what": "the café's ß", "limit": 3, "where": {"b": [1, 2], "a": None}}
-
-
-def reordered(arguments: str) -> str:
-    return json.dumps(dict(reversed(json.loads(arguments).items())), ensure_ascii=False)
-
-
-def compact(arguments: str) -> str:
-    return json.dumps(json.loads(arguments), separators=(",", ":"))
-
-
-@dataclass(frozen=True)
-class Client:
-    """What it does to an answer before it sends it back."""
-
-    gives_reasoning: bool = False
-    arguments: Callable[[str], str] = str
-    keeps_ids: bool = True
-
-    def sends(self, message: ChatMessage) -> ChatMessage:
-        sent = ChatMessage()
-        sent.CopyFrom(message)
-        if not self.gives_reasoning:
-            sent.reasoning = ""
-        for number, call in enumerate(sent.tool_calls):
-            call.arguments = self.arguments(call.arguments)
-            call.id = call.id if self.keeps_ids else f"own_{number}"
-        return sent
-
-
-CLIENTS = {
-    "gives reasoning back": Client(gives_reasoning=True),
-    "does not": Client(),
-    "reorders keys": Client(arguments=reordered),
-    "sends arguments compact": Client(arguments=compact),
-    "has ids of its own": Client(keeps_ids=False),
-}
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 
 
 @dataclass
@@ -102,21 +63,12 @@ class Loop:
         self.messages.append(sent)
         for call in sent.tool_calls:
             self.messages.append(
-                ChatMessage(role="tool", content="It's 3 < 4 & ä", tool_call_id=call.id, name=call.name)
+                ChatMessage(role="tool", content=RESULT, tool_call_id=call.id, name=call.name)
             )
 
     def _past(self) -> tuple[PastAnswers, GenerateRequest]:
         chat = Chat(messages=self.messages, tools=[LOOK_UP], chat_template_kwargs=self.variables)
         return PastAnswers(self.memory, "t", "m", chat), GenerateRequest(chat=chat)
-
-
-def answers(format_: Format, number: int) -> Iterator[Said]:
-    """What a model says in a loop of so many calls; the last is the answer to all."""
-    for index in range(number):
-        arguments = ARGUMENTS | {"turn": index}
-        calls = [Call("look_up", arguments)] * (2 if format_.parallel and index % 3 == 2 else 1)
-        yield Said("", f"First the {index}th café.\nThen more." * format_.thinks, calls)
-    yield Said("It is\n42, ä!", "Done." * format_.thinks)
 
 
 def with_content(said: Said) -> Said:

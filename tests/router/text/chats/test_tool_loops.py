@@ -3,8 +3,9 @@ it."""
 
 import pytest
 
+from router.templates.agents import CLIENTS, Client, answers
 from router.templates.formats import FORMATS, Format
-from router.text.chats.loops import CLIENTS, Client, Loop, answers, common, with_content
+from router.text.chats.loops import Loop, common, with_content
 from services.router.text.tokenizer import Tokenizer
 
 ADDRESSES = (
