@@ -8,7 +8,9 @@ together; *transformers* is one batched forward pass with its DynamicCache and s
 sharing. A step ends with the chosen token ids in Python. `same_tokens` is the share of sequences for which
 plain and transformers choose the same token from the same KV.
 Prefill: one prompt, ours in chunks as an engine runs it, `transformers` in one forward pass.
-Sampling: what choosing the tokens adds to a step, for logits of a large vocabulary, by who asks for what.
+Constraints: the same batch with and without one (bench/constrained.py).
+Sampling: what choosing the tokens adds to a step, for logits of a large vocabulary, by who asks for what;
+"constrained" with making the masks, which in a step happens while the model computes.
 The sides alternate step by step within a run. Ratios are tokens per second over those of `transformers`,
 taken within each round; spreads are the middle half over the median.
 """
@@ -19,6 +21,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from bench.checkpoint import Size, checkpoint
+from bench.constrained import CONSTRAINT, ConstrainedBatch, LargeVocabulary, cost_goals, cost_row
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
@@ -34,6 +39,7 @@ from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling import sample
+from services.grammar.grammars import Grammars
 from services.values.kv import PageId
 from services.values.request import SamplingParams
 
@@ -206,6 +212,19 @@ def _agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
+def constraint_rows(runner: TorchRunner, grammars: Grammars, plan: Plan) -> list[Row]:
+    rows = []
+    for context, batch in product(plan.contexts, plan.batches):
+        grown = context + plan.rounds + WARM_UP_ROUNDS
+        pages = Pages(runner.memory.num_pages, plan.page_size)
+        tables = [pages.take(grown) for _ in range(batch)]
+        free = Ours(runner, tables, context)
+        constrained = ConstrainedBatch(runner, tables, context, grammars)
+        samples = alternate({"free": free.step, "constrained": constrained.step}, plan.rounds)
+        rows.append(cost_row(batch, context, samples))
+    return rows
+
+
 def prefill_rows(runner: TorchRunner, model: PreTrainedModel, plan: Plan, rng: random.Random) -> list[Row]:
     rows = []
     for length in plan.prompts:
@@ -247,11 +266,23 @@ def sampling_rows(plan: Plan, seed: int, device: torch.device) -> list[Row]:
     shape = (max(SAMPLING_BATCHES), SAMPLING_VOCAB_SIZE)
     logits = (3 * torch.randn(shape, generator=generator)).to(device)
     history = torch.randint(SAMPLING_VOCAB_SIZE, (SAMPLING_HISTORY,), generator=generator).tolist()
-    return [
+    rows = [
         _sampling_row(case, params, logits[:batch], history, plan.rounds)
         for batch in SAMPLING_BATCHES
         for case, params in SAMPLING_CASES.items()
     ]
+    return rows + _constrained_sampling_rows(logits, plan.rounds)
+
+
+def _constrained_sampling_rows(logits: torch.Tensor, rounds: int) -> list[Row]:
+    large, rows = LargeVocabulary(SAMPLING_VOCAB_SIZE), list[Row]()
+    for batch, case in product(SAMPLING_BATCHES, ("greedy", "temperature 1")):
+        chunks = large.chunks(batch, SAMPLING_CASES[case])
+        choose = partial(large.sample, logits[:batch], chunks)
+        taken = alternate({"sampling": choose}, rounds)["sampling"]
+        name = f"{case}, constrained"
+        rows.append({"batch": batch, "sampling": name, "ms": median(taken) * 1e3, "spread": spread(taken)})
+    return rows
 
 
 def _sampling_row(
@@ -286,7 +317,7 @@ class Where:
 
 def run(
     size: Size, plan: Plan, where: Where, seed: int, directory: Path | None = None
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[list[Row], list[Row], list[Row]]:
     """Of the checkpoint in `directory`, or of one made for this, of that size."""
     disable_progress_bar()
     with checkpoint(size, directory) as chosen:
@@ -298,12 +329,15 @@ def run(
             page_size=plan.page_size,
             num_threads=where.num_threads,
         )
+        grammars = Grammars(chosen, runner.vocab_size)
+        grammars.check(CONSTRAINT)
         dtype = getattr(torch, where.dtype or "float32")
         model = AutoModelForCausalLM.from_pretrained(chosen, attn_implementation="sdpa", dtype=dtype)
         model = model.to(where.device).eval()
     runner._pools.layers.pools[0].numbers.normal_(generator=torch.Generator(where.device).manual_seed(seed))
     rows = decode_rows(runner, model, plan)
-    return rows, prefill_rows(runner, model, plan, random.Random(seed))
+    prefills = prefill_rows(runner, model, plan, random.Random(seed))
+    return rows, prefills, constraint_rows(runner, grammars, plan)
 
 
 def main() -> None:
@@ -339,15 +373,17 @@ def main() -> None:
     load = os.getloadavg()[0]
     dtype = arguments.dtype or ("bfloat16" if arguments.device.type == "cuda" else None)
     where = Where(arguments.device, dtype, arguments.num_threads)
-    decode, prefills = run(size, plan, where, arguments.seed, arguments.checkpoint)
+    decode, prefills, constrained = run(size, plan, where, arguments.seed, arguments.checkpoint)
     samplings = sampling_rows(plan, arguments.seed, where.device)
     met = goals(decode) if where.device.type == "cpu" else []  # they were set for a CPU
-    print("\n\n".join(table(rows) for rows in (decode, prefills, samplings, met) if rows))
+    measured = decode, prefills, constrained, samplings
+    costs = cost_goals(constrained)
+    print("\n\n".join(table(rows) for rows in (*measured, met, costs) if rows))
     print(f"\nload average when it began: {load:.1f}; torch threads: {arguments.num_threads}")
     if arguments.json is not None:
         settings: Row = {k: v for k, v in vars(arguments).items() if k not in ("json", "checkpoint")}
         settings |= {"device": str(where.device), "dtype": where.dtype or "float32", "load_at_start": load}
-        write_json(arguments.json, "engine", settings, [*decode, *prefills, *samplings, *met])
+        write_json(arguments.json, "engine", settings, [*chain(*measured), *met, *costs])
 
 
 if __name__ == "__main__":

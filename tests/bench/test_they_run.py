@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import decode_cache, transfer
+from bench import decode_cache, engine, transfer
 from bench.hybrid import __main__ as hybrid
 
 pytestmark = pytest.mark.long
@@ -20,6 +20,19 @@ def test_decode_cache_quickly(tmp_path, monkeypatch):
     written = json.loads(figures.read_text())
     assert {row["cache"] for row in written["rows"]} == {"on", "off"}
     assert all(row["rejected"] == 0 for row in written["rows"])
+
+
+def test_engine_quickly(tmp_path, monkeypatch):
+    figures = tmp_path / "figures.json"
+    sizes = ["--batches=2", "--contexts=64", "--prompts=64", "--rounds=2", "--layers=1", "--hidden=64"]
+    monkeypatch.setattr(engine, "SAMPLING_VOCAB_SIZE", 2000)
+    monkeypatch.setattr(engine, "SAMPLING_BATCHES", (2,))
+    monkeypatch.setattr(sys, "argv", ["engine", *sizes, "--num-threads=1", f"--json={figures}"])
+    engine.main()
+    rows = json.loads(figures.read_text())["rows"]
+    [cost] = [row for row in rows if "cost" in row]
+    assert cost["free_ms"] > 0 and cost["constrained_ms"] > 0
+    assert {"greedy", "greedy, constrained"} <= {row["sampling"] for row in rows if "sampling" in row}
 
 
 def test_hybrid_quickly(tmp_path, monkeypatch):
