@@ -12,6 +12,12 @@ The tokenizers, and what becomes of text:
               ordinary character. The end of sequence, id 1, is the character EOS, declared special.
   bytes       an id is a byte of UTF-8, so that a character may take several tokens; then the
               special tokens EOS, OPEN and CLOSE. There is no unknown text.
+
+The chat templates:
+  plain  roles and contents.
+  tools  tools, calls, results and thinking as well, in Hermes' words. A call must be asked for (tool_choice
+         required): by itself a random model makes none. Strings end sooner than they would by chance.
+
 Greedy output never holds EOS, and sampled output hardly ever: its logit is always 0, where the
 highest of hundreds lies near 9.
 """
@@ -24,7 +30,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -58,6 +64,27 @@ CHAT_TEMPLATE = (
     f"{{% if add_generation_prompt %}}{OPEN}assistant:{{% endif %}}"
 )
 
+TOOLS_TEMPLATE = (
+    f"{{% if tools %}}{OPEN}system:Tools:\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}"
+    f"Call them by <tool_call>{CLOSE}{{% endif %}}"
+    "{% for message in messages %}"
+    f"{OPEN}{{{{ message.role }}}}:"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\n' if message.content or not loop.first else '' }}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>"
+    "{% endfor %}"
+    f"{CLOSE}"
+    "{% endfor %}"
+    f"{{% if add_generation_prompt %}}{OPEN}assistant:"
+    "{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+_TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+_QUOTE_GAIN = 2.0  # of the output of '"', with tools
+
 _MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -86,6 +113,7 @@ _Architectures = Literal[
     "deepseek_v3",
 ]
 _Tokenizers = Literal["characters", "bytes"]
+_ChatTemplates = Literal["plain", "tools"]
 TOKENIZERS = get_args(_Tokenizers)
 
 # Found by a random search over models of 2 layers and hidden size 64. Of 1,536 single changed prompt tokens
@@ -112,6 +140,7 @@ class MakeModelConfig:
     directory: Path = setting(help="where to write the checkpoint", positional=True)
     architecture: _Architectures = setting("llama", "of the model, as transformers calls it")
     tokenizer: _Tokenizers = setting("characters", "an id is a printable character, or a byte of UTF-8")
+    chat_template: _ChatTemplates = setting("plain", "tools: one that can call tools; with --tokenizer=bytes")
     hidden_size: int = setting(64, "an even multiple of the heads")
     num_layers: int | None = setting(None, "layers; default: 2, or as many as show what the family has")
     num_heads: int = setting(4, "attention heads, a multiple of the KV heads")
@@ -147,6 +176,7 @@ def make_model(
     max_context_tokens: int = 4096,
     window: int | None = None,
     tokenizer: str = "characters",
+    chat_template: str = "plain",
     seed: int = 0,
     initializer_range: float = _GAIN_AT,
     changes: Mapping[str, Any] | None = None,
@@ -154,14 +184,14 @@ def make_model(
     """Write a checkpoint with tokenizer and chat template: safetensors, float32, untied embeddings.
 
     The same arguments give the same weights. `vocab_size` None is 512 for characters; for bytes it
-    is always 259. A lower `initializer_range` makes a milder model; below 0.1 outputs would
-    hardly depend on the prompt. One layer is too few for every token to count. `changes` are of the
-    config, by its own names.
+    is always 259, and 263 with tools. A lower `initializer_range` makes a milder model; below 0.1
+    outputs would hardly depend on the prompt. One layer is too few for every token to count. `changes`
+    are of the config, by its own names.
 
     Raises:
         ConfigError: the sizes do not fit together, a name is unknown, or nothing can be written there.
     """
-    tokens = _make_tokenizer(tokenizer, vocab_size)
+    tokens = _make_tokenizer(tokenizer, vocab_size, chat_template)
     tokens.model_max_length = max_context_tokens
     _require(initializer_range >= 0.1, f"initializer_range must be at least 0.1, got {initializer_range}")
     config = _make_config(
@@ -186,6 +216,8 @@ def make_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill = fill_family if architecture in FAMILIES else _fill
     fill(model, seed, initializer_range / _GAIN_AT)
+    if chat_template == "tools":
+        model.get_output_embeddings().weight.detach()[tokens.convert_tokens_to_ids('"')] *= _QUOTE_GAIN
     try:
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
@@ -278,14 +310,21 @@ def _gain(name: str, *, is_last: bool, has_query_norm: bool) -> float:
     return _HEAD_GAIN if "lm_head" in name else 1.0
 
 
-def _make_tokenizer(name: str, vocab_size: int | None) -> PreTrainedTokenizerFast:
+def _make_tokenizer(name: str, vocab_size: int | None, chat_template: str) -> PreTrainedTokenizerFast:
     _require(name in TOKENIZERS, f"tokenizer must be one of {TOKENIZERS}, got {name!r}")
+    has_tools = chat_template == "tools"
+    _require(
+        name == "bytes" or not has_tools,
+        "a chat template with tools wants the tokenizer bytes: it has line ends",
+    )
     tokenizer = _characters(vocab_size or 512) if name == "characters" else _bytes()
+    if has_tools:
+        tokenizer.add_tokens([AddedToken(marker, special=False) for marker in _TOOL_MARKERS])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOLS_TEMPLATE if has_tools else CHAT_TEMPLATE,
     )
     _require(
         vocab_size in (None, len(fast)), f"a vocabulary of {name} has {len(fast)} ids, got {vocab_size=}"

@@ -87,6 +87,27 @@ def test_an_unknown_role_is_refused_by_the_template(characters):
         characters.apply_chat_template([{"role": "robot", "content": "x"}])
 
 
+def test_a_template_with_tools_shows_calls_and_results(tmp_path, capsys):
+    assert run([str(tmp_path / "m"), "--tokenizer=bytes", "--chat-template=tools"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m", local_files_only=True)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "ß"}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call, call]},
+        {"role": "tool", "content": "7", "tool_call_id": "c"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "does"}}]
+    asked = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": "ß"}}\n</tool_call>'
+    assert f"assistant:<think>\nhm\n</think>\n\n{written}\n{written}⟧⟦tool:7⟧⟦assistant:" in asked
+    assert '{"name": "f", "description": "does"}' in asked
+    thinking = tokenizer.apply_chat_template(
+        messages, enable_thinking=True, tokenize=False, add_generation_prompt=True
+    )
+    assert thinking.endswith("⟦assistant:<think>\n") and "system:" not in thinking
+    assert len(tokenizer.encode("<tool_call></think>")) == 2
+
+
 def test_a_seed_is_a_model_and_leaves_torchs_own_chance_alone(tmp_path):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -120,6 +141,7 @@ def test_the_command_makes_the_model_it_is_asked_for(tmp_path, capsys):
         {"vocab_size": 64},
         {"tokenizer": "bytes", "vocab_size": 512},
         {"initializer_range": 0.02},
+        {"chat_template": "tools"},
         {"num_layers": 0},
     ],
 )

@@ -53,12 +53,9 @@ class AnswerText:
         self._parallel_calls = parallel_calls
         self._contents: list[str] = []
         self._reasonings: list[str] = []
-        self._num_tokens = 0
-        self._has_content = False
         self.calls: list[AnswerCall] = []
         self.num_broken = 0  # calls that could not be read
         self.reasoning_tokens = 0  # its markers among them
-        self.content_from = 0  # tokens of the answer before its content, if it thought before
 
     def push(self, token_ids: Sequence[int]) -> Said:
         """What comes behind the token that completes a stop string is no part of the answer: it ends at the
@@ -100,12 +97,9 @@ class AnswerText:
 
     def _parse(self, said: Said, text: str, parser: AnswerParser) -> None:
         thought = parser.thinks
-        self._num_tokens += 1
         self._add(said, parser.feed(text))
         if thought or parser.thinks:
             self.reasoning_tokens += 1
-            if not self._has_content:
-                self.content_from = self._num_tokens
 
     def _add(self, said: Said, piece: Piece) -> None:
         said.reasoning += piece.reasoning
@@ -117,7 +111,6 @@ class AnswerText:
     def _add_content(self, said: Said, text: str) -> None:
         released, matched = self._stop.push(text)
         said.content += released
-        self._has_content = self._has_content or bool(released)
         if matched is not None:
             said.ended, said.matched = True, matched
 
@@ -129,7 +122,6 @@ class AnswerText:
             ToolCallDelta(index=len(self.calls), id=added.id, name=added.name, arguments=added.arguments)
         )
         self.calls.append(added)
-        self._has_content = True
         if not self._parallel_calls:
             said.content += self._stop.finish()
             said.ended = True

@@ -365,13 +365,14 @@ class _ResponseStream:
         self._checked = checked
         self._prompt = prompt
         self._progress = progress
+        self._end_ids = generator._parsers.end_ids(checked.tools)
         self._stream = FailoverStream(
             self._cluster,
             self._metrics,
             checked,
             prompt,
             progress,
-            eos_token_ids=generator._parsers.end_ids(checked.tools),
+            eos_token_ids=self._end_ids,
             deadline=deadline,
             max_attempts=generator._max_attempts,
             allowed_wait_s=partial(generator._allowed_wait_s, checked),
@@ -478,8 +479,7 @@ class _ResponseStream:
     def _ends(self, token_id: int) -> bool:
         """Whether that is what ended the answer: under a constraint it may be that nothing could follow."""
         sampling = self._checked.sampling
-        ending_ids = (*sampling.stop_token_ids, *self._tokenizer.eos_token_ids)
-        return sampling.constraint is None or token_id in ending_ids
+        return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress
@@ -507,7 +507,7 @@ class _ResponseStream:
         if stop_string:
             return self._before_stop(ids, stop_string)
         is_stop = ids and ids[-1] in self._checked.sampling.stop_token_ids
-        return ids[:-1] if is_stop and ids[-1] not in self._tokenizer.eos_token_ids else ids
+        return ids[:-1] if is_stop and ids[-1] not in self._end_ids else ids
 
     def _before_stop(self, ids: Sequence[int], stop_string: str) -> Sequence[int]:
         """Where the stop string begins within a token, what is before it there comes as it is encoded."""

@@ -3,19 +3,34 @@
 from unittest.mock import MagicMock
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from router.conftest import character_backend, save_tokenizer
 from router.request.test_generation import LosingCluster
 from services.router.links.decode_client import OutputStream
 from services.router.parsing.choice import choose
+from services.router.request import gen_ai
 from services.router.request.generation import Generator
+from services.router.request.metrics import RouterMetrics
+from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.rank import Plan
 from services.values.request import Admitted, FinishReason, Output
 from services.wire.isthmus.v1 import common_pb2
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool, ToolChoice
 
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 F = Tool(name="f")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = save_tokenizer(tmp_path_factory.mktemp("tools"), character_backend(), TEMPLATE)
+    return Tokenizer(str(directory))
 
 
 class TalkingCluster(LosingCluster):
@@ -45,16 +60,16 @@ class TalkingCluster(LosingCluster):
         pass
 
 
-def generator_of(tokenizer, cluster, tools="hermes", reasoning="think"):
+def generator_of(tokenizer, cluster, tools="hermes", metrics=None):
     return Generator(
         "m",
         tokenizer,
         cluster,
-        MagicMock(),
+        metrics or MagicMock(),
         max_attempts=1,
         max_wait_s=1.0,
         request_timeout_s=60.0,
-        parsers=choose(tools, reasoning, "", None),
+        parsers=choose(tools, "think", "", None),
     )
 
 
@@ -72,36 +87,86 @@ async def answer(tokenizer, text, chat=None, finished=FinishReason.STOP, **sampl
     return content, reasoning, calls, response.finish
 
 
-async def test_thinking_is_apart_and_counted(character_tokenizer):
-    content, reasoning, calls, finish = await answer(character_tokenizer, "<think>hm.</think>Yes.")
+async def test_thinking_is_apart_and_counted(tokenizer):
+    content, reasoning, calls, finish = await answer(tokenizer, "<think>hm.</think>Yes.")
     assert (content, reasoning, calls) == ("Yes.", "hm.", [])
     assert finish.reason == common_pb2.FINISH_REASON_STOP
     assert finish.usage.completion_tokens == len("<think>hm.</think>Yes.") + 1
     assert finish.usage.reasoning_tokens == len(">hm.</think>")
 
 
-async def test_a_raw_answer_is_as_it_was_written(character_tokenizer):
+async def test_a_raw_answer_is_as_it_was_written(tokenizer):
     text = f"<think>hm.</think>{CALL}"
-    content, reasoning, calls, finish = await answer(character_tokenizer, text, Chat(raw_answer=True))
+    content, reasoning, calls, finish = await answer(tokenizer, text, Chat(raw_answer=True))
     assert (content, reasoning, calls) == (text, "", [])
     assert finish.usage.reasoning_tokens == 0
 
 
-async def test_text_is_never_told_apart(character_tokenizer):
-    cluster = TalkingCluster(character_tokenizer, "<think>a")
+async def test_text_is_never_told_apart(tokenizer):
+    cluster = TalkingCluster(tokenizer, "<think>a")
     request = GenerateRequest(text="a")
-    texts = [r.text async for r in generator_of(character_tokenizer, cluster).generate(request)]
+    texts = [r.text async for r in generator_of(tokenizer, cluster).generate(request)]
     assert "".join(texts) == "<think>a"
 
 
 @pytest.mark.parametrize("text", ["no", f"{CALL}"])
-async def test_without_tools_a_call_is_text(character_tokenizer, text):
-    content, _, calls, finish = await answer(character_tokenizer, text)
+async def test_without_tools_a_call_is_text(tokenizer, text):
+    content, _, calls, finish = await answer(tokenizer, text)
     assert (content, calls, finish.reason) == (text, [], common_pb2.FINISH_REASON_STOP)
 
 
-async def test_tools_are_refused_where_calls_could_not_be_told(character_tokenizer):
-    generator = generator_of(character_tokenizer, TalkingCluster(character_tokenizer, ""), tools="none")
+async def test_tools_are_refused_where_calls_could_not_be_told(tokenizer):
+    generator = generator_of(tokenizer, TalkingCluster(tokenizer, ""), tools="none")
     chat = Chat(messages=[ChatMessage(role="user", content="a")], tools=[F])
     with pytest.raises(InvalidRequest, match=r"^chat\.tools "):
         await anext(generator.generate(GenerateRequest(chat=chat)))
+
+
+async def test_an_answer_that_ends_behind_calls_says_so(tokenizer):
+    text = f"<think>hm</think>Look. {CALL}{CALL}"
+    content, reasoning, calls, finish = await answer(tokenizer, text, Chat(tools=[F]))
+    assert (content, reasoning) == ("Look. ", "hm")
+    assert calls == [(0, "f", '{"a": 1}'), (1, "f", '{"a": 1}')]
+    assert finish.reason == common_pb2.FINISH_REASON_TOOL_CALLS
+
+
+async def test_an_answer_that_is_cut_off_behind_calls_does_not(tokenizer):
+    cluster_ends = FinishReason.CAPACITY
+    _, _, calls, finish = await answer(tokenizer, CALL, Chat(tools=[F]), cluster_ends)
+    assert len(calls) == 1 and finish.reason == common_pb2.FINISH_REASON_CAPACITY
+
+
+async def test_one_call_ends_an_answer_that_may_have_no_more(tokenizer):
+    chat = Chat(tools=[F], parallel_tool_calls=False)
+    _, _, calls, finish = await answer(tokenizer, f"{CALL}{CALL}and more", chat)
+    assert calls == [(0, "f", '{"a": 1}')]
+    assert finish.reason == common_pb2.FINISH_REASON_TOOL_CALLS
+    assert finish.usage.completion_tokens == len(CALL) - len("</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        Chat(tools=[F], tool_choice=ToolChoice(mode=ToolChoice.MODE_NONE)),
+        Chat(tools=[F], raw_answer=True),
+    ],
+)
+async def test_calls_that_nobody_asks_for_are_text(tokenizer, chat):
+    content, _, calls, finish = await answer(tokenizer, CALL, chat)
+    assert (content, calls, finish.reason) == (CALL, [], common_pb2.FINISH_REASON_STOP)
+
+
+async def test_what_was_told_apart_is_counted_and_traced(tokenizer):
+    metrics, registry = MagicMock(), CollectorRegistry()
+    cluster = TalkingCluster(tokenizer, f"<think>hm</think>{CALL}<tool_call>{{]")
+    chat = Chat(messages=[ChatMessage(role="user", content="a")], tools=[F])
+    async for _ in generator_of(tokenizer, cluster, metrics=metrics).generate(GenerateRequest(chat=chat)):
+        pass
+    progress, *_ = metrics.ended.call_args.args
+    RouterMetrics(registry).ended(progress, "finished", 1.0)
+    value, thought = registry.get_sample_value, len(">hm</think>")
+    assert value("isthmus_reasoning_tokens_total") == thought
+    assert value("isthmus_tool_calls_total", {"outcome": "read"}) == 1
+    assert value("isthmus_tool_calls_total", {"outcome": "broken"}) == 1
+    assert gen_ai.answered(progress, "m")["gen_ai.usage.reasoning.output_tokens"] == thought
+    assert gen_ai.answered(progress, "m")["gen_ai.response.finish_reasons"] == ("tool_calls",)
