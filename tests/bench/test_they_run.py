@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from bench import decode_cache, engine, transfer
+from bench import decode_cache, engine, tool_loops, transfer
 from bench.hybrid import __main__ as hybrid
+from services.engine.fake import FakeRunner
 
 pytestmark = pytest.mark.long
 
@@ -60,3 +61,13 @@ def test_transfer_quickly(tmp_path, monkeypatch):
     made_up = transfer.run_made_up(3.0, 1, total_bytes=4 * transfer.MIB, rounds=1)
     assert [row["pool"] for row in made_up] == ["fresh", "made up"]
     assert made_up[0]["descriptors"] == 1 <= made_up[1]["descriptors"] <= 16
+
+
+def test_tool_loops_quickly(tmp_path, monkeypatch):
+    figures = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["tool_loops", "--calls=2", "--format=glm", f"--json={figures}"])
+    monkeypatch.setattr(FakeRunner, "_choose", FakeRunner._choose)  # it puts a script in its place
+    tool_loops.main()
+    rows = json.loads(figures.read_text())["rows"]
+    assert all(row["whole"] for row in rows)
+    assert [row["forgetful_whole"] for row in rows] == [True, False, False, False, False]
