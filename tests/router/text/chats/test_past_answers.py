@@ -1,0 +1,104 @@
+"""Answers are found by any of their names, and used only where they say what the client sends."""
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from services.router.text.chats.answer_memory import AnswerMemory
+from services.router.text.chats.answers import AnswerCall, AnswerMessage
+from services.router.text.chats.past_answers import PastAnswers
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
+
+QUESTION = [ChatMessage(role="system", content="Be brief"), ChatMessage(role="user", content="Hi")]
+SAID = AnswerMessage("I look.", "hm", (AnswerCall("call_1", "f", '{"a": "ä", "b": 1}'),))
+
+
+def past(
+    memory: AnswerMemory, messages: Sequence[ChatMessage], tenant: str = "t", model: str = "m"
+) -> PastAnswers:
+    found = PastAnswers(memory, tenant, model, Chat(messages=messages))
+    found.digest()
+    found.recall()
+    return found
+
+
+@pytest.fixture
+def memory() -> AnswerMemory:
+    memory = AnswerMemory(1 << 16)
+    assert past(memory, QUESTION).remember(array("I", range(100)), array("I", [7, 8]), SAID, "answer_1")
+    return memory
+
+
+def answer(
+    content: str = "I look.",
+    id_: str = "",
+    name: str = "f",
+    arguments: str = '{"b":1,"a":"\\u00e4"}',
+    **fields: object,
+) -> ChatMessage:
+    call = ToolCall(id=id_, name=name, arguments=arguments)
+    return ChatMessage(role="assistant", content=content, tool_calls=[call], **fields)
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_found"),
+    [
+        ([*QUESTION, answer()], True),
+        ([*QUESTION, answer("I look.\n")], True),
+        ([*QUESTION, answer(reasoning="hm")], True),
+        ([*QUESTION, answer(id_="own")], True),
+        ([answer(id_="call_1")], True),
+        ([answer(answer_id="answer_1")], True),
+        ([*QUESTION, answer("I looked.")], False),
+        ([*QUESTION, answer(reasoning="edited")], False),
+        ([answer()], False),
+        ([QUESTION[1], answer()], False),
+        ([answer(id_="call_2")], False),
+        ([answer(answer_id="answer_2")], False),
+        ([answer(id_="call_1", name="g")], False),
+        ([answer(id_="call_1", arguments='{"a": "ä", "b": 2}')], False),
+        ([answer("edited", answer_id="answer_1")], False),
+        ([*QUESTION, ChatMessage(role="assistant", content="I look.")], False),
+    ],
+)
+def test_an_answer_is_used_where_it_is_known_and_unchanged(
+    memory: AnswerMemory, messages: list[ChatMessage], is_found: bool
+) -> None:
+    known = past(memory, messages).known
+    if not is_found:
+        assert not known
+        return
+    [(index, found)] = known.items()
+    assert index == len(messages) - 1
+    assert (list(found.ids), list(found.prompt_end), found.has_reasoning) == ([7, 8], [*range(68, 100)], True)
+
+
+@pytest.mark.parametrize("whose", [{"tenant": "other"}, {"tenant": ""}, {"model": "other"}])
+def test_another_tenant_or_model_finds_nothing(memory: AnswerMemory, whose: dict[str, str]) -> None:
+    sent = answer(id_="call_1", answer_id="answer_1")
+    assert past(memory, [*QUESTION, sent]).known
+    assert not past(memory, [*QUESTION, sent], **whose).known
+
+
+def test_ids_of_the_clients_own_are_not_looked_up(memory: AnswerMemory) -> None:
+    assert not past(memory, [*QUESTION, answer(token_ids=[1])]).known
+
+
+def test_two_answers_that_said_the_same_are_told_apart_by_their_ids(memory: AnswerMemory) -> None:
+    again = AnswerMessage(SAID.content, "otherwise", (AnswerCall("call_2", *_rest(SAID)),))
+    assert past(memory, QUESTION).remember(array("I", [1]), array("I", [9]), again, "answer_2")
+    assert not past(memory, [*QUESTION, answer()]).known
+    assert list(past(memory, [*QUESTION, answer(id_="call_1")]).known[2].ids) == [7, 8]
+    assert list(past(memory, [*QUESTION, answer(answer_id="answer_2")]).known[2].ids) == [9]
+
+
+def _rest(said: AnswerMessage) -> tuple[str, str]:
+    return said.calls[0].name, said.calls[0].arguments
+
+
+def test_what_became_of_past_answers_is_counted(memory: AnswerMemory) -> None:
+    given, unknown = answer(token_ids=[1]), answer("Unknown")
+    found = past(memory, [*QUESTION, answer(), given, unknown, answer(id_="call_1")])
+    found.rendered(frozenset({2}))
+    assert found.outcomes == {"found": 1, "given": 1, "unknown": 1, "changed": 1}

@@ -1,0 +1,131 @@
+"""How turns reach templates that want them otherwise."""
+
+import json
+from typing import Any
+
+import jinja2
+import pytest
+
+from router.templates.formats import FORMATS
+from services.router.text.chats.answers import AnswerCall
+from services.router.text.chats.template_turns import TemplateTurns
+from services.router.text.chats.turns import Turn
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import InvalidRequest
+
+
+def raises(message: str) -> None:
+    raise ValueError(message)
+
+
+def turns_of(template: str) -> TemplateTurns:
+    environment = jinja2.Environment(undefined=jinja2.Undefined)
+    environment.globals |= {"raise_exception": raises, "bos_token": "", "eos_token": ""}
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, **how)  # as transformers has it
+    compiled = environment.from_string(template)
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return compiled.render(messages=messages, tools=tools)
+
+    return TemplateTurns(render)
+
+
+CALL = AnswerCall("call_0123456789abcdef01234567", "f", '{"a": "b"}')
+HEAD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+EACH = "{% for c in m.tool_calls %}{{ c.function.name }}"
+
+
+def of(template: str, turn: Turn) -> dict[str, Any]:
+    return turns_of(template).of(turn)
+
+
+@pytest.mark.parametrize(
+    ("written", "as_text"),
+    [
+        ("{{ c.function.arguments | tojson }}", False),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", False),
+        ("{{ '' + c.function.arguments }}", True),
+        ("{{ c.function.arguments }}", True),  # an object would be written as Python has it
+        (
+            "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+            "{{ c.function.arguments | tojson }}{% endif %}",
+            False,
+        ),
+    ],
+)
+def test_arguments_are_what_the_template_takes(written: str, as_text: bool) -> None:
+    template = HEAD + EACH + written + "{% endfor %}{% endfor %}"
+    message = of(template, Turn("assistant", calls=(CALL,)))
+    assert message["tool_calls"][0]["function"]["arguments"] == ('{"a": "b"}' if as_text else {"a": "b"})
+
+
+CALLS = EACH + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+
+
+def test_content_beside_calls_is_null_where_an_empty_text_is_refused() -> None:
+    refusing = "{% for m in messages %}{% if m.content == '' %}{{ raise_exception('') }}{% endif %}" + CALLS
+    for template, content in ((HEAD + CALLS, ""), (refusing, None)):
+        assert of(template, Turn("assistant", calls=(CALL,)))["content"] == content
+        assert of(template, Turn("assistant", "x", calls=(CALL,)))["content"] == "x"
+
+
+def test_ids_are_short_where_they_must_be() -> None:
+    checks = (
+        "{% for c in m.tool_calls %}{% if c.id|length != 9 %}{{ raise_exception('') }}{% endif %}{% endfor %}"
+    )
+    turns = turns_of(HEAD + checks + CALLS)
+    message, result = turns.of(Turn("assistant", calls=(CALL,))), turns.of(Turn("tool", tool_call_id=CALL.id))
+    assert message["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert len(result["tool_call_id"]) == 9 and result["tool_call_id"].isalnum()
+    assert turns.of(Turn("tool", tool_call_id="abcdefghi"))["tool_call_id"] == "abcdefghi"
+    assert of(HEAD + CALLS, Turn("assistant", calls=(CALL,)))["tool_calls"][0]["id"] == CALL.id
+
+
+@pytest.mark.parametrize(
+    ("shown", "keys"),
+    [
+        ("", {"reasoning_content", "reasoning", "thinking"}),  # none is shown: all are harmless
+        ("{{ m.reasoning }}", {"reasoning_content", "reasoning", "thinking"}),
+        ("{{ m.reasoning_content }}{{ m.thinking }}", {"reasoning_content"}),  # it would be there twice
+    ],
+)
+def test_thinking_has_the_key_that_is_read(shown: str, keys: set[str]) -> None:
+    message = of(HEAD + shown + "{% endfor %}", Turn("assistant", "x", "hm"))
+    assert {key for key, value in message.items() if value == "hm"} == keys
+
+
+def test_thinking_and_content_are_one_where_both_are_refused_beside_calls() -> None:
+    turns = turns_of(FORMATS["gpt_oss"].template)
+    message = turns.of(Turn("assistant", "I look.", "hm", (CALL,)))
+    assert (message["content"], message["thinking"]) == ("", "hm\n\nI look.")
+    assert turns.of(Turn("assistant", "I look.", "", (CALL,)))["content"] == "I look."
+    assert turns.of(Turn("assistant", "It is.", "hm"))["content"] == "It is."
+
+
+def test_what_a_template_does_is_known() -> None:
+    for name, format_ in FORMATS.items():
+        turns = turns_of(format_.template)
+        assert turns.writes_calls and turns.reads_tools, name
+        assert not turns.keeps_past_reasoning
+    plain = turns_of(HEAD + "{% endfor %}")
+    assert not plain.writes_calls and not plain.reads_tools
+    assert turns_of(HEAD + "{{ m.thinking }}{% endfor %}").keeps_past_reasoning
+
+
+def test_a_tools_parts_reach_a_template_that_refuses_results_without_calls() -> None:
+    each = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+    parts = "{% if m.role == 'tool' and m.content is not string %}" + each
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' and not loop.previtem.tool_calls %}"
+        "{{ raise_exception('') }}{% endif %}" + parts + "{% else %}{{ m.content }}{% endif %}" + CALLS
+    )
+    content = of(template, Turn("tool", ["a", "b"], tool_call_id="1"))["content"]
+    assert content == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+def test_tools_and_calls_are_refused_where_the_template_shows_none(character_tokenizer: Tokenizer) -> None:
+    question = Turn("user", "Hi")
+    with pytest.raises(InvalidRequest, match=r"^chat\.tools cannot be used"):
+        character_tokenizer.render_template([question], tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[1\]\.tool_calls cannot be used"):
+        character_tokenizer.render_template([question, Turn("assistant", calls=(CALL,))])
