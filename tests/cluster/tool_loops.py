@@ -11,7 +11,7 @@ from services.engine.fake import FakeRunner
 from services.engine.paged.runner import Sampled
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall, Usage
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Finish, GenerateRequest, ToolCall
 
 
 class Script:
@@ -54,7 +54,8 @@ async def play(
     for said in answers(format_, num_calls):
         ids = tokenizer.encode(format_.written(said), special_tokens=False)
         script.says(ids)
-        answer, usage = await _generate(cluster, messages, tenant)
+        answer, finish = await generate(cluster, messages, tenant)
+        usage = finish.usage
         assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [
             (call.name, call.arguments) for call in said.calls
         ]
@@ -71,20 +72,22 @@ async def play(
     return steps
 
 
-async def _generate(
-    cluster: FakeCluster, messages: Sequence[ChatMessage], tenant: str
-) -> tuple[ChatMessage, Usage]:
+async def generate(
+    cluster: FakeCluster, messages: Sequence[ChatMessage], tenant: str = "", **sampling: object
+) -> tuple[ChatMessage, Finish]:
+    """What was said, with its answer_id, and how it ended."""
     request = GenerateRequest(
         chat=Chat(messages=messages, tools=[LOOK_UP]),
-        sampling=SamplingParams(temperature=0, max_tokens=1000),
+        sampling=SamplingParams(temperature=0, max_tokens=1000, **sampling),
         tenant=tenant,
     )
     answer, calls = ChatMessage(role="assistant"), dict[int, ToolCall]()
     async for response in cluster.stubs[0].Generate(request, timeout=60):
+        answer.answer_id = answer.answer_id or response.answer_id
         answer.content += response.text
         answer.reasoning += response.reasoning
         for delta in response.tool_calls:
             call = calls.setdefault(delta.index, ToolCall(id=delta.id, name=delta.name))
             call.arguments += delta.arguments
     answer.tool_calls.extend(calls[index] for index in sorted(calls))
-    return answer, response.finish.usage
+    return answer, response.finish

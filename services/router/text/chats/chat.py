@@ -10,6 +10,8 @@ from services.router.text.chats.turns import ChatTurns, Turn, read_chat
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 
+_ANSWER_END = 64  # ids: more than templates write behind the last value of a call
+
 
 class ChatTokenizer(Protocol):
     @property
@@ -171,11 +173,13 @@ class _Rendering:
         for (written, answer), end in zip(answers, ends, strict=True):
             frame = self._frame(written)
             before = self._before(written, answer, frame, rendered[begin : written.start])
-            skipped = self._skipped(written.index, frame, rendered[written.end : end])
+            skipped = self._skipped(written.index, answer, frame, rendered[written.end : end])
             if before is None or skipped is None:
                 left_out.add(written.index)
                 continue
-            splices.append(_Splice(before, answer.ids, frame is not None and self._ends(frame)))
+            splices.append(
+                _Splice(before, answer.ids, frame is not None and frame.ends_with(self._end_markers))
+            )
             begin = written.end + skipped
         return self._left_out(left_out) if left_out else self._joined(splices, rendered[begin:])
 
@@ -193,14 +197,12 @@ class _Rendering:
         is_shown_so = rest.startswith(begun) or written.index > self._last_question
         return head + begun if is_shown_so and not answer.has_reasoning else None
 
-    def _skipped(self, index: int, frame: Frame | None, after: str) -> int | None:
-        has_calls = bool(self._chat.turns[index].calls)
-        skipped = None if frame is None else frame.skip_tail(after, has_calls, self._end_markers)
-        return 0 if skipped is None and not has_calls else skipped
-
-    def _ends(self, frame: Frame) -> bool:
-        """Whether the template writes an end marker, which may be another where the turn is not the last."""
-        return any(marker in frame.tail for marker in self._end_markers)
+    def _skipped(self, index: int, answer: PastAnswer, frame: Frame | None, after: str) -> int | None:
+        if not self._chat.turns[index].calls:
+            return 0 if frame is None else frame.skip_marker(after, self._end_markers)
+        is_ended = answer.ids[-1] in self._tokenizer.eos_token_ids
+        end = None if is_ended else self._tokenizer.text_of(answer.ids[-_ANSWER_END:])
+        return None if frame is None else frame.skip_tail(after, end, self._end_markers)
 
     def _joined(self, splices: "Sequence[_Splice]", rest: str) -> list[int]:
         texts = [*(splice.before for splice in splices), rest]

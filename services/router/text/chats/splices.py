@@ -105,14 +105,36 @@ class Frame:
         _, stem, rest = prompt_end.rpartition(self.stem) if self.stem else ("", "", "")
         return rest if stem else self.prompt[len(self.stem) :]
 
-    def skip_tail(self, after: str, has_calls: bool, end_markers: Sequence[str]) -> int | None:
-        """How many characters of `after`, which begins behind a turn's last sentinel, the answer's ids stand
-        for: up to the end marker. None: it does not look as it should."""
+    def skip_tail(self, after: str, answer_end: str | None, end_markers: Sequence[str]) -> int | None:
+        """How many characters of `after`, which begins behind the last sentinel of a turn's calls, the ids of
+        the answer stand for: up to the end marker or, where it was cut off before one, as far as its text
+        goes, of which `answer_end` is the end. None: it does not look as it should."""
+        skipped = self._up_to_marker(end_markers)
+        if not after.startswith(skipped):
+            return None
+        return len(skipped) if answer_end is None else _covered(skipped, answer_end) or None
+
+    def skip_marker(self, after: str, end_markers: Sequence[str]) -> int:
+        """Likewise behind content: what templates write between it and their end marker."""
+        skipped = self._up_to_marker(end_markers) if self.ends_with(end_markers) else ""
+        return len(skipped) if after.startswith(skipped) else 0
+
+    def ends_with(self, end_markers: Sequence[str]) -> bool:
+        """Whether the template writes an end marker, which may be another where the turn is not the last."""
+        return any(marker in self.tail for marker in end_markers)
+
+    def _up_to_marker(self, end_markers: Sequence[str]) -> str:
         ends = [self.tail.find(marker) for marker in end_markers if marker in self.tail]
-        if not ends and not has_calls:
-            return 0
-        skipped = self.tail[: min(ends)] if ends else self.tail.rstrip()
-        return len(skipped) if after.startswith(skipped) else None
+        return self.tail[: min(ends)] if ends else self.tail.rstrip()
+
+
+def _covered(tail: str, answer_end: str) -> int:
+    """How much of `tail` the answer has written, whose last value need not have been a text in quotes."""
+    for length in range(len(tail), 0, -1):
+        written = tail[:length].lstrip('"')
+        if written and answer_end.endswith(written):
+            return length
+    return 0
 
 
 def example_before(role: str | None) -> list[Turn]:

@@ -41,9 +41,9 @@ class Loop:
     def ask(self, text: str) -> None:
         self.messages.append(ChatMessage(role="user", content=text))
 
-    def answer(self, prompt: Sequence[int], said: Said) -> None:
-        """The model says it."""
-        ids = self.tokenizer.encode(self.format_.written(said), special_tokens=False)
+    def answer(self, prompt: Sequence[int], said: Said, written: str = "") -> None:
+        """The model says it, in these words."""
+        ids = self.tokenizer.encode(written or self.format_.written(said), special_tokens=False)
         number = len(self.messages)
         calls = [
             AnswerCall(f"call_{number}_{index}", call.name, call.dumps())

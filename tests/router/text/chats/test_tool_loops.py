@@ -62,6 +62,37 @@ def test_the_prompt_reads_as_the_template_writes_it(name: str, tokenizers: dict[
         loop.answer(prompt, said)
 
 
+@pytest.mark.parametrize(
+    ("name", "cut_before"),
+    [
+        ("qwen3", "\n</tool_call>"),
+        ("qwen3", "</tool_call>"),
+        ("qwen3", "<|im_end|>"),
+        ("qwen3_coder", "</function>"),
+        ("deepseek", "<｜tool▁calls▁end｜>"),
+        ("glm", "\n</tool_call>"),
+        ("minimax", "\n</minimax:tool_call>"),
+        ("minimax", "</invoke>"),
+        ("gpt_oss", "<|call|>"),
+    ],
+)
+def test_what_was_cut_off_behind_a_call_is_written_by_the_template(
+    name: str, cut_before: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """As where one call is all that may come, or max_tokens were all."""
+    format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
+    said = next(answers(format_, 1))
+    written = format_.written(said)
+    loop.answer(loop.prompt(), said, written[: written.rindex(cut_before)])
+    prompt, held = loop.prompt(), loop.held
+    assert common(held, prompt) == len(held)
+    text = tokenizers[name].text_of(prompt)
+    assert text.count(cut_before.strip()) == tokenizers[name].text_of(forgetful(loop).prompt()).count(
+        cut_before.strip()
+    )
+    assert written in text
+
+
 def forgetful(loop: Loop) -> Loop:
     return Loop(loop.format_, loop.tokenizer, loop.client, messages=loop.messages)
 
