@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import decode_cache, engine, tool_loops, transfer
+from bench import decode_cache, engine, told_apart, tool_loops, transfer
 from bench.hybrid import __main__ as hybrid
 from services.engine.fake import FakeRunner
 
@@ -46,6 +46,13 @@ def test_hybrid_quickly(tmp_path, monkeypatch):
     assert all(row["rejected"] == row["wrong_bytes"] == 0 for row in written["sides"])
     assert all(row["of_attention"] == 1 for row in written["hits"])
     assert {row["workload"] for row in written["sides"]} == {"conversations", "documents"}
+
+
+def test_told_apart_quickly(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["told_apart", "--tokens=300", "--rounds=1"])
+    told_apart.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["no parser", "thinking", "thinking and calls"]
 
 
 def test_transfer_quickly(tmp_path, monkeypatch):
