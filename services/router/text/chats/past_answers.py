@@ -20,7 +20,7 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 # Of past answers in a chat: the client sent their ids; we put their ids in; we knew them, but the template
 # shows them otherwise; we did not know them.
 GIVEN, FOUND, CHANGED, UNKNOWN = OUTCOMES = ("given", "found", "changed", "unknown")
-_PROMPT_END = 32  # ids: more than any generation prompt has
+_PROMPT_END = 64  # ids: more than any generation prompt has, of a byte each, too
 
 
 class PastAnswers:

@@ -78,16 +78,18 @@ class Written:
 @dataclass(frozen=True, slots=True)
 class Frame:
     """What a template writes around an answer of some shape: `lead` before its first sentinel, `tail` behind
-    the last; `prompt` is the generation prompt that such an answer follows."""
+    the last; `prompt` is the generation prompt that such an answer follows. `inner_lead`: the lead where
+    tools' results come after it; Qwen3's template writes an empty thinking for the last turn alone."""
 
     lead: str
     tail: str
     prompt: str
+    inner_lead: str
 
     @property
     def stem(self) -> str:
         """Empty where there is hardly one."""
-        stem = _common_prefix(self.prompt, self.lead)
+        stem = _common_prefix(_common_prefix(self.prompt, self.lead), self.inner_lead)
         return stem if len(stem) >= _MIN_STEM else ""
 
     def split_lead(self, before: str) -> tuple[str, str] | None:
@@ -135,6 +137,11 @@ def _covered(tail: str, answer_end: str) -> int:
         if written and answer_end.endswith(written):
             return length
     return 0
+
+
+def results_after(turn: Turn) -> list[Turn]:
+    """What its tools may say."""
+    return [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in turn.calls]
 
 
 def example_before(role: str | None) -> list[Turn]:

@@ -71,7 +71,7 @@ def test_an_answer_is_used_where_it_is_known_and_unchanged(
         return
     [(index, found)] = known.items()
     assert index == len(messages) - 1
-    assert (list(found.ids), list(found.prompt_end), found.has_reasoning) == ([7, 8], [*range(68, 100)], True)
+    assert (list(found.ids), list(found.prompt_end), found.has_reasoning) == ([7, 8], [*range(36, 100)], True)
 
 
 @pytest.mark.parametrize("whose", [{"tenant": "other"}, {"tenant": ""}, {"model": "other"}])

@@ -1,6 +1,8 @@
 """In a tool loop each prompt begins with all that the one before it was and said, whatever clients do to
 it."""
 
+from dataclasses import replace
+
 import pytest
 
 from router.templates.agents import CLIENTS, Client, answers
@@ -117,3 +119,15 @@ def test_a_new_question_drops_what_the_template_drops(
     if not keep_thinking and format_.thinks:
         assert prompt == forgetful(loop).prompt()
         assert loop.outcomes == {"changed": 3}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_loop_without_thinking_keeps_its_prefix(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    """A prompt may have written thinking that is none, which the template shows in the last turn alone."""
+    off = '{"enable_thinking": false, "thinking": false}'
+    format_, loop = begun(name, tokenizers, Client(), variables=off)
+    for number, said in enumerate(answers(format_, 4)):
+        held, prompt = loop.held, loop.prompt()
+        assert common(held, prompt) == len(held), number
+        assert loop.outcomes == ({"found": number} if number else {})
+        loop.answer(prompt, replace(said, reasoning=""))
