@@ -22,6 +22,7 @@ def attributes_of(progress: Progress) -> Attributes:
         "attempts": progress.attempts,
         "placements": len(progress.served),
     }
+    attributes |= {f"past_answers.{what}": number for what, number in progress.past_answers.items()}
     if progress.constraint:
         attributes["constraint"] = progress.constraint
     if progress.first_token_s is not None:

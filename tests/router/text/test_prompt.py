@@ -5,7 +5,14 @@ import pytest
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ContextExceeded, InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
+from services.wire.isthmus.v1.generation_pb2 import (
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    TokenIds,
+    Tool,
+    ToolCall,
+)
 
 
 def chat(*messages: ChatMessage) -> GenerateRequest:
@@ -133,6 +140,38 @@ def test_too_much_text_is_refused_before_it_is_tokenized(text: str) -> None:
     ):
         with pytest.raises(InvalidRequest, match=f"^{name} must be at most 10 bytes"):
             encoder.encode_now(request)
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        (Chat(messages=[ChatMessage(role="assistant", reasoning="a" * 11)]), "chat.messages"),
+        (
+            Chat(messages=[ChatMessage(tool_calls=[ToolCall(name="a" * 4, arguments="b" * 7)])]),
+            "chat.messages",
+        ),
+        (Chat(messages=[ChatMessage(name="a" * 6, tool_call_id="b" * 5)]), "chat.messages"),
+        (Chat(messages=[ChatMessage()], tools=[Tool(name="a", parameters="b" * 10)]), "chat.tools"),
+        (Chat(messages=[ChatMessage()], tools=[Tool(description="語" * 4)]), "chat.tools"),
+    ],
+)
+def test_texts_of_tools_calls_and_thinking_count_too(sent: Chat, name: str) -> None:
+    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+    with pytest.raises(ContextExceeded, match=f"^{name} must be at most 10 bytes"):
+        encoder.encode_now(GenerateRequest(chat=sent))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Chat(messages=[ChatMessage()] * 50, tools=[Tool()] * 51),
+        Chat(messages=[ChatMessage(tool_calls=[ToolCall()] * 100)]),
+    ],
+)
+def test_tools_and_calls_are_at_least_a_token_each(sent: Chat) -> None:
+    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10)
+    with pytest.raises(ContextExceeded, match=r"101 messages, tools and calls"):
+        encoder.encode_now(GenerateRequest(chat=sent))
 
 
 def test_the_default_limit_of_text_grows_with_the_context() -> None:
