@@ -57,6 +57,7 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
     request = generation_pb2.GenerateRequest(sampling=sampling, conversation_id=config.conversation)
     if config.chat:
         request.chat.messages.add(role="user", content=prompt)
+        request.chat.raw_answer = True  # thinking is shown, too
     else:
         request.text = prompt
     return request

@@ -1,6 +1,6 @@
-"""What `isthmus generate --usage` says at the end."""
+"""What `isthmus generate` asks for, and what --usage says at the end."""
 
-from services.cli.generate import _print_usage
+from services.cli.generate import GenerateConfig, _print_usage, _request
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
@@ -56,3 +56,9 @@ def test_what_is_carried_is_told_apart(capsys):
     assert (
         "KV moved 5.0 KiB (of it recurrent 3.0 KiB, sliding_window 1.0 KiB), saved" in capsys.readouterr().err
     )
+
+
+def test_a_chat_is_answered_as_the_model_writes_it():
+    chat = _request(GenerateConfig(prompt="x", chat=True), "x").chat
+    assert (chat.messages[0].content, chat.raw_answer) == ("x", True)
+    assert _request(GenerateConfig(prompt="x"), "x").text == "x"

@@ -1,4 +1,4 @@
-"""Tools from the client's call to the model's, and back with their results, over a real engine."""
+"""Tools from the client's call to the model's, and back with their results, over real routers and ranks."""
 
 import json
 
@@ -46,7 +46,7 @@ async def asked(http, **body):
 
 
 async def test_a_tool_that_must_be_called_is(etcd_endpoint, cluster_name, model):
-    ranks = {"engine": "torch", "model": str(model), "num_threads": 1, "self_check": "off"}
+    ranks = {"engine": "fake", "model": str(model)}
     cluster = FakeCluster(etcd_endpoint, model, cluster_name, decode=(1,), **ranks)
     async with cluster:
         url = f"http://127.0.0.1:{cluster.routers[0].http_port}"
