@@ -136,6 +136,7 @@ async def open_router(
             keep_thinking=config.keep_thinking == "always",
             grammars=Grammars(Path(config.model), tokenizer.vocab_size),
             parsers=parsers,
+            keeps_strict=config.strict_tools == "keep",
         )
         service = GenerationService(config.served_name, tokenizer, generator, cluster)
         metrics.running.set_function(lambda: generator.num_running)

@@ -99,6 +99,12 @@ class RouterConfig(ClusterConfig):
 
     reasoning_parser: ReasoningParsers = setting("auto", "how it marks what it thinks, likewise")
 
+    strict_tools: Literal["keep", "ignore"] = setting(
+        "keep",
+        "ignore: strict tools are as others, whose calls are held to no schema unless one is required; for "
+        "ranks of engine sglang, which take no constraints",
+    )
+
     keep_thinking: Literal["template", "always"] = setting(
         "template",
         "thinking of past answers: where the chat template shows it, or always, which keeps prefixes whole",

@@ -114,7 +114,7 @@ async def _ask(
     channel: grpc.aio.Channel, messages: list[generation_pb2.ChatMessage], max_tokens: int
 ) -> tuple[str, list[int], generation_pb2.Finish]:
     request = generation_pb2.GenerateRequest(
-        chat=generation_pb2.Chat(messages=messages),
+        chat=generation_pb2.Chat(messages=messages, raw_answer=True),
         sampling=common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens),
         conversation_id="demo",
     )

@@ -79,6 +79,7 @@ class Generator:
         max_priority: int = 0,
         grammars: Grammars | None = None,
         parsers: ParserChoice | None = None,
+        keeps_strict: bool = True,
         keep_thinking: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +88,7 @@ class Generator:
         self._cluster = cluster
         self._metrics = metrics
         self._grammars = grammars or Grammars(None, 0)
-        self._parsers = Parsers(tokenizer, parsers or ParserChoice())
+        self._parsers = Parsers(tokenizer, parsers or ParserChoice(), keeps_strict)
         self._obligations = self._parsers.obligations(self._grammars)
         self._max_attempts = max_attempts
         self._max_wait_s = max_wait_s

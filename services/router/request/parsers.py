@@ -1,6 +1,7 @@
 """What tells a model's answers apart, made ready for its tokenizer."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.grammar.grammars import Grammars
 from services.router.parsing.choice import ParserChoice
@@ -19,9 +20,10 @@ _PROMPT_END = 64
 
 
 class Parsers:
-    """Of one router."""
+    """Of one router. Without `keeps_strict` tools that say so are as any others."""
 
-    def __init__(self, tokenizer: Tokenizer, choice: ParserChoice) -> None:
+    def __init__(self, tokenizer: Tokenizer, choice: ParserChoice, keeps_strict: bool = True) -> None:
+        self._keeps_strict = keeps_strict
         self._tokenizer = tokenizer
         self._choice = choice
         self._decoder: TokenDecoder = tokenizer
@@ -39,7 +41,7 @@ class Parsers:
                 "chat.tools cannot be used: how this model writes calls is not known (--tool-parser); set "
                 "tool_choice to none, or raw_answer"
             )
-        return tools
+        return tools if self._keeps_strict else replace(tools, strict=frozenset())
 
     def end_ids(self, tools: ChatTools) -> tuple[int, ...]:
         """That end an answer of a request with those tools."""

@@ -15,6 +15,7 @@ from services.router.text.tokenizer import Tokenizer
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool
 
 SIZE = 512
 SCHEMAS = {
@@ -220,6 +221,15 @@ async def test_what_cannot_be_kept_to_is_named(qwen):
 async def test_a_call_and_a_format_cannot_both_be_asked_for(qwen):
     with pytest.raises(InvalidRequest, match=r"^sampling\.constraint\.json_object and chat\.tool_choice"):
         await qwen.constraint(ChatTools(SCHEMAS, CallMode.REQUIRED), Constraint(ConstraintKind.JSON_OBJECT))
+
+
+async def test_strict_tools_can_be_as_any_others(qwen):
+    request = GenerateRequest(chat=Chat(tools=[Tool(name="f", strict=True)]))
+    kept, ignored = (
+        Parsers(qwen.tokenizer, qwen.parsers._choice, keeps).read_tools(request) for keeps in (True, False)
+    )
+    assert kept.strict == {"f"} and not ignored.strict
+    assert await qwen.constraint(kept) is not None and await qwen.constraint(ignored) is None
 
 
 @pytest.mark.parametrize("tools", [{"mode": CallMode.REQUIRED}, {"strict": frozenset({"stop"})}])
