@@ -1,13 +1,20 @@
-"""Whether and how hard to think, as variables that chat templates read."""
+"""Variables that chat templates read: whether and how hard to think, and what a body names itself."""
 
-import json
+from services.router.dialects.body import Body, json_text
+
+_GIVEN = "chat_template_kwargs"
 
 
-def thinking_variables(thinks: bool | None, effort: str) -> str:
-    """Chat's chat_template_kwargs. None and "": the template's own."""
+def read_variables(body: Body, thinks: bool | None, effort: str) -> str:
+    """Chat's chat_template_kwargs. None and "": the template's own. What the body says of a variable by its
+    name goes before what it says otherwise.
+
+    Raises InvalidParameter.
+    """
     variables: dict[str, object] = {}
     if thinks is not None:
         variables = {"enable_thinking": thinks, "thinking": thinks}  # Qwen's and GLM's name; DeepSeek's
     if effort:
         variables["reasoning_effort"] = effort
-    return json.dumps(variables) if variables else ""
+    variables |= body.object(_GIVEN)
+    return json_text(variables, body.name_of(_GIVEN)) if variables else ""

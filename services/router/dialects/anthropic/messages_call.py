@@ -16,7 +16,7 @@ from services.router.dialects.openai import refused
 from services.router.dialects.openai.constraint import NamedConstraint, read_constraint, read_schema
 from services.router.dialects.sampling import read_sampling, read_stop
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.router.dialects.template_variables import thinking_variables
+from services.router.dialects.template_variables import read_variables
 from services.router.dialects.tools import check_chosen, read_function
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, ToolChoice
@@ -29,8 +29,18 @@ _REFUSED: Refused = {
     "container": (),
     "stop": (),
     "response_format": (),
+    "max_completion_tokens": (),
+    "reasoning_effort": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "return_token_ids": (False,),
 }
-_INSTEAD = {**refused.INSTEAD, "stop": "use stop_sequences", "response_format": "use output_config.format"}
+_INSTEAD = {
+    **refused.INSTEAD,
+    "stop": "use stop_sequences",
+    "response_format": "use output_config.format",
+    "reasoning_effort": "use output_config.effort",
+}
 _MODES = {
     "auto": ToolChoice.MODE_AUTO,
     "any": ToolChoice.MODE_REQUIRED,
@@ -87,7 +97,7 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
         raise thinking.wrong("type", "must be one of enabled, disabled, adaptive")
     chat = Chat(
         messages=read_turns(body),
-        chat_template_kwargs=thinking_variables(_THINKS[kind], body.inner("output_config").text("effort")),
+        chat_template_kwargs=read_variables(body, _THINKS[kind], body.inner("output_config").text("effort")),
     )
     left_out = _read_tools(body, chat)
     if (named := read_constraint(body, _read_format(body))) is not None:

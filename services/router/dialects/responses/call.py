@@ -11,7 +11,7 @@ from services.router.dialects.openai.constraint import NamedConstraint, read_con
 from services.router.dialects.responses.items import read_input
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.router.dialects.template_variables import thinking_variables
+from services.router.dialects.template_variables import read_variables
 from services.router.dialects.tools import check_chosen, read_function
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolChoice
@@ -26,7 +26,10 @@ _REFUSED: Refused = {
     "conversation": (),
     "prompt": (),
     "truncation": ("disabled",),
+    "logprobs": (False,),
     "top_logprobs": (0,),
+    "return_token_ids": (False,),
+    "reasoning_effort": (),
     "max_tokens": (),
     "messages": (),
     "response_format": (),
@@ -37,6 +40,7 @@ _INSTEAD = {
     "prompt": "send its text as input and instructions",
     "max_tokens": "use max_output_tokens",
     "max_completion_tokens": "use max_output_tokens",
+    "reasoning_effort": "use reasoning.effort",
     "messages": "use input, or /v1/chat/completions",
     "response_format": "use text.format",
 }
@@ -75,7 +79,7 @@ def read_responses_call(
     sampling = read_sampling(body, max_tokens, None, defaults)
     if (named := read_constraint(body, _read_format(body.inner("text")))) is not None:
         sampling.constraint.CopyFrom(named.constraint)
-    chat = Chat(messages=read_input(body), chat_template_kwargs=_read_effort(body.inner("reasoning")))
+    chat = Chat(messages=read_input(body), chat_template_kwargs=_read_effort(body))
     left_out = _read_tools(body, chat)
     request = GenerateRequest(chat=chat, sampling=sampling)
     read_addressee(body, headers, request, body.text("prompt_cache_key"))
@@ -115,9 +119,9 @@ def _read_format(text: Body) -> NamedConstraint | None:
             raise form.wrong("type", "must be one of text, json_object, json_schema")
 
 
-def _read_effort(reasoning: Body) -> str:
-    effort = reasoning.text("effort")
-    return thinking_variables(False if effort == "none" else None, effort)
+def _read_effort(body: Body) -> str:
+    effort = body.inner("reasoning").text("effort")
+    return read_variables(body, False if effort == "none" else None, effort)
 
 
 def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:

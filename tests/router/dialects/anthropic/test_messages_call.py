@@ -120,6 +120,12 @@ def test_thinking_is_the_templates_business(thinking: Any, variables: Any, shows
     }
 
 
+def test_variables_may_be_given_by_name() -> None:
+    given = {"chat_template_kwargs": {"enable_thinking": True, "x": "ä"}}
+    expected = {"enable_thinking": True, "thinking": False, "x": "ä"}
+    assert json.loads(chat_of(**given).chat_template_kwargs) == expected
+
+
 def test_tools_that_this_server_cannot_serve_are_left_out_and_named() -> None:
     call = call_of(tools=[{"type": "web_search_20250305", "name": "web_search"}, {**WEATHER, "strict": True}])
     assert list(call.request.chat.tools) == [
@@ -235,6 +241,10 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"output_format": {"type": "json_schema", "schema": {}}, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"metadata": 5}, "metadata"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"logprobs": True}, "logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
         ({"stream": 1}, "stream"),
     ],
 )

@@ -129,6 +129,11 @@ def test_an_effort_is_the_templates_business(reasoning: Any, variables: Any) -> 
     assert json.loads(chat_of(reasoning=reasoning).chat_template_kwargs or "null") == variables
 
 
+def test_variables_may_be_given_by_name() -> None:
+    given = {"chat_template_kwargs": {"reasoning_effort": "low", "x": 1}, "reasoning": {"effort": "high"}}
+    assert json.loads(chat_of(**given).chat_template_kwargs) == {"reasoning_effort": "low", "x": 1}
+
+
 def test_functions_are_offered_and_other_kinds_left_out() -> None:
     call = call_of(tools=[{"type": "custom", "name": "patch"}, WEATHER], parallel_tool_calls=False)
     chat = call.request.chat
@@ -206,6 +211,10 @@ def test_what_codex_sends_is_taken() -> None:
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"store": "yes"}, "store"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"logprobs": True}, "logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
         ({"metadata": "x"}, "metadata"),
     ],
 )
