@@ -1,12 +1,17 @@
 """Responses of the router as an API's answer: joined to a whole, or events as they come."""
 
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from services.router.dialects.answer import Answer, Json
 from services.router.http.event_stream import sse
 from services.values.errors import IsthmusError, ProtocolError
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+
+# Proxies take a stream in which nothing comes for a minute to be dead (nginx's proxy_read_timeout).
+_SILENCE_S = 15.0
+_COMMENT = b": at it\n\n"  # which readers of events leave aside (WHATWG HTML, 9.2.6)
 
 
 async def whole(answer: Answer, responses: AsyncGenerator[GenerateResponse, None]) -> Json:
@@ -24,17 +29,25 @@ async def whole(answer: Answer, responses: AsyncGenerator[GenerateResponse, None
 
 
 async def events(
-    answer: Answer, responses: AsyncGenerator[GenerateResponse, None]
+    answer: Answer,
+    responses: AsyncGenerator[GenerateResponse, None],
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; an error before the first of them is raised. Closes `responses`."""
-    started = False
+    """Server-sent events; an error before the first of them is raised. Closes `responses`.
+
+    While a call of a tool is written there is nothing to tell until it is whole: a comment now and again.
+    """
+    started, said_s = False, clock()
     response = GenerateResponse()
     try:
         async with aclosing(responses):
             async for response in responses:
-                for event in answer.events(response):
-                    started = True
-                    yield sse(event)
+                said = [sse(event) for event in answer.events(response)]
+                if not said and clock() - said_s >= _SILENCE_S:
+                    said = [_COMMENT]
+                for each in said:
+                    started, said_s = True, clock()
+                    yield each
         _check_finished(response)
     except Exception as error:
         if not started:

@@ -77,7 +77,8 @@ class Obligations:
     def _writing(self, tools: ChatTools) -> AnswerWriting | None:
         writing = self._choice.writing
         knows_calls = writing is not None and self._choice.tools != NONE
-        if not knows_calls and (tools.must_call or tools.strict):
+        is_bound = tools.must_call or (tools.callable is not None and tools.strict)
+        if is_bound and not knows_calls:
             name = "chat.tool_choice" if tools.must_call else "a strict tool in chat.tools"
             raise InvalidRequest(
                 f"{name} cannot be kept to: how this model writes calls is not known (--tool-parser)"
