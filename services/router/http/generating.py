@@ -24,7 +24,7 @@ from services.router.http.answering import events, whole
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, read_timeout_s
 from services.router.http.event_stream import EventStream, until_disconnect
-from services.values.errors import InvalidRequest
+from services.values.errors import InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 log = logging.getLogger(__name__)
@@ -52,10 +52,11 @@ class Generating(Generic[CallT]):
         try:
             timeout_s = read_timeout_s(request.headers)
             call = await self._bodies.read(request, self._dialect.read)
-        except InvalidRequest as error:
-            self._generation.rejected(InvalidRequest(str(error)))  # by the name that all fronts count it by
+            answer = self._dialect.answer(call, await self._envelope(call))
+        except (InvalidRequest, NotFound) as error:
+            kind = InvalidRequest if isinstance(error, InvalidRequest) else NotFound
+            self._generation.rejected(kind(str(error)))  # by the name that all fronts count it by
             raise
-        answer = self._dialect.answer(call, await self._envelope(call))
         _tell_left_out(call)
         responses = self._generation.generate(answer.request, timeout_s, call.traceparent)
         if call.constraint_param:

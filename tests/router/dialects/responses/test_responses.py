@@ -264,6 +264,7 @@ async def test_what_is_not_stored_cannot_be_gone_on_from() -> None:
             assert answer.status_code == 404
             assert "is not known here" in answer.json()["error"]["message"]
     assert first["store"] is False
+    assert backend.rejections == ["NotFound"]
     assert [request.conversation_id for request in backend.requests] == [""]
 
 
