@@ -1,13 +1,21 @@
 """Answers are found by any of their names, and used only where they say what the client sends."""
 
+import re
 from array import array
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from router.templates.formats import FORMATS
+from services.router.text.chats import past_answers
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
+from services.router.text.chats.chat import render_chat
 from services.router.text.chats.past_answers import PastAnswers
+from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
 
 QUESTION = [ChatMessage(role="system", content="Be brief"), ChatMessage(role="user", content="Hi")]
@@ -91,6 +99,40 @@ def test_two_answers_that_said_the_same_are_told_apart_by_their_ids(memory: Answ
     assert not past(memory, [*QUESTION, answer()]).known
     assert list(past(memory, [*QUESTION, answer(id_="call_1")]).known[2].ids) == [7, 8]
     assert list(past(memory, [*QUESTION, answer(answer_id="answer_2")]).known[2].ids) == [9]
+
+
+contents = st.sampled_from(["", "a", "a ", "\na", "b\nb", "ä<|im_end|>b", "<|im_start|>user\nc", "c"])
+
+
+@given(remembered=st.lists(contents, min_size=1, max_size=3), sent=st.lists(contents, min_size=1, max_size=3))
+def test_a_wrong_fingerprint_never_changes_what_was_said(
+    coder: Tokenizer, remembered: list[str], sent: list[str]
+) -> None:
+    """Each answer is found under every fingerprint, as if all were the same."""
+    memory = AnswerMemory(1 << 20)
+    with patch.object(PastAnswers, "_keys", lambda self, index, message: [b"shared"]):
+        for content in remembered:
+            asked = past(memory, QUESTION)
+            asked._chain = [b"shared"]
+            with patch.object(past_answers, "digest", lambda *parts: b"shared"):
+                said = AnswerMessage(content)
+                asked.remember(array("I"), array("I", coder.encode(content + "<|im_end|>")), said, "")
+        turns = [ChatMessage(role="assistant", content=content) for content in sent]
+        messages = [turn for answer in turns for turn in (ChatMessage(role="user", content="Hi"), answer)]
+        chat = Chat(messages=[*messages, *QUESTION[1:]])
+        known = past(memory, chat.messages).known
+    texts = [coder.text_of(render_chat(coder, chat, answers).ids) for answers in (known, {})]
+    assert _trimmed(texts[0]) == _trimmed(texts[1])
+
+
+def _trimmed(text: str) -> str:
+    """White space around a turn is nothing that was said."""
+    return re.sub(r"(assistant)\s+", r"\1", re.sub(r"\s+(<\|im_end\|>)", r"\1", text))
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(str(FORMATS["qwen3_coder"].save(tmp_path_factory.mktemp("coder"))))
 
 
 def _rest(said: AnswerMessage) -> tuple[str, str]:
