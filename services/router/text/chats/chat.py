@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from services.router.text.chats.splices import Frame, Sentinels, Written, example_before, results_after
+from services.router.text.chats.splices import Frame, Sentinels, Written, example_after, example_before
 from services.router.text.chats.turns import ChatTurns, Turn, read_chat
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
@@ -253,14 +253,11 @@ class _Rendering:
         return Frame(lead, tail, asked[len(shown) :], inner_lead)
 
     def _inner_lead(self, shown: str, turns: Sequence[Turn], sentinels: Sentinels) -> str:
-        """What stands before the last turn's first sentinel where its tools' results come after it; `shown`
-        is what is before that turn. Empty: it calls none, or the template does not show it so."""
-        results = results_after(turns[-1])
-        if not results:
-            return ""
+        """What stands before the last turn's first sentinel where others speak after it; `shown` is what is
+        before that turn. Empty: the template does not show it so."""
         try:
             followed = self._tokenizer.render_template(
-                [*turns, *results], self._chat.variables, generation_prompt=False
+                [*turns, *example_after(turns[-1])], self._chat.variables, generation_prompt=False
             )
         except InvalidRequest:
             return ""

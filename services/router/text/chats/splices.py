@@ -79,7 +79,7 @@ class Written:
 class Frame:
     """What a template writes around an answer of some shape: `lead` before its first sentinel, `tail` behind
     the last; `prompt` is the generation prompt that such an answer follows. `inner_lead`: the lead where
-    tools' results come after it; Qwen3's template writes an empty thinking for the last turn alone."""
+    others speak after it; Qwen3's template writes an empty thinking for the last turn alone."""
 
     lead: str
     tail: str
@@ -139,9 +139,10 @@ def _covered(tail: str, answer_end: str) -> int:
     return 0
 
 
-def results_after(turn: Turn) -> list[Turn]:
-    """What its tools may say."""
-    return [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in turn.calls]
+def example_after(turn: Turn) -> list[Turn]:
+    """What its tools or, where it calls none, its reader may say."""
+    results = [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in turn.calls]
+    return results or [Turn("user", "x")]
 
 
 def example_before(role: str | None) -> list[Turn]:

@@ -231,7 +231,7 @@ def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(splices.re, "finditer", lambda *args: searches.append(1) or search(*args))
     messages = [ChatMessage(role="assistant", token_ids=[index]) for index in range(2, 500)]
     assert prompt_of(Recorder(), messages) == list(range(2, 500))
-    assert len(searches) <= 3  # of the chat, and of what frames answers behind a user and behind another
+    assert len(searches) <= 5  # of the chat, and twice of what frames answers behind a user and another
 
 
 def test_a_template_that_turns_turns_around_takes_no_ids() -> None:

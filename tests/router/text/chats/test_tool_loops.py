@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from router.templates.agents import CLIENTS, Client, answers
-from router.templates.formats import FORMATS, Format
+from router.templates.formats import FORMATS, Format, Said
 from router.text.chats.loops import Loop, common, with_content
 from services.router.text.tokenizer import Tokenizer
 
@@ -131,3 +131,19 @@ def test_a_loop_without_thinking_keeps_its_prefix(name: str, tokenizers: dict[st
         assert common(held, prompt) == len(held), number
         assert loop.outcomes == ({"found": number} if number else {})
         loop.answer(prompt, replace(said, reasoning=""))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("keep_thinking", [False, True])
+def test_thinking_that_is_none_is_kept_with_the_rest(
+    name: str, keep_thinking: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
+    off = '{"enable_thinking": false, "thinking": false}'
+    _, loop = begun(name, tokenizers, Client(), variables=off, keep_thinking=keep_thinking)
+    for number in range(3):
+        held, prompt = loop.held, loop.prompt()
+        writes_none = name in ("qwen3", "minimax") and number  # behind the prompt alone, not in what is past
+        is_whole = common(held, prompt) == len(held)
+        assert is_whole == (name != "mistral" and (keep_thinking or not writes_none)) or not number
+        loop.answer(prompt, Said(f"It is {number}."))
+        loop.ask("And now?")
