@@ -40,6 +40,11 @@ class Body:
                     self._prefix + prefix + name, f"is not supported by this server; {advice}"
                 )
 
+    @property
+    def fields(self) -> Mapping[str, object]:
+        """As they came."""
+        return self._fields
+
     def get(self, name: str) -> object:
         return self._fields.get(name)
 

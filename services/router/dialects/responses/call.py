@@ -128,16 +128,19 @@ def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
     """The kinds of those that this server cannot serve: a model that is not shown them does without."""
     left_out = []
     for tool in body.objects("tools"):
-        kind = tool.required_text("type")
-        if kind == "function":
+        if _is_offered(tool):
             chat.tools.append(read_function(tool))
         else:
-            left_out.append(kind)
+            left_out.append(tool.text("type"))
     if body.get("tool_choice") is not None:
         _read_choice(body, chat)
     if body.get("parallel_tool_calls") is not None:
         chat.parallel_tool_calls = body.flag("parallel_tool_calls")
     return tuple(left_out)
+
+
+def _is_offered(tool: Body) -> bool:
+    return tool.required_text("type") == "function"
 
 
 def _read_choice(body: Body, chat: Chat) -> None:
@@ -164,7 +167,7 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "text": {"format": body.inner("text").get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tools": [tool.fields for tool in body.objects("tools") if _is_offered(tool)],
         "truncation": "disabled",
         "background": False,
         "store": body.get("store") is None or body.flag("store"),
