@@ -87,7 +87,10 @@ def _parameters(lark: Lark, schema: Any, begin: str, end: str) -> str:
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     parts = []
     for name, property_ in properties.items():
-        part = f"{lark.literal(begin.format(name))} {_value(lark, property_, schema, end)}"
+        before, behind = begin.split("{}")
+        # What is the client's is plain text, whatever it looks like.
+        tag = f"{lark.literal(before)} {text_of(name)} {lark.literal(behind)}"
+        part = f"{tag} {_value(lark, property_, schema, end)}"
         parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
 
@@ -98,7 +101,7 @@ def _value(lark: Lark, schema: Any, root: Any, end: str) -> str:
         own = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"{lark.json({**(schema if isinstance(schema, dict) else {}), **own})} {lark.literal(end)}"
     if texts:
-        return f"{one_of(*map(lark.literal, texts))} {lark.literal(end)}"
+        return f"{one_of(*map(text_of, texts))} {lark.literal(end)}"
     return lark.upto(end)
 
 

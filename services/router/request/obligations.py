@@ -72,7 +72,10 @@ class Obligations:
             grammar = writing.then(asked, _rule_of(given, asked.lark))
         else:
             grammar = writing.must_call(asked) if tools.must_call else writing.may_call(asked)
-        return replace(sampling, constraint=self._checked(grammar))
+        name = (
+            "chat.tools, as a grammar," if given is None else f"{given.field_name}, behind thinking or calls,"
+        )
+        return replace(sampling, constraint=self._checked(grammar, name))
 
     def _writing(self, tools: ChatTools) -> AnswerWriting | None:
         writing = self._choice.writing
@@ -103,13 +106,13 @@ class Obligations:
             problem = str(error).removeprefix("sampling.constraint.json_schema ")
             raise InvalidRequest(f"{name} {problem}") from error
 
-    def _checked(self, grammar: str) -> Constraint:
+    def _checked(self, grammar: str, name: str) -> Constraint:
         try:
             constraint = Constraint(ConstraintKind.GRAMMAR, (grammar,))
             self._grammars.check(constraint)
         except InvalidRequest as error:
             problem = str(error).removeprefix("sampling.constraint.grammar ")
-            raise InvalidRequest(f"chat.tools, as a grammar, {problem}") from error
+            raise InvalidRequest(f"{name} {problem}") from error
         return constraint
 
 

@@ -218,6 +218,14 @@ async def test_what_cannot_be_kept_to_is_named(qwen):
         await qwen.constraint(ChatTools(many, CallMode.REQUIRED))
 
 
+async def test_strict_tools_that_nobody_may_call_are_kept_to_nowhere(qwen):
+    obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
+    tools = ChatTools(SCHEMAS, CallMode.NONE, strict=frozenset({"stop"}), told_apart=True)
+    asked = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT))
+    assert await obligations.put(tools, asked, [1]) == asked
+    assert (await qwen.constraint(tools, asked.constraint)).kind is ConstraintKind.GRAMMAR
+
+
 async def test_a_call_and_a_format_cannot_both_be_asked_for(qwen):
     with pytest.raises(InvalidRequest, match=r"^sampling\.constraint\.json_object and chat\.tool_choice"):
         await qwen.constraint(ChatTools(SCHEMAS, CallMode.REQUIRED), Constraint(ConstraintKind.JSON_OBJECT))
