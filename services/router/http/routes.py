@@ -58,38 +58,17 @@ def http_app(
     `model_path`: the model's directory on this machine, for SGLang's /model_info.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
-    words = generation.token_text, generation.token_bytes
-    dialects: dict[str, Dialect[Any]] = {
-        CHATS: OpenAiDialect("chat", read_chat_call, ChatFormat, defaults, *words),
-        COMPLETIONS: OpenAiDialect("completions", read_completion_call, CompletionFormat, defaults, *words),
-        RESPONSES: ResponsesDialect(defaults, store),
-        MESSAGES: AnthropicDialect(defaults),
-        GENERATE: SglangDialect(defaults),
-    }
     bodies = BodyReader(max_body_bytes)
-    tokens, stored, about = (
-        Tokenizing(generation, bodies),
-        StoredResponses(store),
-        About(generation, model_path),
+    generating = (
+        Route(path, Generating(dialect, generation, bodies, clock, count).answer, methods=["POST"])
+        for path, dialect in _dialects(generation, defaults, store).items()
     )
-    models = Models(generation, int(clock()))
     routes = [
-        Route("/v1/models", models.all, methods=["GET"]),
-        Route("/v1/models/{id:path}", models.one, methods=["GET"]),  # some have slashes
-        *(
-            Route(path, Generating(dialect, generation, bodies, clock, count).answer, methods=["POST"])
-            for path, dialect in dialects.items()
-        ),
-        Route(f"{RESPONSES}/{{id}}", stored.look, methods=["GET"]),
-        Route(f"{RESPONSES}/{{id}}", stored.delete, methods=["DELETE"]),
-        Route(f"{MESSAGES}/count_tokens", tokens.count, methods=["POST"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/version", about.version, methods=["GET"]),
-        Route("/model_info", about.model_info, methods=["GET"]),
-        Route("/server_info", about.server_info, methods=["GET"]),
-        Route("/flush_cache", about.flush_cache, methods=["GET", "POST"]),
-        Route(HEALTH, models.health, methods=["GET"]),
+        *generating,
+        *_stored_routes(StoredResponses(store)),
+        *_tokens_routes(Tokenizing(generation, bodies)),
+        *_models_routes(Models(generation, int(clock()))),
+        *_about_routes(About(generation, model_path)),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
@@ -105,3 +84,50 @@ def http_app(
             expose_headers=(REQUEST_ID, "Retry-After"),
         )
     return RequestIds(OneLength(app), generation.is_running)
+
+
+def _dialects(
+    generation: GenerationBackend, defaults: SamplingDefaults, store: ResponseStore
+) -> dict[str, Dialect[Any]]:
+    """By path."""
+    words = generation.token_text, generation.token_bytes
+    return {
+        CHATS: OpenAiDialect("chat", read_chat_call, ChatFormat, defaults, *words),
+        COMPLETIONS: OpenAiDialect("completions", read_completion_call, CompletionFormat, defaults, *words),
+        RESPONSES: ResponsesDialect(defaults, store),
+        MESSAGES: AnthropicDialect(defaults),
+        GENERATE: SglangDialect(defaults),
+    }
+
+
+def _stored_routes(stored: StoredResponses) -> list[Route]:
+    path = f"{RESPONSES}/{{id}}"
+    return [
+        Route(path, stored.look, methods=["GET"]),
+        Route(path, stored.delete, methods=["DELETE"]),
+    ]
+
+
+def _tokens_routes(tokens: Tokenizing) -> list[Route]:
+    return [
+        Route(f"{MESSAGES}/count_tokens", tokens.count, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    ]
+
+
+def _models_routes(models: Models) -> list[Route]:
+    return [
+        Route("/v1/models", models.all, methods=["GET"]),
+        Route("/v1/models/{id:path}", models.one, methods=["GET"]),  # some have slashes
+        Route(HEALTH, models.health, methods=["GET"]),
+    ]
+
+
+def _about_routes(about: About) -> list[Route]:
+    return [
+        Route("/version", about.version, methods=["GET"]),
+        Route("/model_info", about.model_info, methods=["GET"]),
+        Route("/server_info", about.server_info, methods=["GET"]),
+        Route("/flush_cache", about.flush_cache, methods=["GET", "POST"]),
+    ]
