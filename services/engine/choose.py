@@ -122,6 +122,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             dtype=settings.dtype,
             num_threads=settings.threads,
             sizes=_pool_sizes(settings),
+            index_block=settings.index_block,
             self_check=settings.self_check == "on",
             draft=draft if settings.draft_model else None,
         )

@@ -27,6 +27,7 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
         slot=seq.carried.slot,
         num_drafts=len(drafts),
         matcher=seq.matcher if last else None,
+        generated=seq.computed >= len(seq.request.prompt_ids),
     )
 
 

@@ -65,6 +65,31 @@ class Carrying:
             seq.computed = seq.carried.position
             seq.borders = [border for border in seq.borders if border > seq.computed]
 
+    def prompt_end(self, seq: Sequence, budget: int, *, is_first: bool) -> int:
+        """Where its next chunk ends, of about `budget` tokens; where it stands, if these are too few.
+
+        In whole scans, but for the prompt's last. What it has generated itself is no part of that: it was
+        computed by single tokens. The first chunk of a step has a scan at least.
+        """
+        scan = self._books.scan_tokens
+        if scan == 1 or seq.computed >= len(seq.request.prompt_ids):
+            return self.chunk_end(seq, min(seq.computed + budget, len(seq.ids)))
+        end = self._whole_scans(seq, seq.computed + (max(budget, scan) if is_first else budget))
+        if end == seq.computed:
+            return end
+        reached = self.chunk_end(seq, end)
+        if (end := self._whole_scans(seq, reached)) > seq.computed:
+            return end
+        if is_first:
+            return reached  # a window has no pages for a scan: other bits are better than none
+        assert seq.carried is not None
+        self._books.trim(seq.carried, seq.computed)
+        return end
+
+    def _whole_scans(self, seq: Sequence, end: int) -> int:
+        prompt_len, scan = len(seq.request.prompt_ids), self._books.scan_tokens
+        return prompt_len if end >= prompt_len else max(seq.computed, end // scan * scan)
+
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Where its chunk up to `end` must stop for a border, or because its tails have pages up to there."""
         assert seq.carried is not None

@@ -414,15 +414,11 @@ class EngineCore:
             self._catch_up(seq)
             if any(self._computes_for(other, seq) for other, _ in chunks):
                 continue  # it can have that at a later step
-            chunk = self._chunk(seq, min(budget, seq.remaining_tokens))
-            budget -= len(chunk.token_ids)
-            chunks.append((seq, chunk))
+            end = self._carrying.prompt_end(seq, budget, is_first=not chunks)
+            if (size := end - seq.computed) > 0:
+                budget -= size
+                chunks.append((seq, chunk_of(seq, size, self.page_size)))
         return chunks
-
-    def _chunk(self, seq: Sequence, size: int) -> Chunk:
-        """Its next tokens: `size` of them, or fewer where it stops at a border."""
-        end = self._carrying.chunk_end(seq, seq.computed + size)
-        return chunk_of(seq, end - seq.computed, self.page_size)
 
     def _computes_for(self, other: Sequence, seq: Sequence) -> bool:
         if self.carried.is_empty:

@@ -50,6 +50,8 @@ class Chunk:
     # before them.
     num_drafts: int = 0
     matcher: Matcher | None = None  # where it samples: of its constraint, as far as `history`
+    # Its tokens were chosen here or elsewhere, one by one: recurrent layers compute them so again.
+    generated: bool = False
 
     @property
     def end(self) -> int:

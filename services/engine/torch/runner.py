@@ -40,13 +40,15 @@ class TorchRunner:
         dtype: str | None = None,
         num_threads: int | None = None,
         sizes: PoolSizes | None = None,
+        index_block: int = 64,
         self_check: bool = True,
         draft: DraftSettings | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
         `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
-        threads for the whole process. Without `self_check` a model is served that may be another in pieces.
+        threads for the whole process. Sequences go on at multiples of `index_block`. Without `self_check` a
+        model is served that may be another in pieces.
         `draft` is a small model to draft with.
 
         Raises:
@@ -58,7 +60,7 @@ class TorchRunner:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
         model = load_model(checkpoint, self._device)
-        self._model = PackedModel(model, torch.get_num_threads())
+        self._model = PackedModel(model, torch.get_num_threads(), index_block)
         if self_check:
             check(self._model, page_size, str(checkpoint.directory))
         self._model.pack(torch.get_num_threads())

@@ -1,6 +1,26 @@
-"""At which borders of index blocks a sequence that computes keeps a resume point. Pure."""
+"""Where what a sequence computes is cut: into scans, and at borders that it keeps a resume point of. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+_MOST_SCANNED = 64  # tokens: delta nets scan as many, and Mamba-2 takes longer with more
+
+
+def scan_tokens(index_block: int) -> int:
+    """How many tokens of a prompt recurrent layers compute at once: from a multiple of it to the next.
+
+    How long a scan is decides how it rounds. So it must follow from the prompt: neither from what else a step
+    computes, nor from where the sequence went on, which is a border of the index.
+    """
+    return gcd(index_block, _MOST_SCANNED)
+
+
+def scans(start: int, end: int, tokens: int) -> Iterator[range]:
+    """Cut [start, end) at multiples of `tokens`."""
+    while start < end:
+        border = min(end, (start // tokens + 1) * tokens)
+        yield range(start, border)
+        start = border
 
 
 def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, stride: int) -> list[int]:

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.kv.carried.borders import scan_tokens
 from services.kv.carried.pool_sizes import units_of_a_chunk, units_of_a_sequence
 from services.kv.carried.resume_points import ResumePoints, SavedPoint
 from services.kv.carried.unit_pool import UnitPool
@@ -116,6 +117,11 @@ class CarriedCache:
     def is_empty(self) -> bool:
         """Nothing is carried."""
         return not self._pools
+
+    @property
+    def scan_tokens(self) -> int:
+        """At multiples of it each chunk of a prompt ends, but for its last; 1 where nothing is recurrent."""
+        return scan_tokens(self.index_block) if self._recurrent is not None else 1
 
     @property
     def num_open(self) -> int:

@@ -1,17 +1,12 @@
 """On a CPU what a request gets is a function of the request, to the bit: whoever else is in its steps."""
 
-from functools import cache
-
 import pytest
 import torch
 
+from engine.torch.bits import num_parted, recorded_logits, runner_of
 from engine.torch.sequences import Carried, Guessing, PageTables, step
-from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
-from services.engine.torch import runner as torch_runner
 from services.engine.torch.model import activations
-from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
 from services.values.request import SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.95, logprobs=3, seed=5)
@@ -35,33 +30,9 @@ MORE_RECURRENT = [
 ]
 
 
-@cache
-def runner_of(family, dtype="float32", num_threads=1):
-    sizes = PoolSizes(max_running_requests=8, chunk_size=160)
-    return TorchRunner(
-        tiny_checkpoint(family),
-        num_pages=160,
-        page_size=16,
-        num_threads=num_threads,
-        dtype=dtype,
-        sizes=sizes,
-        self_check=False,
-    )
-
-
 @pytest.fixture
 def logits(monkeypatch):
-    """Of every token that was sampled, by all ids before it: a list of what it got each time."""
-    seen = {}
-    sample = torch_runner.sample
-
-    def recording(rows, tokens):
-        for row, token in zip(rows, tokens, strict=True):
-            seen.setdefault(tuple(token.history), []).append(row.clone())
-        return sample(rows, tokens)
-
-    monkeypatch.setattr(torch_runner, "sample", recording)
-    return seen
+    return recorded_logits(monkeypatch)
 
 
 def alone(runner, chunk_size):
@@ -109,20 +80,13 @@ def generate(runner, sequences):
         step(runner, going_on)
 
 
-def num_parted(logits, ids, num_times):
-    """Of its output tokens, those whose logits were not the same bits each time."""
-    times = [logits[tuple(ids[:end])] for end in range(len(PROMPT), len(ids))]
-    assert [len(rows) for rows in times] == [num_times] * MAX_TOKENS
-    return sum(any(not torch.equal(row, rows[0]) for row in rows[1:]) for rows in times)
-
-
 def check(logits, runner, cuts):
     """The request, its prompt computed in chunks of these sizes."""
-    ids = alone(runner, 50)
+    ids = alone(runner, 128)
     runs = [alone(runner, size) for size in cuts]
-    runs += [beside_others(runner, 50), beside_others(runner, 50, ids)]
+    runs += [beside_others(runner, 128), beside_others(runner, 64, ids)]
     assert runs == [ids] * len(runs)
-    assert num_parted(logits, ids, 1 + len(runs)) == 0
+    assert num_parted(logits, ids, len(PROMPT), 1 + len(runs)) == 0
 
 
 @pytest.mark.parametrize(("family", "dtype"), ATTENTION)
@@ -132,8 +96,8 @@ def test_attention_alone_gives_the_same_bits_beside_others_and_however_it_is_cut
 
 @pytest.mark.parametrize(("family", "dtype"), RECURRENT)
 def test_recurrent_layers_give_the_same_bits_beside_others(family, dtype, logits):
-    """Where the chunks of its prompt end at the same tokens: a scan rounds by how long it is."""
-    check(logits, runner_of(family, dtype), cuts=[])
+    """And where chunks of its prompt end at other ones of the scans' borders."""
+    check(logits, runner_of(family, dtype), cuts=[64, 192])
 
 
 @pytest.fixture
@@ -148,7 +112,7 @@ def two_threads():
 @pytest.mark.parametrize(("family", "dtype"), ATTENTION + MORE_ATTENTION + RECURRENT + MORE_RECURRENT)
 def test_two_threads_and_other_types_give_the_same_bits_too(family, dtype, two_threads, logits):
     is_recurrent = (family, dtype) in RECURRENT + MORE_RECURRENT
-    check(logits, runner_of(family, dtype, two_threads), cuts=[] if is_recurrent else [160, 7])
+    check(logits, runner_of(family, dtype, two_threads), cuts=[64, 192] if is_recurrent else [160, 7])
 
 
 def test_experts_round_by_what_else_they_compute(logits):
@@ -166,4 +130,4 @@ def test_an_activation_that_ends_otherwise_is_noticed(logits, monkeypatch):
     runner = runner_of("falcon_h1")
     ids = alone(runner, 50)
     beside_others(runner, 50)
-    assert num_parted(logits, ids, 2) > 0
+    assert num_parted(logits, ids, len(PROMPT), 2) > 0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 Activation = Callable[..., Tensor]
 
@@ -60,6 +61,15 @@ def _calls_activations(forward: Any) -> bool:
     return is_plain and not _NAMES.isdisjoint(forward.__code__.co_names)
 
 
+class EvenFunctions(TorchFunctionMode):
+    """While it is entered, whatever Python code asks torch for, as a function or a method, is even."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (_EVEN_FUNCTIONS.get(function) or function)(*args, **(kwargs or {}))
+
+
 class _Names:
     """A module in which some names mean something else."""
 
@@ -75,6 +85,14 @@ _FUNCTIONAL = _Names(functional, **{name: even(getattr(functional, name)) for na
 _NN = _Names(nn, functional=_FUNCTIONAL)
 _TORCH = _Names(torch, nn=_NN, sigmoid=even(torch.sigmoid))
 _EVEN = {id(functional): _FUNCTIONAL, id(nn): _NN, id(torch): _TORCH}
+
+
+_EVEN_FUNCTIONS: dict[Any, Activation] = {
+    function: even(function)
+    for name in (*_NAMES, "exp", "log", "log1p", "tanh")
+    for module in (torch, Tensor, functional)
+    if (function := getattr(module, name, None)) is not None
+}
 
 
 def even_names(function: FunctionType) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Recurrent layers of a packed step: prompts sequence by sequence, and all single tokens together.
 
 A mixer of transformers takes [batch, tokens, hidden] and one state a row of the batch; it knows nothing of
-packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each chunk of several
+packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each scan of several
 tokens goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (token_runs.py).
+On a CPU a chunk is cut into scans by where it lies in its sequence (services/kv/carried/borders.py), so that
+its bits follow from the sequence alone.
 
 States are
     gathered from their slots, and scattered again     where the state of each is one of the batch
@@ -11,21 +13,24 @@ States are
                                                        ones, .., and all again for drafts that stay
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.engine.paged.runner import Chunk
+from services.engine.torch.model.activations import EvenFunctions
 from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
 from services.engine.torch.model.remembered import Mixer, StateName
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import SequenceRows, StepCache, TokenRows
 from services.engine.torch.model.token_runs import TokenRuns
+from services.kv.carried.borders import scans
 from services.values.errors import ConfigError, ProtocolError
 
 
@@ -73,7 +78,8 @@ class _Call:
 
     def _sequence(self, hidden: Tensor, slot: Tensor) -> Tensor:
         states = {name: self.pool.of_state[name][slot] for name in self.mixer.states}
-        mixed = self._run(self.original, hidden[None], states)
+        with _scanning(self.mixer.module, self.cache.scan_tokens):
+            mixed = self._run(self.original, hidden[None], states)
         _scatter(self.pool, slot, states)
         return mixed
 
@@ -116,23 +122,64 @@ class _Call:
         return mixed.flatten(0, 1)
 
 
-def place_rows(cache: StepCache, chunks: Sequence[Chunk], num_slots: int, one_by_one: int = 1) -> None:
-    """Say how mixers compute the step's rows: drafts, and chunks of up to `one_by_one` tokens, one by one.
+@contextmanager
+def _scanning(module: nn.Module, scan_tokens: int | None) -> Iterator[None]:
+    """Meanwhile no number depends on how many tokens of a scan follow it.
+
+    Mamba-2 fills a scan up to its `chunk_size`, 128 or 256: now to no more than `scan_tokens`. None: as it
+    is.
+    """
+    if scan_tokens is None:
+        yield
+        return
+    own = getattr(module, "chunk_size", None)
+    shorter = isinstance(own, int) and own > scan_tokens
+    if shorter:
+        module.chunk_size = scan_tokens
+    try:
+        with EvenFunctions():
+            yield
+    finally:
+        if shorter:
+            module.chunk_size = own
+
+
+def place_rows(
+    cache: StepCache, chunks: Sequence[Chunk], num_slots: int, scan_tokens: int | None = None
+) -> None:
+    """Say how mixers compute the step's rows: what was generated, drafts and single tokens one by one, the
+    rest in scans of up to `scan_tokens`. None: each chunk in one.
 
     Raises ProtocolError where a chunk has no slot, or two have one.
     """
     slots = [chunk.slot for chunk in chunks]
     if len(set(slots)) < len(slots) or any(slot is None or not 0 <= slot < num_slots for slot in slots):
         raise ProtocolError(f"chunks need slots of their own among {num_slots}, and have {slots}")
-    rows = pairwise(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
-    placed = [(range(start, end), chunk) for (start, end), chunk in zip(rows, chunks, strict=True)]
-    tokens = [each for each in placed if each[1].num_drafts or len(each[0]) <= one_by_one]
-    sequences = [each for each in placed if not (each[1].num_drafts or len(each[0]) <= one_by_one)]
+    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+    parts = [
+        each for end, chunk in zip(ends, chunks, strict=True) for each in _parts(end, chunk, scan_tokens)
+    ]
+    cache.scan_tokens = scan_tokens
     cache.sequences = tuple(
-        SequenceRows(_ids(own, cache), _ids([chunk.slot], cache)) for own, chunk in sequences
+        SequenceRows(_ids(rows, cache), _ids([chunk.slot], cache))
+        for rows, chunk, singly in parts
+        if not singly
     )
-    if tokens:
+    if tokens := [(rows, chunk) for rows, chunk, singly in parts if singly]:
         cache.tokens = _token_rows(tokens, cache)
+
+
+def _parts(end: int, chunk: Chunk, scan_tokens: int | None) -> Iterator[tuple[range, Chunk, bool]]:
+    """Its rows, of which `end` follows the last, in order, and whether they are computed one by one.
+
+    A last token that is left over is; its state is there by then, for scans come first.
+    """
+    to_rows = end - chunk.end
+    if chunk.num_drafts or (chunk.generated and scan_tokens is not None):
+        yield range(end - len(chunk.token_ids), end), chunk, True
+        return
+    for scan in scans(chunk.start, chunk.end, scan_tokens or chunk.end):
+        yield range(scan.start + to_rows, scan.stop + to_rows), chunk, len(scan) == 1
 
 
 def _token_rows(tokens: Sequence[tuple[range, Chunk]], cache: StepCache) -> TokenRows:

@@ -18,11 +18,7 @@ from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import StepCache
 from services.engine.torch.pools import Pools
-
-# Scans pad a chunk to their own size: so many tokens take less time one by one, where they are computed in
-# place (a layer of hidden size 1024, one thread: two tokens of a delta net 20 ms instead of 31, of Mamba-2 14
-# instead of 88).
-_ONE_BY_ONE = 3
+from services.kv.carried.borders import scan_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +40,11 @@ class Computed:
 class PackedModel:
     """`remembered` says what pools it needs."""
 
-    def __init__(self, model: PreTrainedModel, num_threads: int = 1) -> None:
+    def __init__(self, model: PreTrainedModel, num_threads: int = 1, index_block: int = 64) -> None:
         """Probe it, and wrap its recurrent layers. Raises ConfigError and Unavailable as probe."""
         self.model = model
+        # On a GPU nothing promises the same bits, and short scans leave it idle.
+        self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
         self.remembered = probe(model)
         if self.device.type == "cpu":
             even_activations(model)
@@ -71,11 +69,6 @@ class PackedModel:
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
-
-    @property
-    def one_by_one(self) -> int:
-        """Chunks of up to so many tokens go through recurrent layers as single tokens."""
-        return _ONE_BY_ONE if self.in_place else 1
 
     def compute(self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed:
         """Compute a step, store what it keeps, and give the logits after some rows: [len(rows), vocab_size].
@@ -109,7 +102,7 @@ class PackedModel:
     def _place_mixers(self, cache: StepCache, slots: SlotPool, chunks: Sequence[Chunk]) -> None:
         """The slots of sequences that begin are zeroed."""
         cache.slots, cache.in_place = slots, self.in_place
-        place_rows(cache, chunks, slots.num_slots, self.one_by_one)
+        place_rows(cache, chunks, slots.num_slots, self.scan_tokens)
         slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
 
     def _tensor(self, values: Sequence[int]) -> Tensor:

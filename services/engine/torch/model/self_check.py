@@ -29,6 +29,7 @@ from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.probe import attending_by, probe
 from services.engine.torch.model.trial import Cut, plan_trial
 from services.engine.torch.pools import Pools
+from services.kv.carried.borders import scans
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind, KvGroup, PageId
@@ -248,8 +249,8 @@ class _Check:
         ]
 
     def _rows(self, chunk: range, errors: Sequence[float], before: Sequence[CheckedRow]) -> list[CheckedRow]:
-        is_single = len(chunk) <= self._model.one_by_one
-        after_singles = is_single or any(row.after_singles for row in before)
+        scanned = scans(chunk.start, chunk.stop, self._model.scan_tokens or chunk.stop)
+        after_singles = any(len(scan) == 1 for scan in scanned) or any(row.after_singles for row in before)
         return [
             CheckedRow(position, error, position == chunk.start, after_singles)
             for position, error in zip(chunk, errors, strict=False)

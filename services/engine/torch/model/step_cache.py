@@ -55,6 +55,7 @@ class StepCache:
 
     slots: SlotPool | None = None  # with the rest of these, where there are mixers
     in_place = False
+    scan_tokens: int | None = None  # None: a chunk is one scan
     sequences: Sequence[SequenceRows] = ()
     tokens: TokenRows | None = None
 
