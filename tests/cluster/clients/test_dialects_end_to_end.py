@@ -87,14 +87,13 @@ async def test_a_response_goes_on_where_the_one_before_ended(
 ):
     """Its ids, not its text encoded again: the decode rank holds all of them, but for a part of a page."""
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
-        first = (await post(http, "/v1/responses", input=HI, max_output_tokens=24)).json()
-        second = (
-            await post(
-                http, "/v1/responses", input=AGAIN, max_output_tokens=8, previous_response_id=first["id"]
-            )
-        ).json()
-        whole = first["usage"]["total_tokens"]
-        assert second["usage"]["input_tokens"] > whole
-        assert second["isthmus"]["drift_tokens"] == 0
-        assert second["isthmus"]["decode_prefix_len"] > whole - 2 * BLOCK
+        before = (await post(http, "/v1/responses", input=HI, max_output_tokens=24)).json()
+        for drift_tokens in (None, 0):  # the second is the first that has a conversation
+            asked = {"input": AGAIN, "max_output_tokens": 24, "previous_response_id": before["id"]}
+            after = (await post(http, "/v1/responses", **asked)).json()
+            whole = before["usage"]["total_tokens"]
+            assert after["usage"]["input_tokens"] > whole
+            assert after["isthmus"]["decode_prefix_len"] > whole - 2 * BLOCK
+            assert after["isthmus"]["drift_tokens"] == drift_tokens
+            before = after
         await cluster.assert_nothing_held()

@@ -87,11 +87,12 @@ class ResponseAnswer:
         return request
 
     def _conversation_id(self) -> str:
-        """A chain's is the first one's id. One that nobody can go on from is no conversation."""
-        call = self._call
-        if call.previous_id:
-            return self._store.get(call.request.tenant, call.previous_id).conversation_id
-        return self._id if call.is_stored else ""
+        """A chain's is its first one's id, from the second on: most are never gone on from, and each
+        would have a pin written for nothing."""
+        previous_id = self._call.previous_id
+        if not previous_id:
+            return ""
+        return self._store.get(self._call.request.tenant, previous_id).conversation_id or previous_id
 
     # -- events -----------------------------------------------------------------------------------
 

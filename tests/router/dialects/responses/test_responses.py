@@ -248,7 +248,7 @@ async def test_a_response_goes_on_from_the_one_before_it() -> None:
     assert of_first == [ChatMessage(role="system", parts=["Be brief."]), user]
     assert of_second == [ChatMessage(role="system", parts=["Be quick."]), user, model, *results]
     assert of_third == [user, model, *results, model, ChatMessage(role="user", content="More")]
-    assert {request.conversation_id for request in backend.requests} == {first["id"]}
+    assert [request.conversation_id for request in backend.requests] == ["", first["id"], first["id"]]
 
 
 async def test_what_is_not_stored_cannot_be_gone_on_from() -> None:
