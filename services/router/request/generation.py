@@ -35,6 +35,7 @@ from services.router.request.stages import Stages, stages_of
 from services.router.request.trace_attributes import attributes_of
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
+from services.router.text.chats.own_ids import before_stop_string, without_stop_token
 from services.router.text.chats.past_answers import PastAnswers
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer
@@ -57,7 +58,6 @@ _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _REMEMBERED_ANSWERS_BYTES = 256 << 20
 _THINKING_ENDS = "</think>"  # in content: nothing has told it apart, but templates do
-_STOP_IDS = 1024  # more than a stop string has
 _LAST_WORDS_S = 1.0
 _MOST_CONTEXTS = 16  # tokens of a prompt that is only counted
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
@@ -503,22 +503,7 @@ class _ResponseStream:
         )
 
     def _own_ids(self, stop_string: str) -> Sequence[int]:
-        """The answer's ids as far as they are what it said: without a stop token that is the client's own."""
         ids = self._progress.output_ids
         if stop_string:
-            return self._before_stop(ids, stop_string)
-        is_stop = ids and ids[-1] in self._checked.sampling.stop_token_ids
-        return ids[:-1] if is_stop and ids[-1] not in self._end_ids else ids
-
-    def _before_stop(self, ids: Sequence[int], stop_string: str) -> Sequence[int]:
-        """Where the stop string begins within a token, what is before it there comes as it is encoded."""
-        text_of = self._tokenizer.text_of
-        ids, end_ids = ids[:-_STOP_IDS], ids[-_STOP_IDS:]
-        text = text_of(end_ids)
-        begin, kept = text.rfind(stop_string), len(end_ids)
-        if begin < 0:
-            return ()
-        while kept and len(text_of(end_ids[:kept])) > begin:
-            kept -= 1
-        rest = text[len(text_of(end_ids[:kept])) : begin]
-        return [*ids, *end_ids[:kept], *(self._tokenizer.encode(rest, special_tokens=False) if rest else ())]
+            return before_stop_string(self._tokenizer, ids, stop_string)
+        return without_stop_token(ids, self._checked.sampling.stop_token_ids, self._end_ids)

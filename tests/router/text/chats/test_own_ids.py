@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.text.chats.own_ids import before_stop_string, without_stop_token
+
+PIECES = ["a", "b", "ab", "bc", "c", "bcbc", "<end>"]
+
+
+class Pieces:
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        return [PIECES.index(character) for character in text]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        return "".join(PIECES[token_id] for token_id in token_ids)
+
+
+ids = st.lists(st.integers(0, len(PIECES) - 2), max_size=8)
+
+
+@given(ids, st.sampled_from(["a", "bc", "abc", "cb"]))
+def test_what_is_left_is_the_text_before_the_stop_string(generated: list[int], stop: str) -> None:
+    text = Pieces().text_of(generated)
+    own = list(before_stop_string(Pieces(), generated, stop))
+    before, found, _ = text.rpartition(stop)
+    seen = len(Pieces().text_of(generated[:-1]))
+    for end in range(seen + 1, len(text) + 1):
+        if text[:end].endswith(stop):
+            before = text[: end - len(stop)]
+            break
+    assert Pieces().text_of(own) == (before if found else "")
+    # All whole tokens of it are those that were generated.
+    whole = 0
+    while whole < len(generated) and len(Pieces().text_of(generated[: whole + 1])) <= len(before):
+        whole += 1
+    assert own[:whole] == (generated[:whole] if found else [])
+
+
+def test_a_long_answer_keeps_its_beginning() -> None:
+    generated = [0] * 5000 + [4]
+    assert list(before_stop_string(Pieces(), generated, "c")) == [0] * 5000
+
+
+@pytest.mark.parametrize(
+    ("generated", "kept"), [([0, 4], [0]), ([0, 6], [0, 6]), ([0, 5], [0, 5]), ([4, 0], [4, 0]), ([], [])]
+)
+def test_a_stop_token_of_the_clients_own_goes(generated: list[int], kept: list[int]) -> None:
+    assert list(without_stop_token(generated, stop_token_ids=(4, 6), end_ids=(6,))) == kept
