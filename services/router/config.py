@@ -101,8 +101,7 @@ class RouterConfig(ClusterConfig):
 
     strict_tools: Literal["keep", "ignore"] = setting(
         "keep",
-        "ignore: strict tools are as others, whose calls are held to no schema unless one is required; for "
-        "ranks of engine sglang, which take no constraints",
+        "ignore: strict tools are as others, whose calls are held to no schema unless one is required",
     )
 
     keep_thinking: Literal["template", "always"] = setting(

@@ -81,6 +81,11 @@ class SamplingParams:
         """Whether a token is chosen by how often it was chosen before."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
+    @property
+    def heeds_output(self) -> bool:
+        """Whether a token is chosen by what was generated before, beside the model's reading of it."""
+        return self.penalizes or self.constraint is not None
+
 
 def is_id(text: str) -> bool:
     """Whether a request, a conversation or a tenant may be called so."""

@@ -3,6 +3,7 @@
 The vocabulary of `bytes` can write any text; in `characters` an id is a character.
 """
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ from itertools import cycle
 import pytest
 
 from engine.paged.core_rank import Guesses
-from engine.pair import FAKE, Pair, core_of
+from engine.pair import FAKE, Pair, core_of, eager
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import text_of
 from services.engine.settings import EngineSettings
@@ -119,6 +120,20 @@ async def test_an_answer_goes_on_where_another_rank_left_it(engine):
                 rest = await asking.answer(wanted, plan, output_ids_so_far=so_far)
                 assert [*so_far, *rest.tokens] == whole.tokens
                 assert rest.finished is FinishReason.STOP
+        await pair.assert_nothing_held()
+
+
+async def test_an_answer_goes_on_after_it_has_given_its_pages_to_others():
+    wanted, is_valid = CASES[0]
+    async with Pair(eager(replace(settings_of("fake"), kv_pages=30))) as pair:
+        asking = Asking(pair)
+        seeds = range(6)
+        alone = [(await asking.answer(wanted, Plan.LOCAL, 70, seed)).tokens for seed in seeds]
+        before = pair.decode.load().retractions
+        asked = (asking.answer(wanted, Plan.LOCAL, 70, seed) for seed in seeds)
+        together = [answer.tokens for answer in await asyncio.gather(*asked)]
+        assert pair.decode.load().retractions > before
+        assert together == alone and all(is_valid(asking.text(tokens)) for tokens in together)
         await pair.assert_nothing_held()
 
 

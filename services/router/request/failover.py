@@ -6,7 +6,7 @@ placed -> started on a decode rank -> outputs
           holds no more: place again,
           with the output so far
 
-A request with penalties ends instead where its engine would not count them over that output. What has
+A request with penalties or a constraint ends instead where its engine would not heed that output. What has
 outgrown its rank needs room for one more token: so it goes to a larger one, next time to one larger still.
 """
 
@@ -132,7 +132,7 @@ class FailoverStream:
 
     def _can_move(self, placed: Placed) -> bool:
         """With the output so far."""
-        return placed.moves_penalties or not self._checked.sampling.penalizes
+        return placed.moves_penalties or not self._checked.sampling.heeds_output
 
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
@@ -231,8 +231,8 @@ class FailoverStream:
         progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
         if progress.output_ids and not self._can_move(placed):
             raise Unavailable(
-                "the answer was cut off and cannot go on elsewhere, for this engine counts penalties over "
-                f"its own output alone: send the request again ({error})"
+                "the answer was cut off and cannot go on elsewhere: this engine heeds its own output alone "
+                f"for penalties and constraints: send the request again ({error})"
             ) from error
         if progress.failures >= self._max_attempts:
             raise error

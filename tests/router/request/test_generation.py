@@ -151,6 +151,8 @@ async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, num_t
         (2, False, {"frequency_penalty": 0.5}, 1),
         (1, False, {"presence_penalty": -0.5}, 1),
         (2, False, {"repetition_penalty": 1.1}, 1),
+        (2, False, {"constraint": common_pb2.Constraint(regex="a+")}, 1),
+        (2, True, {"constraint": common_pb2.Constraint(regex="a+")}, 6),
         (0, False, {"frequency_penalty": 0.5}, 2),  # nothing was generated yet
         (2, False, {"temperature": 0.5}, 6),
         (2, True, {"frequency_penalty": 0.5}, 6),
@@ -163,6 +165,7 @@ async def test_an_answer_whose_penalties_would_change_ends_where_it_was_cut_off(
     generator = Generator(
         "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
     )
+    generator._grammars = MagicMock()  # any will do
     request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
     got = []
     with pytest.raises(IsthmusError) as raised:

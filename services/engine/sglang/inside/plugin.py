@@ -13,7 +13,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def register() -> None:
-    """Have SGLang make our KV managers, senders and receivers, and publish KV events to us."""
+    """Have SGLang make our KV managers, senders and receivers, publish KV events to us, and have grammars."""
     if VARIABLE not in os.environ:
         return  # installed beside SGLang, but not started by us
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
@@ -31,6 +31,11 @@ def register() -> None:
     for queue in ("decode.DecodePreallocQueue", "prefill.PrefillBootstrapQueue"):
         target = f"sglang.srt.disaggregation.{queue}._init_kv_manager"
         HookRegistry.register(target, _note_scheduler, HookType.BEFORE)
+    HookRegistry.register(
+        "sglang.srt.constrained.grammar_manager.GrammarManager.__init__",
+        _give_tokenizer,
+        HookType.AFTER,
+    )
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
@@ -55,6 +60,13 @@ def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> An
     if backend == TransferBackend.NIXL and class_type in ours:
         return ours[class_type]
     return original(backend, class_type)
+
+
+def _give_tokenizer(result: Any, manager: Any, scheduler: Any) -> None:
+    # SGLang silences the loggers that there are when it sets up its own.
+    from services.engine.sglang.inside.grammars import give_tokenizer
+
+    give_tokenizer(manager, scheduler)
 
 
 def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:

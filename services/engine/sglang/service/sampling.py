@@ -1,7 +1,9 @@
 """Our sampling parameters as SGLang's. Pure."""
 
+import json
 from typing import Any
 
+from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams
 
@@ -12,16 +14,17 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
     if sampling.min_tokens:
         raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
-    if sampling.constraint is not None:
-        raise InvalidRequest("sampling.constraint: engine sglang, which has no tokenizer, offers none")
 
 
 def check_resumption(request: GenerationRequest) -> None:
     """Raises Unavailable where the output would be another one: SGLang counts penalties over the tokens that
-    it has generated itself, and those so far are prompt to it. Routers that know of this end such a request.
+    it has generated itself, begins a constraint with them, and those so far are prompt to it. Routers that
+    know of this end such a request.
     """
-    if request.output_ids_so_far and request.sampling.penalizes:
-        raise Unavailable("engine sglang cannot go on with a request that has penalties; send it anew")
+    if request.output_ids_so_far and request.sampling.heeds_output:
+        raise Unavailable(
+            "engine sglang cannot go on with a request that has penalties or a constraint; send it anew"
+        )
 
 
 def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> dict[str, Any]:
@@ -42,7 +45,24 @@ def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> d
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "repetition_penalty": sampling.repetition_penalty,
+        **_grammar(sampling.constraint),
     }
+
+
+def _grammar(constraint: Constraint | None) -> dict[str, str]:
+    """In the words of its llguidance backend, which takes Lark as `ebnf`, too."""
+    if constraint is None:
+        return {}
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return {"json_schema": '{"type":"object"}'}
+        case ConstraintKind.CHOICE:
+            alternatives = " | ".join(map(json.dumps, dict.fromkeys(constraint.texts)))
+            return {"ebnf": f"start: {alternatives}"}
+        case ConstraintKind.GRAMMAR:
+            return {"ebnf": constraint.text}
+        case kind:
+            return {kind.value: constraint.text}
 
 
 def _stop_ids(request: GenerationRequest) -> list[int]:

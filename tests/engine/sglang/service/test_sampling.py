@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
+from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams
 
@@ -28,7 +29,7 @@ def test_a_moved_request_is_given_what_is_left_of_it(max_tokens, so_far, expecte
 def test_penalties_are_not_counted_over_what_another_rank_generated(name):
     penalized = SamplingParams(**{name: 0.5})
     moved = GenerationRequest("r", (1, 2), penalized, output_ids_so_far=(9,))
-    with pytest.raises(Unavailable, match="penalties"):
+    with pytest.raises(Unavailable, match="penalties or a constraint"):
         check_resumption(moved)
     check_resumption(replace(moved, output_ids_so_far=()))
     check_resumption(replace(moved, sampling=SamplingParams(temperature=0.7)))
@@ -42,3 +43,31 @@ def test_stop_tokens_end_it_unless_it_is_to_go_on():
         "r", (1,), SamplingParams(stop_token_ids=(7,), ignore_eos=True), eos_token_ids=(2,)
     )
     assert sampling_arguments(request, 100)["stop_token_ids"] == [7]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (Constraint(ConstraintKind.JSON_OBJECT), {"json_schema": '{"type":"object"}'}),
+        (Constraint(ConstraintKind.JSON_SCHEMA, ('{"const":1}',)), {"json_schema": '{"const":1}'}),
+        (Constraint(ConstraintKind.REGEX, ("a+",)), {"regex": "a+"}),
+        (Constraint(ConstraintKind.GRAMMAR, ('root ::= "a"',)), {"ebnf": 'root ::= "a"'}),
+        (Constraint(ConstraintKind.CHOICE, ("a", 'b"', "a")), {"ebnf": 'start: "a" | "b\\""'}),
+        (None, {}),
+    ],
+)
+def test_a_constraint_is_one_of_sglangs(constraint, expected):
+    request = GenerationRequest("r", (1,), SamplingParams(constraint=constraint))
+    check_sampling(request.sampling)
+    arguments = sampling_arguments(request, 100)
+    assert {name: arguments.get(name) for name in expected} == expected
+    assert len({"json_schema", "regex", "ebnf"}.intersection(arguments)) == len(expected)
+
+
+def test_a_constraint_is_begun_by_one_rank_alone():
+    """To SGLang what was generated elsewhere is prompt."""
+    constrained = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, ("ab",)))
+    moved = GenerationRequest("r", (1, 2), constrained, output_ids_so_far=(9,))
+    with pytest.raises(Unavailable, match="penalties or a constraint"):
+        check_resumption(moved)
+    check_resumption(replace(moved, output_ids_so_far=()))

@@ -161,6 +161,8 @@ class SglangSettings:
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
             "--skip-tokenizer-init",
+            "--grammar-backend=llguidance",  # as the torch engine's (inside/grammars.py)
+            "--constrained-json-disable-any-whitespace",
             "--skip-server-warmup",
             "--log-level-http=warning",  # not one line per poll of ours
             "--incremental-streaming-output",
@@ -255,7 +257,6 @@ class SglangSettings:
             "--device=cpu",
             "--attention-backend=torch_native",
             "--sampling-backend=pytorch",
-            "--grammar-backend=none",
             # Both call torch.cuda.
             "--disable-overlap-schedule",
             "--disable-cuda-graph",

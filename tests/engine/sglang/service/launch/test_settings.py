@@ -47,6 +47,13 @@ def test_sglang_counts_for_itself_and_tells_how_long_a_request_queued(tmp_path, 
     assert "--enable-metrics" in settings(tmp_path, role=role).arguments(7000)
 
 
+@pytest.mark.parametrize("role", Role)
+def test_grammars_are_llguidances_unless_asked_otherwise(tmp_path, role):
+    arguments = settings(tmp_path, role=role, engine_arg=("--grammar-backend=xgrammar",)).arguments(7000)
+    assert arguments.index("--grammar-backend=llguidance") < arguments.index("--grammar-backend=xgrammar")
+    assert "--constrained-json-disable-any-whitespace" in arguments
+
+
 def test_the_users_arguments_come_last_and_whole(tmp_path):
     ours = ("--mem-fraction-static=0.8", '--json-model-override-args={"a": 1, "b": 2}')
     assert tuple(settings(tmp_path, engine_arg=ours).arguments(7000)[-2:]) == ours

@@ -1,0 +1,42 @@
+"""SGLang's grammars where it was started without a tokenizer: they alone get one.
+
+Without a tokenizer SGLang's GrammarManager makes no backend and ends every request with a grammar; text is
+the router's business, and a tokenizer in the other parts of SGLang would only take time at each token.
+"""
+
+import logging
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def give_tokenizer(manager: Any, scheduler: Any) -> None:
+    """After GrammarManager's start. No grammars where the model's tokenizer is none that they can use."""
+    if manager.grammar_backend is not None:
+        return
+    try:
+        manager.grammar_backend = _backend(scheduler)
+    except Exception:  # whatever a tokenizer's library and the backend's raise
+        log.warning("sglang_grammars_missing: requests with a constraint will fail", exc_info=True)
+
+
+def _backend(scheduler: Any) -> Any:
+    from sglang.srt.constrained.base_grammar_backend import create_grammar_backend
+    from sglang.srt.runtime_context import get_model, get_serving
+    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+    serving, model, config = get_serving(), get_model(), scheduler.model_config
+    tokenizer = get_tokenizer(
+        serving.tokenizer_path,
+        tokenizer_mode=serving.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+        tokenizer_backend=serving.tokenizer_backend,
+    )
+    return create_grammar_backend(
+        scheduler.server_args,
+        tokenizer,
+        config.vocab_size,
+        config.hf_eos_token_id,
+        think_end_ids=config.think_end_ids,
+    )
