@@ -13,10 +13,8 @@ The tokenizers, and what becomes of text:
   bytes       an id is a byte of UTF-8, so that a character may take several tokens; then the
               special tokens EOS, OPEN and CLOSE. There is no unknown text.
 
-The chat templates:
-  plain  roles and contents.
-  tools  tools, calls, results and thinking as well, in Hermes' words. A call must be asked for (tool_choice
-         required): by itself a random model makes none. Strings end sooner than they would by chance.
+The chat templates are those of chat_templates.py. A model with tools calls only what it must (tool_choice
+required), and is steered (steered_model.py) so that its strings and answers end.
 
 Greedy output never holds EOS, and sampled output hardly ever: its logit is always 0, where the
 highest of hundreds lies near 9.
@@ -46,44 +44,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from services.cli.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
 from services.cli.grown_model import grow
 from services.cli.model_families import FAMILIES, Sizes, family_config, fill_family
+from services.cli.steered_model import steer
 from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 
-UNKNOWN, EOS, OPEN, CLOSE = "□", "␄", "⟦", "⟧"
+UNKNOWN = "□"
 UNKNOWN_ID, EOS_ID = 0, 1
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
-    "{{ raise_exception('unknown role ' ~ message.role) }}"
-    "{% endif %}"
-    f"{OPEN}{{{{ message.role }}}}:{{{{ message.content or '' }}}}{CLOSE}"
-    "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{OPEN}assistant:{{% endif %}}"
-)
-
-TOOLS_TEMPLATE = (
-    f"{{% if tools %}}{OPEN}system:Tools:\n"
-    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}"
-    f"Call them by <tool_call>{CLOSE}{{% endif %}}"
-    "{% for message in messages %}"
-    f"{OPEN}{{{{ message.role }}}}:"
-    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}"
-    "{{ '\n' if message.content or not loop.first else '' }}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
-    "</tool_call>"
-    "{% endfor %}"
-    f"{CLOSE}"
-    "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{OPEN}assistant:"
-    "{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
-)
-_TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-_QUOTE_GAIN = 2.0  # of the output of '"', with tools
 
 _MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -113,7 +82,7 @@ _Architectures = Literal[
     "deepseek_v3",
 ]
 _Tokenizers = Literal["characters", "bytes"]
-_ChatTemplates = Literal["plain", "tools"]
+_ChatTemplates = Literal["plain", "tools", "thinking"]
 TOKENIZERS = get_args(_Tokenizers)
 
 # Found by a random search over models of 2 layers and hidden size 64. Of 1,536 single changed prompt tokens
@@ -140,7 +109,9 @@ class MakeModelConfig:
     directory: Path = setting(help="where to write the checkpoint", positional=True)
     architecture: _Architectures = setting("llama", "of the model, as transformers calls it")
     tokenizer: _Tokenizers = setting("characters", "an id is a printable character, or a byte of UTF-8")
-    chat_template: _ChatTemplates = setting("plain", "tools: one that can call tools; with --tokenizer=bytes")
+    chat_template: _ChatTemplates = setting(
+        "plain", "tools: one that can call tools; thinking: and thinks first; both with --tokenizer=bytes"
+    )
     hidden_size: int = setting(64, "an even multiple of the heads")
     num_layers: int | None = setting(None, "layers; default: 2, or as many as show what the family has")
     num_heads: int = setting(4, "attention heads, a multiple of the KV heads")
@@ -184,7 +155,7 @@ def make_model(
     """Write a checkpoint with tokenizer and chat template: safetensors, float32, untied embeddings.
 
     The same arguments give the same weights. `vocab_size` None is 512 for characters; for bytes it
-    is always 259, and 263 with tools. A lower `initializer_range` makes a milder model; below 0.1
+    is always 259, and 2 or 4 more with markers. A lower `initializer_range` makes a milder model; below 0.1
     outputs would hardly depend on the prompt. One layer is too few for every token to count. `changes`
     are of the config, by its own names.
 
@@ -216,8 +187,9 @@ def make_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill = fill_family if architecture in FAMILIES else _fill
     fill(model, seed, initializer_range / _GAIN_AT)
-    if chat_template == "tools":
-        model.get_output_embeddings().weight.detach()[tokens.convert_tokens_to_ids('"')] *= _QUOTE_GAIN
+    if likings := CHAT_TEMPLATES[chat_template].likings:
+        _require(architecture in ARCHITECTURES, f"a template with tools wants one of {ARCHITECTURES}")
+        steer(model, {tokens.convert_tokens_to_ids(token): liking for token, liking in likings.items()})
     try:
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
@@ -312,19 +284,19 @@ def _gain(name: str, *, is_last: bool, has_query_norm: bool) -> float:
 
 def _make_tokenizer(name: str, vocab_size: int | None, chat_template: str) -> PreTrainedTokenizerFast:
     _require(name in TOKENIZERS, f"tokenizer must be one of {TOKENIZERS}, got {name!r}")
-    has_tools = chat_template == "tools"
+    _require(chat_template in CHAT_TEMPLATES, f"chat_template must be one of {tuple(CHAT_TEMPLATES)}")
+    template = CHAT_TEMPLATES[chat_template]
     _require(
-        name == "bytes" or not has_tools,
+        name == "bytes" or not template.markers,
         "a chat template with tools wants the tokenizer bytes: it has line ends",
     )
     tokenizer = _characters(vocab_size or 512) if name == "characters" else _bytes()
-    if has_tools:
-        tokenizer.add_tokens([AddedToken(marker, special=False) for marker in _TOOL_MARKERS])
+    tokenizer.add_tokens([AddedToken(marker, special=False) for marker in template.markers])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         clean_up_tokenization_spaces=False,
-        chat_template=TOOLS_TEMPLATE if has_tools else CHAT_TEMPLATE,
+        chat_template=template.text,
     )
     _require(
         vocab_size in (None, len(fast)), f"a vocabulary of {name} has {len(fast)} ids, got {vocab_size=}"

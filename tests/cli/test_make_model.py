@@ -88,7 +88,7 @@ def test_an_unknown_role_is_refused_by_the_template(characters):
 
 
 def test_a_template_with_tools_shows_calls_and_results(tmp_path, capsys):
-    assert run([str(tmp_path / "m"), "--tokenizer=bytes", "--chat-template=tools"]) == 0
+    assert run([str(tmp_path / "m"), "--tokenizer=bytes", "--chat-template=thinking"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m", local_files_only=True)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "ß"}}}
     messages = [
@@ -99,12 +99,12 @@ def test_a_template_with_tools_shows_calls_and_results(tmp_path, capsys):
     tools = [{"type": "function", "function": {"name": "f", "description": "does"}}]
     asked = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     written = '<tool_call>\n{"name": "f", "arguments": {"a": "ß"}}\n</tool_call>'
-    assert f"assistant:<think>\nhm\n</think>\n\n{written}\n{written}⟧⟦tool:7⟧⟦assistant:" in asked
+    assert f"assistant:<think>\nhm\n</think>\n\n{written}\n{written}⟧⟦tool:7⟧⟦assistant:<think>\n" in asked
     assert '{"name": "f", "description": "does"}' in asked
-    thinking = tokenizer.apply_chat_template(
-        messages, enable_thinking=True, tokenize=False, add_generation_prompt=True
+    quick = tokenizer.apply_chat_template(
+        messages, enable_thinking=False, tokenize=False, add_generation_prompt=True
     )
-    assert thinking.endswith("⟦assistant:<think>\n") and "system:" not in thinking
+    assert quick.endswith("⟦assistant:<think>\n\n</think>\n\n") and "system:" not in quick
     assert len(tokenizer.encode("<tool_call></think>")) == 2
 
 
