@@ -18,7 +18,7 @@ from grammar.written import text_of
 from services.engine.settings import EngineSettings
 from services.grammar.vocabulary import read_vocabulary
 from services.values.constraint import Constraint, ConstraintKind
-from services.values.errors import InvalidRequest
+from services.values.errors import InvalidRequest, PeerFailed
 from services.values.rank import Plan
 from services.values.request import FinishReason, SamplingParams
 
@@ -145,6 +145,7 @@ async def test_without_an_id_for_it_an_answer_ends_where_nothing_may_follow(engi
         asking = Asking(pair)
         core_of(pair.decode)._drafting = Guesses(lambda ids, count: [*range(count)], cycle([2]))
         plain = await asking.answer(wanted, plan, eos_token_ids=())
+        assert not core_of(pair.decode)._drafting.noted  # what is forbidden is not verified
         assert plain.finished is FinishReason.STOP
         assert is_valid(text_of(asking.vocabulary, plain.tokens))
         assert len(plain.tokens) == 14  # [01]{2,9} has no end but this
@@ -179,6 +180,19 @@ async def test_what_cannot_be_kept_to_is_refused_before_anything_is_held(plan):
                 await Asking(pair).answer(wanted, plan)
         with pytest.raises(InvalidRequest, match=r"^sampling\.constraint: "):
             await Asking(pair).answer(CASES[2][0], plan, output_ids_so_far=(5,))
+        await pair.assert_nothing_held()
+
+
+async def test_a_first_token_that_the_constraint_forbids_is_prefills_failure():
+    async with Pair(settings_of("fake")) as pair:
+        prefill = pair.prefill.prefill
+
+        async def wrong(request, rendezvous):
+            return replace(await prefill(request, rendezvous), first_token_id=7)
+
+        pair.prefill.prefill = wrong
+        with pytest.raises(PeerFailed, match="token 7, which the constraint does not allow"):
+            await Asking(pair).answer(CASES[2][0], Plan.REMOTE)
         await pair.assert_nothing_held()
 
 
