@@ -15,7 +15,7 @@ from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.values.constraint import Constraint
 from services.values.errors import ConfigError, InvalidRequest
 
-_KEPT = 256
+_KEPT = 64  # most take 0.1 MB, one made to be large 14
 # A tenth of the library's: /a{1000000}/ costs its first mask 12 ms then, instead of 400.
 _LEXER_FUEL = 100_000
 
