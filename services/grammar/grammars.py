@@ -116,12 +116,24 @@ class _Tokens:
         self.tokens = [*vocabulary.pieces, b"<end of the text>"]
         self.eos_token_id = len(vocabulary.pieces)
         self.special_token_ids = [*vocabulary.special, self.eos_token_id]
-        self._of_byte = {piece[0]: i for i, piece in enumerate(vocabulary.pieces) if len(piece) == 1}
+        known = enumerate(vocabulary.pieces)
+        self._ids = {piece: i for i, piece in known if piece and i not in vocabulary.special}
+        self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        """For texts that a grammar dictates, which nobody here asks for: any ids of them will do."""
-        octets = text.encode() if isinstance(text, str) else text
-        return [self._of_byte[octet] for octet in octets if octet in self._of_byte]
+    def __call__(self, text: str) -> list[int]:
+        """Of what a grammar dictates: a mask allows these ids alone then. The longest tokens, as a model
+        would write it, or nearly so; bytes that no token has are left out."""
+        octets, ids, start = text.encode(), list[int](), 0
+        while start < len(octets):
+            piece = self._piece_at(octets, start)
+            if piece:
+                ids.append(self._ids[piece])
+            start += len(piece) or 1
+        return ids
+
+    def _piece_at(self, octets: bytes, start: int) -> bytes:
+        ends = range(min(len(octets), start + self._longest), start, -1)
+        return next((octets[start:end] for end in ends if octets[start:end] in self._ids), b"")
 
 
 def open_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:

@@ -53,22 +53,32 @@ def by_itself(matcher: Matcher) -> set[int]:
 def test_a_row_allows_what_may_come_there(
     grammars: Grammars, sequences: list[tuple[Constraint, int, int]], ending_ids: list[int], seed: int
 ) -> None:
-    chance, asked, expected = random.Random(seed), [], []
+    chance, asked, expected, alone = random.Random(seed), [], [], []
     for constraint, num_tokens, num_drafts in sequences:
         matcher = grammars.matcher(constraint, ending_ids=ending_ids)
         _walk(matcher, num_tokens, chance)
         going, drafts = matcher.copy(), list[int]()
         expected.append(by_itself(going))
+        alone += _mask_of(going)
         for _ in range(num_drafts):
             if not (step := _walk(going, 1, chance)):
                 break
             drafts += step
             expected.append(by_itself(going))
+            alone += _mask_of(going)
         asked.append(Asked(matcher, drafts))
     before = [by_itself(each.matcher) for each in asked]
     masks = MAKER.make(asked)
-    assert [allowed(masks, row) for row in range(len(masks))] == expected
+    rows = [allowed(masks, row) for row in range(len(masks))]
+    assert rows == alone
+    for row, expected_ids in zip(rows, expected, strict=True):
+        # What the constraint dictates may be written in one way alone.
+        assert row == expected_ids or (len(row) == 1 and row < expected_ids)
     assert [by_itself(each.matcher) for each in asked] == before
+
+
+def _mask_of(matcher: Matcher) -> list[set[int]]:
+    return [allowed(MAKER.make([Asked(matcher)]), 0)]
 
 
 def _walk(matcher: Matcher, num_tokens: int, chance: random.Random) -> list[int]:
@@ -104,6 +114,20 @@ def test_a_dead_end_behind_a_draft_harms_no_other_row() -> None:
     [row] = maker.make([Asked(matcher)]).expanded()
     assert not row.any()
     assert matcher.problem
+
+
+def test_what_is_dictated_is_written_in_long_tokens(grammars: Grammars) -> None:
+    """Byte by byte a model would write what it has never seen, and take a step for each."""
+    schema = '{"type":"object","properties":{"yes":{}},"required":["yes"],"additionalProperties":false}'
+    matcher = grammars.matcher(Constraint(ConstraintKind.JSON_SCHEMA, (schema,)))
+    written = b""
+    for expected in (b'{"', b"yes", b'":'):
+        [ids] = _mask_of(matcher)
+        [token_id] = ids
+        written += expected
+        matcher.advance([token_id])
+        assert matcher.inner.validate_tokens(list(b"1")) == (written == b'{"yes":')
+    assert len(written) == 7
 
 
 def test_rows_and_their_time_are_counted(grammars: Grammars) -> None:
