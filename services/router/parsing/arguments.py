@@ -11,7 +11,6 @@ from typing import Any
 from services.router.parsing.json_text import text_of, value_of
 from services.router.parsing.reader import Unreadable
 
-_MAX_REFERENCES = 8
 _WORDS = {"true": True, "false": False, "none": None, "null": None}  # as Python writes them, too
 
 
@@ -22,7 +21,7 @@ def typed_arguments(texts: Mapping[str, str], schema: Any) -> str:
 
 
 def _typed(text: str, schema: Any, root: Any) -> Any:
-    types = set(_types(schema, root, _MAX_REFERENCES))
+    types = _types(schema, root)
     if types == {"string"}:
         return text
     try:
@@ -55,19 +54,36 @@ def _names(value: Any) -> tuple[str, ...]:
     return ("object",)
 
 
-def _types(schema: Any, root: Any, references: int) -> Iterator[str]:
+def _types(schema: Any, root: Any) -> set[str]:
+    """That the schema and those it is made of name. Each is looked at once, though made of itself."""
+    types, found, seen = set[str](), [schema], {id(schema)}
+    for looked_at in found:  # it grows meanwhile
+        types.update(_own_types(looked_at))
+        for part in _parts(looked_at, root):
+            if id(part) not in seen:
+                seen.add(id(part))
+                found.append(part)
+    return types
+
+
+def _own_types(schema: Any) -> Iterator[str]:
     declared = _member(schema, "type")
-    yield from [declared] if isinstance(declared, str) else _list(declared)
-    values = [*_list(_member(schema, "enum")), *([schema["const"]] if _has(schema, "const") else [])]
+    if isinstance(declared, str):
+        yield declared
+    else:
+        yield from (each for each in _list(declared) if isinstance(each, str))
     if declared is None:
-        for value in values:
+        constants = [schema["const"]] if _has(schema, "const") else []
+        for value in [*_list(_member(schema, "enum")), *constants]:
             yield _names(value)[0]
+
+
+def _parts(schema: Any, root: Any) -> Iterator[Any]:
     for union in ("anyOf", "oneOf", "allOf"):
-        for choice in _list(_member(schema, union)):
-            yield from _types(choice, root, references)
+        yield from _list(_member(schema, union))
     reference = _member(schema, "$ref")
-    if isinstance(reference, str) and references:
-        yield from _types(_referred(reference, root), root, references - 1)
+    if isinstance(reference, str):
+        yield _referred(reference, root)
 
 
 def _referred(reference: str, root: Any) -> Any:

@@ -54,3 +54,12 @@ def test_a_value_is_what_its_schema_says(text, schema, value):
 @pytest.mark.parametrize("schema", [None, {}, {"properties": []}, [], "x"])
 def test_a_schema_that_says_nothing(schema):
     assert typed_arguments({"a": "1", "ä": "x y"}, schema) == '{"a": 1, "ä": "x y"}'
+
+
+def test_schemas_that_are_made_of_themselves_or_very_deep():
+    union = {"anyOf": [{"$ref": "#/properties/a"}] * 40}
+    deep: dict[str, object] = {"type": "string"}
+    for _ in range(900):
+        deep = {"allOf": [deep]}
+    schema = {"properties": {"a": union, "b": deep, "c": {"type": ["string", {}]}}}
+    assert typed_arguments({"a": "1", "b": "x", "c": "1"}, schema) == '{"a": 1, "b": "x", "c": "1"}'
