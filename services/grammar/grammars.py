@@ -18,6 +18,9 @@ from services.values.errors import ConfigError, InvalidRequest
 _KEPT = 64  # most take 0.1 MB, one made to be large 14
 # A tenth of the library's: /a{1000000}/ costs its first mask 12 ms then, instead of 400.
 _LEXER_FUEL = 100_000
+_TRIED_TOKENS = 8
+_HOPELESS = "allows no text that this model can write"
+_DEAD_END = ("NoExtension", "forced bytes")  # in what the library says of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +150,37 @@ def _compile(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, lower(constraint), log_level=0, limits=limits)
     if matcher.is_error():
         raise constraint.refused(f"is not supported: {sentence_of(matcher.get_error())}")
-    first = matcher.deep_copy()
-    try:
-        first.compute_bitmask()  # what it builds for that, it builds for all its copies
-        hopeless = first.is_error()
-    except ValueError:
-        hopeless = True
-    if hopeless:
-        raise constraint.refused("allows no text that this model can write")
+    for _ in range(2):  # the first builds for all copies, and what that was too much for is the second
+        _try(constraint, matcher.deep_copy(), tokenizer)
     return matcher
+
+
+def _try(constraint: Constraint, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """The beginning of one text. Raises InvalidRequest where that asks too much of the library, or can be
+    nothing else than what no token writes."""
+    is_forced = True  # so far, by the beginning that there is
+    for _ in range(_TRIED_TOKENS):
+        allowed = _allowed(matcher)
+        if not allowed or matcher.is_error():
+            break
+        is_forced = is_forced and allowed.bit_count() == 1
+        token_id = (allowed & -allowed).bit_length() - 1
+        if token_id == tokenizer.vocab_size - 1:  # the end
+            return
+        if not matcher.consume_token(token_id):
+            break
+    else:
+        return
+    problem = sentence_of(matcher.get_error())
+    if problem and not any(sign in problem for sign in _DEAD_END):
+        raise constraint.refused(f"is not supported: {problem}")
+    if is_forced:
+        raise constraint.refused(_HOPELESS)
+
+
+def _allowed(matcher: LLMatcher) -> int:
+    """A bit for each token that may come; none in a dead end."""
+    try:
+        return int.from_bytes(matcher.compute_bitmask(), "little")
+    except ValueError:
+        return 0

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from services.values.errors import InvalidRequest
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 GBNF = 'root ::= "x" [0-9]+ | "y"\n'
 LARK = 'start: "<" %json {"type": "integer"} ">"'
+MANY_PROPERTIES = json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(700)}})
 
 
 def constraint(kind: str, *texts: str) -> Constraint:
@@ -39,6 +41,8 @@ def grammars() -> Grammars:
         (constraint("regex", r"^\d{2}$"), "12", "1a"),
         (constraint("grammar", GBNF), "x42", "xy"),
         (constraint("grammar", LARK), "<-7>", "<a>"),
+        (constraint("json_schema", '{"multipleOf": 0.05, "type": "number"}'), "0.15", "0.151"),
+        (constraint("choice", *map(str, range(6000)), "37000"), "37000", "6000,"),
         (constraint("choice", "yes", 'no "/\\\n\tü', "yes"), 'no "/\\\n\tü', "no, "),
     ],
 )
@@ -69,6 +73,16 @@ def test_what_fits(
         (constraint("regex", "("), "regex is not supported: .* unclosed group$"),
         (constraint("regex", "(?=a)b"), "regex is not supported: .*look-ahead"),
         (constraint("regex", r"[^\s\S]"), "regex allows no text that this model can write$"),
+        (constraint("json_schema", '{"multipleOf": 999983}'), "json_schema is not supported: .*multipleOf"),
+        (
+            constraint(
+                "grammar", r'start: %json {"allOf": [{"multiple\u004ff": 99.7}, {"multipleOf": 991}]}'
+            ),
+            "grammar is not supported: .*multipleOf",
+        ),
+        (constraint("regex", "(a{1000}){1000}"), "regex is not supported: .*too many expressions"),
+        (constraint("grammar", 'start: x{1000000}\nx: "x"'), "grammar is not supported: .*Too many items"),
+        (constraint("json_schema", MANY_PROPERTIES), "json_schema is not supported: .*Current row has"),
         (constraint("grammar", 'root ::= "a" x'), "grammar cannot be read as GBNF: .*'x'"),
         (constraint("grammar", 'start: "a" x'), 'grammar is not supported: .*"x"'),
         (constraint("grammar", "start: <|nothing|>"), "grammar is not supported: .*special token"),
@@ -108,3 +122,10 @@ def test_a_grammar_is_compiled_once_while_it_is_remembered() -> None:
 def test_a_model_without_a_tokenizer_json(directory: Path | None) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.constraint cannot be used"):
         Grammars(directory, 10).check(JSON_OBJECT)
+
+
+def test_what_a_vocabulary_cannot_write_is_refused() -> None:
+    characters = Grammars(tiny_checkpoint(), 512)  # without a newline
+    with pytest.raises(InvalidRequest, match="grammar allows no text that this model can write"):
+        characters.check(constraint("grammar", 'start: "ab\\ncd"'))
+    characters.check(constraint("grammar", 'start: "ab\\ncd" | "abc"'))
