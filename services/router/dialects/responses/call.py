@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.router.dialects.answer import Json
-from services.router.dialects.body import INT32_MAX, Body, Refused
+from services.router.dialects.body import INT32_MAX, Body, Refused, json_text
 from services.router.dialects.call import Call, read_addressee, traceparent_of
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.constraint import NamedConstraint, read_constraint, read_schema
@@ -158,7 +158,7 @@ def _read_choice(body: Body, chat: Chat) -> None:
 
 def _echo(body: Body, sampling: SamplingParams) -> Json:
     reasoning = body.inner("reasoning")
-    return {
+    echo: Json = {
         **{name: body.get(name) for name in _ECHOED},
         "temperature": round(sampling.temperature, 6),  # it is a float32
         "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
@@ -172,6 +172,9 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
         "background": False,
         "store": body.get("store") is None or body.flag("store"),
     }
+    for name, value in echo.items():
+        json_text(value, name)  # much of it is looked at nowhere else
+    return echo
 
 
 def turns_of(call: ResponsesCall) -> list[ChatMessage]:
