@@ -65,9 +65,8 @@ class Obligations:
             tools.parallel,
             tools.told_apart and self._choice.begins_thinking(self._end_of(prompt_ids)),
         )
-        given = sampling.constraint
-        if given is not None and tools.must_call:
-            raise InvalidRequest(f"{given.field_name} and chat.tool_choice ask for different answers")
+        # It is of the answer's text, and one that must call has none.
+        given = None if tools.must_call else sampling.constraint
         if given is not None:
             grammar = writing.then(asked, _rule_of(given, asked.lark))
         else:
