@@ -45,6 +45,13 @@ def by_itself(matcher: Matcher) -> set[int]:
     return {token_id for token_id in range(VOCAB_SIZE) if matcher.may_choose(token_id)}
 
 
+def expected_of(matcher: Matcher) -> set[int]:
+    """What it says of each id, but where it dictates text: that is written in one way alone, whoever asks."""
+    may, plain = by_itself(matcher), allowed(MAKER.make([Asked(matcher)]), 0)
+    assert plain == may or (len(plain) == 1 and plain < may)
+    return plain
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(CONSTRAINTS), st.integers(0, 12), st.integers(0, 4)), max_size=4),
     st.lists(st.sampled_from([EOS, SPECIAL, *b'"c,}']), unique=True),
@@ -64,7 +71,7 @@ def test_a_row_allows_what_may_come_there(
             if not (step := _walk(going, 1, chance)):
                 break
             drafts += step
-            expected.append(by_itself(going))
+            expected.append(expected_of(going))
             alone += _mask_of(going)
         asked.append(Asked(matcher, drafts))
     before = [by_itself(each.matcher) for each in asked]
