@@ -1,11 +1,14 @@
 """Constraints made ready for a model's tokens: compiled once, and begun anew for each answer."""
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -15,7 +18,11 @@ from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.values.constraint import Constraint
 from services.values.errors import ConfigError, InvalidRequest
 
-_KEPT = 64  # most take 0.1 MB, one made to be large 14
+_T = TypeVar("_T")
+
+_KEPT = 64  # most take 0.1 MB, one of 20 bytes that is made to be large 14
+_KEPT_BYTES = 512 << 10  # of their texts: 45 KB of classes of characters take 50 MB
+_THREADS = 2
 # A tenth of the library's: /a{1000000}/ costs its first mask 12 ms then, instead of 400.
 _LEXER_FUEL = 100_000
 _TRIED_TOKENS = 8
@@ -41,21 +48,30 @@ class Grammars:
         vocab_size: int,
         *,
         kept: int = _KEPT,
+        kept_bytes: int = _KEPT_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`directory` has the model's tokenizer.json, `vocab_size` is that of its logits."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._kept = kept
+        self._kept_bytes = kept_bytes
         self._clock = clock
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._compiled_bytes = 0
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._counts = GrammarCounts()
 
     @property
     def counts(self) -> GrammarCounts:
         return self._counts
+
+    async def beside(self, work: Callable[..., _T], *arguments: object) -> _T:
+        """`work` in one of our own few threads: what takes seconds to compile must hold up nobody who only
+        reads or tokenizes in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def check(self, constraint: Constraint) -> None:
         """Raises InvalidRequest as `matcher`."""
@@ -86,10 +102,16 @@ class Grammars:
         compiled = _compile(constraint, tokenizer)
         with self._lock:
             self._note(1, self._clock() - began)
-            self._compiled[constraint] = compiled
-            while len(self._compiled) > self._kept:
-                self._compiled.popitem(last=False)
+            self._keep(constraint, compiled)
         return compiled
+
+    def _keep(self, constraint: Constraint, compiled: LLMatcher) -> None:
+        if constraint not in self._compiled:  # another thread may have been first
+            self._compiled_bytes += constraint.size_bytes
+        self._compiled[constraint] = compiled
+        while len(self._compiled) > self._kept or self._compiled_bytes > self._kept_bytes:
+            oldest, _ = self._compiled.popitem(last=False)
+            self._compiled_bytes -= oldest.size_bytes
 
     def _note(self, compiled: int, took_s: float) -> None:
         counts = self._counts

@@ -30,11 +30,15 @@ class Constraint:
     texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        size_bytes = sum(len(text.encode()) for text in self.texts)
-        if size_bytes > MAX_CONSTRAINT_BYTES:
-            raise self.refused(f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {size_bytes}")
+        if self.size_bytes > MAX_CONSTRAINT_BYTES:
+            raise self.refused(f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {self.size_bytes}")
         if self.kind is not ConstraintKind.JSON_OBJECT and not (self.texts and all(self.texts)):
             raise self.refused("must not be empty")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its texts."""
+        return sum(len(text.encode()) for text in self.texts)
 
     @property
     def field_name(self) -> str:

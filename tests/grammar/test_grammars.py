@@ -1,4 +1,6 @@
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,25 @@ def test_a_grammar_is_compiled_once_while_it_is_remembered() -> None:
         grammars.check(constraint("regex", pattern))
     assert (grammars.counts.asked, grammars.counts.compiled) == (6, 4)
     assert grammars.counts.compile_s > 0
+
+
+def test_long_ones_are_remembered_in_smaller_number() -> None:
+    grammars = Grammars(tiny_checkpoint(tokenizer="bytes"), 259, kept_bytes=10)
+    for pattern in ("aaaa", "bbbb", "aaaa", "cccc", "aaaa", "bbbb", "bbbb"):
+        grammars.check(constraint("regex", pattern))
+    assert grammars.counts.compiled == 4
+    for pattern in ("longer than all may be", "longer than all may be", "a", "a"):
+        grammars.check(constraint("regex", pattern))
+    assert grammars.counts.compiled == 7
+
+
+async def test_slow_ones_hold_up_no_other_thread() -> None:
+    grammars, go_on = Grammars(None, 0), threading.Event()
+    slow = [asyncio.ensure_future(grammars.beside(go_on.wait, 30.0)) for _ in range(40)]
+    assert await asyncio.wait_for(asyncio.to_thread(int, "7"), 10.0) == 7
+    assert not any(each.done() for each in slow)
+    go_on.set()
+    assert all(await asyncio.gather(*slow))
 
 
 @pytest.mark.parametrize("directory", [None, Path("/nowhere")])

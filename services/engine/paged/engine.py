@@ -261,7 +261,8 @@ class PagedEngine:
         constraint, output_ids = request.sampling.constraint, request.output_ids_so_far
         if constraint is None:
             return None
-        return await asyncio.to_thread(self._grammars.matcher, constraint, output_ids, request.ending_ids)
+        matcher = self._grammars.matcher
+        return await self._grammars.beside(matcher, constraint, output_ids, request.ending_ids)
 
     @property
     def _running_core(self) -> EngineCore:

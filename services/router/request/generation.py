@@ -222,7 +222,7 @@ class Generator:
     async def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
         checked = self._read(request)
         if (constraint := checked.sampling.constraint) is not None:
-            await asyncio.to_thread(self._grammars.check, constraint)
+            await self._grammars.beside(self._grammars.check, constraint)
         return checked
 
     def _read(self, request: generation_pb2.GenerateRequest) -> Checked:

@@ -1,6 +1,5 @@
 """What is asked of an answer's calls, made a constraint of its text: engines know no tools."""
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +45,7 @@ class Obligations:
         """
         if not self._is_asked(tools, sampling):
             return sampling
-        return await asyncio.to_thread(self._put, tools, sampling, prompt_ids)
+        return await self._grammars.beside(self._put, tools, sampling, prompt_ids)
 
     def _is_asked(self, tools: ChatTools, sampling: SamplingParams) -> bool:
         if tools.must_call or (tools.callable is not None and tools.strict):
