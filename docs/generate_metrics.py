@@ -29,7 +29,7 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info
 from services.prefill.metrics import PrefillMetrics
 from services.router.cluster import Cluster
-from services.router.http.connection import HttpMetrics
+from services.router.http.door.connection import HttpMetrics
 from services.router.request.metrics import RankCollector, RouterMetrics
 from services.values.kv import KvLayout
 from services.values.load import RankLoad

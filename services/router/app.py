@@ -33,8 +33,8 @@ from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
-from services.router.http.connection import BoundedConnection, HttpBounds, HttpMetrics
-from services.router.http.http_tls import HttpTls
+from services.router.http.door.connection import BoundedConnection, HttpBounds, HttpMetrics
+from services.router.http.door.http_tls import HttpTls
 from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals

@@ -25,13 +25,13 @@ from services.router.dialects.sglang.generate import SglangDialect
 from services.router.http.about import About
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader
+from services.router.http.door.framing import OneLength
+from services.router.http.door.key_door import HttpDoor
+from services.router.http.door.request_id import RequestIds
 from services.router.http.error_answer import answer_error, answer_http_error
-from services.router.http.framing import OneLength
 from services.router.http.generating import Generating
-from services.router.http.key_door import HttpDoor
 from services.router.http.models import Models
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, HEALTH, MESSAGES, RESPONSES
-from services.router.http.request_id import RequestIds
 from services.router.http.stored import StoredResponses
 from services.router.http.tokenizing import Tokenizing
 from services.router.keys.api_keys import ApiKeys

@@ -16,12 +16,12 @@ from services.router.parsing.formats import (
     told_calls,
     told_thinking,
 )
+from services.router.parsing.grammars.obligation import AnswerWriting, HarmonyWriting, MarkedWriting
+from services.router.parsing.grammars.writing import WRITINGS
 from services.router.parsing.harmony import HarmonyAnswer
 from services.router.parsing.marked import MarkedAnswer, Thinking
-from services.router.parsing.obligation import AnswerWriting, HarmonyWriting, MarkedWriting
 from services.router.parsing.parser import AnswerParser, ReadingParser
 from services.router.parsing.response_template import ResponseTemplate
-from services.router.parsing.writing import WRITINGS
 from services.values.errors import ConfigError
 
 

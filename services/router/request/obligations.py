@@ -10,9 +10,9 @@ from services.grammar.grammars import Grammars
 from services.grammar.lowering import lark_of
 from services.router.parsing.choice import ParserChoice
 from services.router.parsing.formats import NONE
+from services.router.parsing.grammars.lark import Lark, one_of
+from services.router.parsing.grammars.obligation import AnswerWriting, Obligation
 from services.router.parsing.json_text import text_of
-from services.router.parsing.lark import Lark, one_of
-from services.router.parsing.obligation import AnswerWriting, Obligation
 from services.router.request.tools import ChatTools
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest

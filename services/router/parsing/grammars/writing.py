@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.router.parsing.grammars.lark import Lark, one_of
 from services.router.parsing.json_text import text_of
-from services.router.parsing.lark import Lark, one_of
 
 _WriteCall = Callable[[Lark, str, Any], str]  # of a tool's name and schema
 _MAX_REFERENCES = 8

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from router.http.backend import FakeBackend, finished, response
-from services.router.http.connection import BoundedConnection, HttpBounds
+from services.router.http.door.connection import BoundedConnection, HttpBounds
 from services.router.http.routes import http_app
 
 DEADLINE_S = 20.0
@@ -279,7 +279,7 @@ async def test_a_request_of_two_lengths_is_refused(more):
 FEW_DESCRIPTORS = """
 import asyncio, resource, sys
 from services.host import descriptors
-from router.http.test_connection import serving
+from router.http.door.test_connection import serving
 
 async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
@@ -295,7 +295,7 @@ asyncio.run(main())
 
 
 async def test_more_idle_connections_than_there_are_descriptors_take_nobody_down():
-    tests = Path(__file__).parents[2]
+    tests = Path(__file__).parents[3]
     server = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

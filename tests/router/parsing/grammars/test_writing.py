@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.router.parsing.lark import Lark
-from services.router.parsing.obligation import HarmonyWriting, MarkedWriting, Obligation
-from services.router.parsing.writing import WRITINGS
+from services.router.parsing.grammars.lark import Lark
+from services.router.parsing.grammars.obligation import HarmonyWriting, MarkedWriting, Obligation
+from services.router.parsing.grammars.writing import WRITINGS
 
 SPECIAL = {"<x>": 7, "<tool_call>": 8, "[TOOL_CALLS]": 9}
 TAGGED = ("qwen3_coder", "glm45", "minimax_m2")

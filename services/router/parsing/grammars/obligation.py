@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.router.parsing.grammars.lark import Lark, one_of
+from services.router.parsing.grammars.writing import Writing
 from services.router.parsing.harmony import CHANNEL, MESSAGE, START
-from services.router.parsing.lark import Lark, one_of
 from services.router.parsing.marked import Thinking
-from services.router.parsing.writing import Writing
 
 _BLANK = r'("\n" | "\n\n" | "\n\n\n")? '
 _CONSTRAINED = "<|constrain|>"
