@@ -105,7 +105,7 @@ def shaped_checkpoint(name: str) -> Path:
     if config.tie_word_embeddings:
         _fill_tied(model)
     model.save_pretrained(directory)
-    make_models._make_tokenizer("characters", 512).save_pretrained(directory)
+    make_models._make_tokenizer("characters", 512, "plain").save_pretrained(directory)
     return directory
 
 

@@ -137,10 +137,10 @@ async def test_an_abort_before_the_first_rank_ends_the_stream_with_its_reason(
     encoding, go_on = asyncio.Event(), asyncio.Event()
     encode = PromptEncoder.encode
 
-    async def slow(self, request):
+    async def slow(self, *arguments):
         encoding.set()
         await go_on.wait()
-        return await encode(self, request)
+        return await encode(self, *arguments)
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
         monkeypatch.setattr(PromptEncoder, "encode", slow)

@@ -17,7 +17,7 @@ def give_tokenizer(manager: Any, scheduler: Any) -> None:
     try:
         manager.grammar_backend = _backend(scheduler)
     except Exception:  # whatever a tokenizer's library and the backend's raise
-        log.warning("sglang_grammars_missing: requests with a constraint will fail", exc_info=True)
+        log.warning("sglang_grammars_missing effect=constraints_are_refused", exc_info=True)
 
 
 def _backend(scheduler: Any) -> Any:
