@@ -1,6 +1,6 @@
 import asyncio
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN
@@ -165,7 +165,7 @@ async def test_an_answer_whose_penalties_would_change_ends_where_it_was_cut_off(
     generator = Generator(
         "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
     )
-    generator._grammars = MagicMock()  # any will do
+    generator._grammars = AsyncMock()  # any will do
     request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
     got = []
     with pytest.raises(IsthmusError) as raised:
