@@ -23,13 +23,8 @@ WINDOWED = Setup("gpt_oss", ("remote", "local"), (1,), (1,), True, False, RANK |
 SETUPS = {"kills": KILLS, "tight": TIGHT, "recurrent-kills": RECURRENT, "windowed-tight": WINDOWED}
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        pytest.param(setup, id=name, marks=() if name == "kills" else pytest.mark.long)
-        for name, setup in SETUPS.items()
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 async def test_a_short_fuzz(etcd_endpoint, cluster_name, setup):
     """`make fuzz` has longer ones."""
     played = Round(setup, random.Random(7), cluster_name)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import httpx
+import pytest
 
 from cluster.harness import ids_request
 from net.ipv6 import LOOPBACKS, needs_ipv6
@@ -15,6 +16,7 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 
 
 @needs_ipv6
+@pytest.mark.long
 async def test_a_cluster_on_every_address_is_reached_by_both_families(tmp_path, model_dir):
     (health_port,) = free_ports("::", 1)
     async with ProcessCluster(

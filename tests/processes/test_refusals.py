@@ -28,7 +28,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+_IMPORTS_TORCH = "no checkpoint"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if case == _IMPORTS_TORCH else ()) for case in REFUSED],
+)
 async def test_a_worker_says_what_is_wrong_and_exits_78(case):
     (module, *flags), sentence = REFUSED[case]
     process = await asyncio.create_subprocess_exec(

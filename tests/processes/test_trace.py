@@ -3,6 +3,8 @@
 import itertools
 import time
 
+import pytest
+
 from cluster.harness import ids_request
 from observe.otlp_collector import running_collector
 from processes.harness import ProcessCluster, prompt_of, until
@@ -64,6 +66,7 @@ def check_stages(finish, client_s, spans, computed_tokens):
         assert getattr(finish.stages, name.removeprefix("stage.")) == value
 
 
+@pytest.mark.long
 async def test_the_stages_of_one_trace_add_up(tmp_path, model_dir):
     with running_collector() as collector:
         cluster = ProcessCluster(
