@@ -28,6 +28,7 @@ from services.values.rank import Plan
 # a chunk of 24 begins, for there nothing is carried.
 TURNS = ((67, 16), (7, 30))
 DEFAULT = [("falcon_h1", Plan.REMOTE), ("gpt_oss", Plan.LOCAL)]  # the rest is for make test-exact
+EVERY = list(zip(CARRYING, itertools.cycle(Plan)))  # one plan each: minutes
 
 
 async def notices(pair, fault, plan, seed):
@@ -173,9 +174,7 @@ async def test_what_is_lost_or_mixed_up_is_seen(family, plan):
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize(
-    ("family", "plan"), [case for case in itertools.product(CARRYING, Plan) if case not in DEFAULT]
-)
+@pytest.mark.parametrize(("family", "plan"), [case for case in EVERY if case not in DEFAULT])
 async def test_what_is_lost_or_mixed_up_is_seen_in_every_family(family, plan):
     await check_noticed(family, plan)
 
