@@ -172,13 +172,17 @@ def place_rows(
 def _parts(end: int, chunk: Chunk, scan_tokens: int | None) -> Iterator[tuple[range, Chunk, bool]]:
     """Its rows, of which `end` follows the last, in order, and whether they are computed one by one.
 
-    A last token that is left over is; its state is there by then, for scans come first.
+    A last token that is left over is; its state is there by then, for scans come first. So a first one that
+    stands alone before a border is scanned with what follows it.
     """
     to_rows = end - chunk.end
-    if chunk.num_drafts or (chunk.generated and scan_tokens is not None):
+    if chunk.num_drafts or scan_tokens == 1 or (chunk.generated and scan_tokens is not None):
         yield range(end - len(chunk.token_ids), end), chunk, True
         return
-    for scan in scans(chunk.start, chunk.end, scan_tokens or chunk.end):
+    parts = list(scans(chunk.start, chunk.end, scan_tokens or chunk.end))
+    if len(parts) > 1 and len(parts[0]) == 1:
+        parts[:2] = [range(parts[0].start, parts[1].stop)]
+    for scan in parts:
         yield range(scan.start + to_rows, scan.stop + to_rows), chunk, len(scan) == 1
 
 
