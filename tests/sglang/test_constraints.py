@@ -11,7 +11,7 @@ from engine.sglang.real_cluster import SglangCluster
 from services.cli.make_model import make_model
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "sizes": {"enum": [[], [1], [1, 2]]}},
