@@ -120,7 +120,7 @@ test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted
 	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/attention/kernels/test_triton_kernel.py
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
-	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not slow" $(SGLANG_TESTS)
+	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -rs -m "sglang and not slow" $(SGLANG_TESTS)
 
 test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
