@@ -13,7 +13,7 @@ from services.router.cluster import Cluster, Explained, RankStatus
 from services.router.placement.candidates import Candidate, DecodeCandidate
 from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.price import Priced
-from services.router.request.generation import Generator
+from services.router.request.generation import Explanation, Generator
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest, IsthmusError
 from services.values.rank import Role
@@ -51,8 +51,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Explain(
         self, request: generation_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ExplainResponse:
-        prompt_tokens, explained = await self._generator.explain(request.request)
-        return _explanation(prompt_tokens, explained)
+        return _explanation(await self._generator.explain(request.request))
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -127,13 +126,16 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
 
 
-def _explanation(prompt_tokens: int, explained: Explained) -> generation_pb2.ExplainResponse:
+def _explanation(told: Explanation) -> generation_pb2.ExplainResponse:
+    explained = told.explained
     decision, pinned = explained.decision, None
     response = generation_pb2.ExplainResponse(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=told.prompt_tokens,
         reason=decision.reason,
         degraded=explained.degraded or "",
         carried_bytes=explained.carried_bytes,
+        constraint=told.constraint,
+        past_answers=told.past_answers,
     )
     chosen, ranked, unpriced = _parts(decision)
     for priced in ranked:

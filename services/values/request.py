@@ -177,6 +177,7 @@ class Admitted:
     first_decode_step_s: float = 0.0  # filled in by the service: what it waited beside all that
     digested_pages: int = 0  # of what moved, slots too; not told to routers
     carried_bytes: Mapping[str, int] = field(default_factory=dict)  # of kv_bytes_moved, by GroupKind's value
+    constraint_s: float = 0.0  # of decode_queue_s, until its constraint was compiled or found so
 
     @property
     def reused_tokens(self) -> int:

@@ -180,6 +180,7 @@ admissions = st.builds(
     *[seconds] * 4,
     st.sampled_from(Plan),
     carried_bytes=st.dictionaries(st.sampled_from(GroupKind).map(lambda kind: kind.value), uint64),
+    constraint_s=seconds,
 )
 outputs = st.builds(
     Output,

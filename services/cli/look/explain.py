@@ -73,6 +73,11 @@ def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
     lines = [f"{answer.prompt_tokens} prompt tokens{carried}", *_choice(answer)]
     if answer.HasField("pinned"):
         lines.append(f"pinned to {_name(answer.pinned)}")
+    if answer.constraint:
+        lines.append(f"the answer is kept to a constraint: {answer.constraint}")
+    if answer.past_answers:
+        known = ", ".join(f"{count} {what}" for what, count in sorted(answer.past_answers.items()))
+        lines.append(f"past answers: {known}")
     if answer.degraded:
         lines.append(f"degraded, from memory: {answer.degraded}")
     return "\n".join([*lines, "", _held(answer), "", format_candidates(answer)])

@@ -134,9 +134,10 @@ class PagedDecodeEngine(PagedEngine):
     async def generate(
         self, request: GenerationRequest, remote_prefill: RemotePrefill | None
     ) -> AsyncGenerator[Output, None]:
-        matcher = await self._matcher(request)
-        seq = self._sequence(request, receives=remote_prefill is not None, matcher=matcher)
         asked = time.monotonic()
+        matcher = await self._matcher(request)
+        constraint_s = time.monotonic() - asked if matcher is not None else 0.0
+        seq = self._sequence(request, receives=remote_prefill is not None, matcher=matcher)
         with self._mailbox(seq) as mailbox:
             try:
                 reserved = await _next(mailbox, Reserved)
@@ -145,7 +146,8 @@ class PagedDecodeEngine(PagedEngine):
                 if remote_prefill is not None:
                     received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
-                yield _output([token], self._admitted(seq, reserved, queue_s, received, token))
+                admitted = self._admitted(seq, reserved, queue_s, received, token)
+                yield _output([token], replace(admitted, constraint_s=constraint_s))
                 while token.finished is None:
                     tokens = [await _next(mailbox, Token), *mailbox.take_tokens()]
                     token = tokens[-1]

@@ -7,20 +7,19 @@ rank gets every token generated so far. (Where an engine's penalties forget thos
 """
 
 import asyncio
-import logging
 import math
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from opentelemetry.trace import Span
 
 from services.grammar.grammars import Grammars
-from services.observe import log_lines, traces
+from services.observe import traces
 from services.router.cluster import Cluster, Explained
 from services.router.parsing.choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
@@ -32,6 +31,7 @@ from services.router.request.metrics import RouterMetrics
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
+from services.router.request.story import tell
 from services.router.request.trace_attributes import attributes_of
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
@@ -51,8 +51,6 @@ from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.packed_ids import PackedIds
 
-log = logging.getLogger(__name__)
-
 _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
@@ -61,6 +59,17 @@ _THINKING_ENDS = "</think>"  # in content: nothing has told it apart, but templa
 _LAST_WORDS_S = 1.0
 _MOST_CONTEXTS = 16  # tokens of a prompt that is only counted
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`constraint`: the kind of what the answer would be kept to. `past_answers`: of the past turns, by what
+    became of them."""
+
+    prompt_tokens: int
+    explained: Explained
+    constraint: str
+    past_answers: Mapping[str, int]
 
 
 class Generator:
@@ -121,16 +130,20 @@ class Generator:
             progress.stream.abort()
         return True
 
-    async def explain(self, request: generation_pb2.GenerateRequest) -> tuple[int, Explained]:
-        """Prompt length and where the request would go now without a deadline; nothing is sent or remembered.
+    async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
+        """Where the request would go now without a deadline; nothing is sent or remembered.
 
-        Raises Unavailable where no decode rank is registered.
+        Raises Unavailable where no decode rank is registered, and at the door as `generate`.
         """
+        past = self._past(request)
         checked = await self._check(request)
-        encoded = await self._encoder().encode(request, self._past(request))
+        encoded = await self._encoder().encode(request, past)
+        checked = await self._obliged(checked, encoded)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
-        return len(prompt.ids), self._cluster.explain(prompt, checked.memory_key, max_wait_s)
+        explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
+        outcomes = past.outcomes if past is not None else {}
+        return Explanation(len(prompt.ids), explained, checked.constraint, outcomes)
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> tuple["array[int]", int]:
         """The prompt's ids, though they may be too many, and what the context holds.
@@ -311,37 +324,11 @@ class Generator:
             self._tell_story(progress, outcome)
 
     def _tell_story(self, progress: Progress, outcome: str) -> None:
-        admitted, placed = progress.admitted, progress.first_placed
         self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
         if progress.span.is_recording():
             told = gen_ai.answered(progress, self._model_name)
             progress.span.set_attributes(attributes_of(progress) | told)
-        log_lines.event(
-            log,
-            "request_finished",
-            request_id=progress.request_id,
-            outcome=outcome,
-            decode=placed.decision.chosen.decode.id if placed else "-",
-            prefill=placed.prefill_name if placed else "-",
-            plan=placed.plan.value if placed else "-",
-            reason=placed.decision.reason if placed else "-",
-            terms_ms=placed.decision.chosen.terms_ms if placed else "-",
-            prompt_tokens=admitted.prompt_tokens if admitted else 0,
-            decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
-            prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
-            completion_tokens=len(progress.output_ids),
-            reasoning_tokens=progress.reasoning_tokens,
-            tool_calls=progress.num_calls,
-            constraint=progress.constraint or "-",
-            finish=progress.finish_reason.value if progress.finish_reason else "-",
-            kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
-            ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
-            past_answers=",".join(f"{what}:{n}" for what, n in progress.past_answers.items()) or "-",
-            transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",
-            attempts=progress.attempts,
-            moved_to=",".join(str(later.placed.decision.chosen.decode.id) for later in progress.served[1:])
-            or "-",
-        )
+        tell(progress, outcome)
 
 
 class _ResponseStream:

@@ -56,6 +56,13 @@ def test_an_explanation_names_the_choice_the_reason_and_every_term():
     assert lines[-1] == "nothing anywhere: itl"
 
 
+def test_it_says_what_the_answer_is_kept_to_and_which_past_answers_are_known():
+    answer = generation_pb2.ExplainResponse(constraint="grammar", past_answers={"unknown": 1, "found": 3})
+    lines = format_explanation(answer).splitlines()
+    assert "the answer is kept to a constraint: grammar" in lines
+    assert "past answers: 3 found, 1 unknown" in lines
+
+
 def test_where_a_model_carries_a_state_both_kinds_are_shown():
     told = {"decode_resume_tokens": 128, "decode_indexed_resume_tokens": 192}
     candidates = [

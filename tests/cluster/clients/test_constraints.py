@@ -86,6 +86,7 @@ async def test_what_the_torch_engine_says_is_whole(etcd_endpoint, cluster_name, 
         choice = common_pb2.Choice(texts=["left", "right"])
         text, finish = await answer(cluster, asked(1, common_pb2.Constraint(choice=choice)))
         assert text in choice.texts and finish.reason == STOP
+        assert 0 < finish.usage.constraint_s <= finish.stages.decode_queue_s
         counts = cluster.ranks["decode-0/0"].engine.load().constraints
         assert counts.requests == 5 and counts.compiled == 3
         kinds = ["json_schema"] * 3 + ["regex", "choice"]

@@ -9,7 +9,15 @@ from cluster.harness import FakeCluster
 from services.cli.make_model import make_model
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool, ToolChoice
+from services.wire.isthmus.v1.generation_pb2 import (
+    Chat,
+    ChatMessage,
+    ExplainRequest,
+    GenerateRequest,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 SCHEMA = {
     "type": "object",
@@ -97,3 +105,15 @@ async def by_grpc(cluster):
     check(call.arguments)
     assert not any(response.text for response in responses)
     assert responses[-1].finish.reason == common_pb2.FINISH_REASON_TOOL_CALLS
+    await explained(cluster, request, call)
+
+
+async def explained(cluster, request, call):
+    called = ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+    request.chat.messages.add(role="assistant", tool_calls=[called])
+    request.chat.messages.add(role="tool", tool_call_id=call.id, content="21")
+    told = await cluster.stubs[0].Explain(ExplainRequest(request=request))
+    assert told.constraint == "grammar" and dict(told.past_answers) == {"found": 1}
+    request.chat.ClearField("tool_choice")
+    told = await cluster.stubs[0].Explain(ExplainRequest(request=request))
+    assert not told.constraint

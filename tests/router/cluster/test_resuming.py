@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.cluster.fake_mirror import D0_KEY, LAYOUT, connect, view
+from services.router.request.generation import Explanation
 from services.router.request.metrics import RankCollector, RouterMetrics
 from services.router.server import GenerationService
 from services.values.kv import GroupKind, KvGroup
@@ -52,7 +53,7 @@ class Front:
         self._cluster = cluster
 
     async def explain(self, request):
-        return PROMPT_TOKENS, self._cluster.explain(self._cluster.prompt, "", 60.0)
+        return Explanation(PROMPT_TOKENS, self._cluster.explain(self._cluster.prompt, "", 60.0), "", {})
 
 
 async def explanation(cluster) -> generation_pb2.ExplainResponse:

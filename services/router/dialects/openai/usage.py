@@ -52,7 +52,7 @@ def _placement_json(placement: generation_pb2.Placement) -> Json:
 
 def _kv_json(usage: generation_pb2.Usage) -> Json:
     moved = ("decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved")
-    names = (*moved, "drafted_tokens", "accepted_draft_tokens")
+    names = (*moved, "drafted_tokens", "accepted_draft_tokens", "constraint_s")
     return {**{name: getattr(usage, name) for name in names}, "carried_bytes": dict(usage.carried_bytes)}
 
 
