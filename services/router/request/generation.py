@@ -33,6 +33,7 @@ from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
 from services.router.request.story import tell
 from services.router.request.trace_attributes import attributes_of
+from services.router.request.unread import refuse_unread
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
 from services.router.text.chats.own_ids import before_stop_string, without_stop_token
@@ -248,6 +249,7 @@ class Generator:
                 f"priority must be at most {self._max_priority} on this server (--max-priority), got "
                 f"{request.priority}"
             )
+        refuse_unread(request)
         tools = self._parsers.read_tools(request)
         sampling = request.sampling
         if not sampling.HasField("seed"):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/v1/common.proto\x12\nisthmus.v1\"\xf7\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x08\x88\x01\x01\x12*\n\nconstraint\x18\x0f \x01(\x0b\x32\x16.isthmus.v1.ConstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\x8c\x01\n\nConstraint\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x12.isthmus.v1.ChoiceH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.isthmus.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.isthmus.v1.TokenLogprob\":\n\x06RankId\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x06\"?\n\x0bRankAddress\x12\x1e\n\x02id\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\"\xf2\x02\n\x08RankLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x12\n\nused_pages\x18\x06 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x07 \x01(\r\x12\x13\n\x0btotal_pages\x18\x08 \x01(\r\x12\x0e\n\x06step_s\x18\t \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x16\n\x0ewaiting_tokens\x18\x0c \x01(\x04\x12\x16\n\x0e\x61\x64mitted_per_s\x18\r \x01(\x01\x12\x0f\n\x07stalled\x18\x0e \x01(\x08\x12$\n\x08kv_paths\x18\x0f \x03(\x0b\x32\x12.isthmus.v1.KvPath\x12\x17\n\x0ftokens_per_step\x18\x10 \x01(\x01\"4\n\x06KvPath\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05reach\x18\x02 \x01(\t\x12\r\n\x05lanes\x18\x03 \x01(\t*=\n\x04Plan\x12\x14\n\x10PLAN_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPLAN_REMOTE\x10\x01\x12\x0e\n\nPLAN_LOCAL\x10\x02*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_CAPACITY\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/v1/common.proto\x12\nisthmus.v1\"\xa2\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x08\x88\x01\x01\x12*\n\nconstraint\x18\x0f \x01(\x0b\x32\x16.isthmus.v1.Constraint\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).isthmus.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x30\n\rbad_token_ids\x18\x12 \x03(\x0b\x32\x19.isthmus.v1.TokenSequence\x12\"\n\x1ainclude_stop_str_in_output\x18\x13 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\t\x88\x01\x01\x12\x1d\n\x15prompt_logprobs_start\x18\x15 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8c\x01\n\nConstraint\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x12.isthmus.v1.ChoiceH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.isthmus.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.isthmus.v1.TokenLogprob\":\n\x06RankId\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x06\"?\n\x0bRankAddress\x12\x1e\n\x02id\x18\x01 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\"\xf2\x02\n\x08RankLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x12\n\nused_pages\x18\x06 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x07 \x01(\r\x12\x13\n\x0btotal_pages\x18\x08 \x01(\r\x12\x0e\n\x06step_s\x18\t \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x16\n\x0ewaiting_tokens\x18\x0c \x01(\x04\x12\x16\n\x0e\x61\x64mitted_per_s\x18\r \x01(\x01\x12\x0f\n\x07stalled\x18\x0e \x01(\x08\x12$\n\x08kv_paths\x18\x0f \x03(\x0b\x32\x12.isthmus.v1.KvPath\x12\x17\n\x0ftokens_per_step\x18\x10 \x01(\x01\"4\n\x06KvPath\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05reach\x18\x02 \x01(\t\x12\r\n\x05lanes\x18\x03 \x01(\t*=\n\x04Plan\x12\x14\n\x10PLAN_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPLAN_REMOTE\x10\x01\x12\x0e\n\nPLAN_LOCAL\x10\x02*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_CAPACITY\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,28 +32,34 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.v1.common_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\024isthmus/v1;isthmusv1'
-  _globals['_PLAN']._serialized_start=1414
-  _globals['_PLAN']._serialized_end=1475
-  _globals['_FINISHREASON']._serialized_start=1478
-  _globals['_FINISHREASON']._serialized_end=1658
-  _globals['_ROLE']._serialized_start=1660
-  _globals['_ROLE']._serialized_end=1723
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_PLAN']._serialized_start=1743
+  _globals['_PLAN']._serialized_end=1804
+  _globals['_FINISHREASON']._serialized_start=1807
+  _globals['_FINISHREASON']._serialized_end=1987
+  _globals['_ROLE']._serialized_start=1989
+  _globals['_ROLE']._serialized_end=2052
   _globals['_SAMPLINGPARAMS']._serialized_start=40
-  _globals['_SAMPLINGPARAMS']._serialized_end=543
-  _globals['_CONSTRAINT']._serialized_start=546
-  _globals['_CONSTRAINT']._serialized_end=686
-  _globals['_CHOICE']._serialized_start=688
-  _globals['_CHOICE']._serialized_end=711
-  _globals['_TOKENLOGPROB']._serialized_start=713
-  _globals['_TOKENLOGPROB']._serialized_end=762
-  _globals['_TOKENLOGPROBS']._serialized_start=764
-  _globals['_TOKENLOGPROBS']._serialized_end=860
-  _globals['_RANKID']._serialized_start=862
-  _globals['_RANKID']._serialized_end=920
-  _globals['_RANKADDRESS']._serialized_start=922
-  _globals['_RANKADDRESS']._serialized_end=985
-  _globals['_RANKLOAD']._serialized_start=988
-  _globals['_RANKLOAD']._serialized_end=1358
-  _globals['_KVPATH']._serialized_start=1360
-  _globals['_KVPATH']._serialized_end=1412
+  _globals['_SAMPLINGPARAMS']._serialized_end=842
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=653
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=701
+  _globals['_TOKENSEQUENCE']._serialized_start=844
+  _globals['_TOKENSEQUENCE']._serialized_end=872
+  _globals['_CONSTRAINT']._serialized_start=875
+  _globals['_CONSTRAINT']._serialized_end=1015
+  _globals['_CHOICE']._serialized_start=1017
+  _globals['_CHOICE']._serialized_end=1040
+  _globals['_TOKENLOGPROB']._serialized_start=1042
+  _globals['_TOKENLOGPROB']._serialized_end=1091
+  _globals['_TOKENLOGPROBS']._serialized_start=1093
+  _globals['_TOKENLOGPROBS']._serialized_end=1189
+  _globals['_RANKID']._serialized_start=1191
+  _globals['_RANKID']._serialized_end=1249
+  _globals['_RANKADDRESS']._serialized_start=1251
+  _globals['_RANKADDRESS']._serialized_end=1314
+  _globals['_RANKLOAD']._serialized_start=1317
+  _globals['_RANKLOAD']._serialized_end=1687
+  _globals['_KVPATH']._serialized_start=1689
+  _globals['_KVPATH']._serialized_end=1741
 # @@protoc_insertion_point(module_scope)

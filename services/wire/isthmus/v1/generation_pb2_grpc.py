@@ -69,6 +69,11 @@ class GenerationStub:
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.FromString,
                 _registered_method=True)
+        self.WatchCluster = channel.unary_stream(
+                '/isthmus.v1.Generation/WatchCluster',
+                request_serializer=isthmus_dot_v1_dot_generation__pb2.WatchClusterRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_generation__pb2.WatchClusterResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -124,6 +129,14 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCluster(self, request, context):
+        """What happens, as it happens: ranks as they change, a tenant's requests as they begin and end, and nothing of what
+        those say.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +174,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.ListRanks,
                     request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.SerializeToString,
+            ),
+            'WatchCluster': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCluster,
+                    request_deserializer=isthmus_dot_v1_dot_generation__pb2.WatchClusterRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_generation__pb2.WatchClusterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,6 +370,33 @@ class Generation:
             '/isthmus.v1.Generation/ListRanks',
             isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.SerializeToString,
             isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/isthmus.v1.Generation/WatchCluster',
+            isthmus_dot_v1_dot_generation__pb2.WatchClusterRequest.SerializeToString,
+            isthmus_dot_v1_dot_generation__pb2.WatchClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,
