@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 
 
 @dataclass(frozen=True, slots=True)

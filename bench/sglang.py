@@ -55,7 +55,7 @@ from bench.sglang_summary import (
 )
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.engine.settings import EngineSettings
 from services.engine.sglang.service.launch.settings import SglangSettings
 from services.net import channels

@@ -39,7 +39,7 @@ from bench.report import Row, table, verdict, write_json
 from bench.soak_load import QUIET_ABORTS, Outcomes, Soak, late_share
 from bench.soak_ranks import NUM_PAGES, PAGE_SIZE, Memory, Ranks
 from services.cli.local.cluster import LocalCluster, Shape
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.engine.fake import continuation
 from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2_grpc

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.router.parsing.choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
 from services.router.request.tools import ChatTools

@@ -17,7 +17,7 @@ from bench.chaos.processes import MARK, Processes, marked, rank_flags, shape_of
 from bench.chaos.schedule import QUIET_S, Layout, Wave, waves
 from bench.chaos.verdict import Books, Judged, Run, wrong_of
 from bench.etcd_nodes import NUM_NODES, EtcdNodes
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 
 LAYOUT = Layout(
     prefill_workers=2, prefill_dp_size=1, decode_workers=2, decode_dp_size=2, routers=2, members=NUM_NODES

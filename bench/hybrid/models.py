@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.engine.fake import fake_state, fake_window
 from services.model.layer_groups import LayerGroups, layer_groups
 from services.values.kv import KvGroup

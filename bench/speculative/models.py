@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 
 VOCAB_SIZE = 512
 FIRST_ID = 5  # those before it are special, or stand for what is unknown

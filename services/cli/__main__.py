@@ -19,7 +19,7 @@ COMMANDS = {
     "check": (".look", "fail unless a conversation's second turn finds its KV again"),
     "size": (".look", "tell how much KV a model's conversations need"),
     "health": (".look", "ask a service on this machine how it is"),
-    "make-model": ("", "write a small random checkpoint"),
+    "make-model": (".model", "write a small random checkpoint"),
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 

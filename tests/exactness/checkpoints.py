@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from services.cli import make_model as make_models
-from services.cli.make_model import make_model
+from services.cli.model import make_model as make_models
+from services.cli.model.make_model import make_model
 
 
 @cache

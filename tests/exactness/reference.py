@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.engine.torch.checkpoint import LOADING
 
 # Below this gap between the best logit and another, in standard deviations of all, rounding may choose:
-# float32's stays below 3e-5 on our checkpoints (services/cli/make_model.py).
+# float32's stays below 3e-5 on our checkpoints (services/cli/model/make_model.py).
 NEAR_TIE = 1e-4
 BACKENDS = ("eager", "sdpa")  # attention of transformers' own
 

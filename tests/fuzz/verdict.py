@@ -11,7 +11,7 @@ from services.engine.paged.runner import Chunk
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-# Of a logit, in standard deviations of its row: what float32 may be off (services/cli/make_model.py).
+# Of a logit, in standard deviations of its row: what float32 may be off (services/cli/model/make_model.py).
 _ROUNDING_STD = 3e-5
 _TRIES = 200
 _LOGPROB_OFF = 2e-3

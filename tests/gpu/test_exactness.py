@@ -5,7 +5,7 @@ import pytest
 from engine.torch.sequences import PageTables, Sequence, generate, kv_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.cli.make_model import ARCHITECTURES
+from services.cli.model.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.values.request import SamplingParams
 

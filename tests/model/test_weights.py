@@ -14,8 +14,8 @@ from exactness.model_configs import (
     QWEN3_8B,
     QWEN3_NEXT,
 )
-from services.cli.make_model import ARCHITECTURES
-from services.cli.model_families import FAMILIES
+from services.cli.model.families import FAMILIES
+from services.cli.model.make_model import ARCHITECTURES
 from services.model.weights import weights
 from services.values.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from engine.sglang.real_cluster import SglangCluster
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 
 # These import what is only installed with SGLang.
 _WITH_SGLANG = [

@@ -7,7 +7,7 @@ import pytest
 
 from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import OWN, PAGE_BYTES, active, chunk, worker_on
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.engine.sglang.reports import Moved, draft_fields, group_fields
 from services.engine.sglang.service import worker as worker_module
 from services.engine.sglang.service.engine import SglangDecodeEngine

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from engine.sglang.random_ids import random_ids
 from engine.sglang.real_cluster import SglangCluster
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]

@@ -11,7 +11,7 @@ import grpc
 
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.cli.table import format_bytes, format_table
 from services.net import channels
 from services.settings.flags import load, setting

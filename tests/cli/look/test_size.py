@@ -7,7 +7,7 @@ import pytest
 from exactness.checkpoints import tiny_checkpoint
 from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_5_35B_A3B
 from services.cli.look.size import SizeConfig, report, run
-from services.cli.make_model import ARCHITECTURES
+from services.cli.model.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.model.layer_groups import layer_groups
 from services.model.sizing import Pool, kv_dtype

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from cluster.harness import FakeCluster
-from services.cli.make_model import make_model
+from services.cli.model.make_model import make_model
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import (

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from exactness.checkpoints import tiny_checkpoint
-from services.cli.make_model import ARCHITECTURES
-from services.cli.model_families import FAMILIES
+from services.cli.model.families import FAMILIES
+from services.cli.model.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.model.layer_groups import layer_groups
 from services.values.kv import GroupKind

@@ -10,7 +10,7 @@ import torch
 from engine.torch.sequences import PageTables, Sequence, generate, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, count_near_ties, random_prompt, reference_generation
-from services.cli.make_model import ARCHITECTURES
+from services.cli.model.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import checkpoint
 from services.engine.torch import runner as torch_runner

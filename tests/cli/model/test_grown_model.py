@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
-from services.cli.make_model import run
+from services.cli.model.make_model import run
 from services.values.errors import ConfigError
 
 

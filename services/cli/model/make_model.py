@@ -3,8 +3,8 @@
 Made for tests, demos and benchmarks without a download: real architecture, real files, no meaning.
 An ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced
 page of KV goes unseen. Here every prompt token counts: change any one of some 200 and the greedy
-continuation changes, within a few tokens. tests/cli/test_make_model.py holds it to that. Of families that
-remember otherwise, or choose experts, the logits change: model_families.py.
+continuation changes, within a few tokens. tests/cli/model/test_make_model.py holds it to that. Of families
+that remember otherwise, or choose experts, the logits change: families.py.
 
 The tokenizers, and what becomes of text:
   characters  an id is exactly one printable character: text and ids map one to one, both ways.
@@ -44,10 +44,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.cli.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
-from services.cli.grown_model import grow
-from services.cli.model_families import FAMILIES, Sizes, family_config, fill_family
-from services.cli.steered_model import steer
+from services.cli.model.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
+from services.cli.model.families import FAMILIES, Sizes, family_config, fill_family
+from services.cli.model.grown_model import grow
+from services.cli.model.steered_model import steer
 from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 

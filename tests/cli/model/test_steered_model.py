@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.cli.chat_templates import EOS
-from services.cli.make_model import ARCHITECTURES, make_model
+from services.cli.model.chat_templates import EOS
+from services.cli.model.make_model import ARCHITECTURES, make_model
 from services.values.errors import ConfigError
 
 PROMPTS = ["Is it warm in Corinth today?", "⟦user:Hello⟧⟦assistant:", '{"a": [1, 2], "b": "cc']

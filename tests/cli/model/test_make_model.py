@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt, reference_generations
-from services.cli.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
+from services.cli.model.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
 from services.values.errors import ConfigError
 
 

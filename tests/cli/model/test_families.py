@@ -6,8 +6,8 @@ from transformers import AutoConfig
 
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt, reference_model
-from services.cli.make_model import make_model, run
-from services.cli.model_families import FAMILIES
+from services.cli.model.families import FAMILIES
+from services.cli.model.make_model import make_model, run
 from services.values.errors import ConfigError
 
 LEN = 200

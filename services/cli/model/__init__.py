@@ -1,0 +1,1 @@
+"""`isthmus make-model`: small random checkpoints of many families."""
