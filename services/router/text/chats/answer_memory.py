@@ -5,8 +5,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Beside its ids, what an answer costs: its keys and digests, and our books of them.
-_OVERHEAD_BYTES = 1024
+# Beside its ids, what an answer costs, its digests and our books of it; and what each of its keys does.
+_OVERHEAD_BYTES = 512
+_KEY_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,8 @@ class RememberedAnswer:
     said: bytes
     reasoning: bytes = b""
 
-    @property
-    def size_bytes(self) -> int:
-        return _OVERHEAD_BYTES + 4 * (len(self.ids) + len(self.prompt_end))
+    def size_bytes(self, num_keys: int) -> int:
+        return _OVERHEAD_BYTES + _KEY_BYTES * num_keys + 4 * (len(self.ids) + len(self.prompt_end))
 
 
 class AnswerMemory:
@@ -48,13 +48,14 @@ class AnswerMemory:
 
     def remember(self, keys: Sequence[bytes], answer: RememberedAnswer) -> bool:
         """Whether there is room for it."""
-        if answer.size_bytes > self._max_bytes:
+        size_bytes = answer.size_bytes(len(keys))
+        if size_bytes > self._max_bytes:
             return False
         number, self._next_number = self._next_number, self._next_number + 1
         for key in set(keys):
             self._owners[key] = (number, self._is_only(key, answer))
         self._answers[number] = (answer, keys)
-        self._size_bytes += answer.size_bytes
+        self._size_bytes += size_bytes
         while self._size_bytes > self._max_bytes:
             self._forget_oldest()
         return True
@@ -74,7 +75,7 @@ class AnswerMemory:
 
     def _forget_oldest(self) -> None:
         number, (answer, keys) = self._answers.popitem(last=False)
-        self._size_bytes -= answer.size_bytes
+        self._size_bytes -= answer.size_bytes(len(keys))
         for key in keys:
             if self._owners.get(key, (-1, False))[0] == number:
                 del self._owners[key]

@@ -21,11 +21,11 @@ class Oracle:
         self.number = 0
 
     def remember(self, keys: list[bytes], remembered: RememberedAnswer) -> bool:
-        if remembered.size_bytes > self.max_bytes:
+        if remembered.size_bytes(len(keys)) > self.max_bytes:
             return False
         self.number += 1
         self.answers.append((self.number, keys, remembered))
-        while sum(each.size_bytes for _, _, each in self.answers) > self.max_bytes:
+        while sum(each.size_bytes(len(names)) for _, names, each in self.answers) > self.max_bytes:
             self.answers.pop(0)
         return True
 
@@ -62,7 +62,11 @@ def test_what_is_found_was_remembered_under_that_key_alone(
                 keys, answer(number, length)
             )
         assert len(memory) == len(oracle.answers)
-        assert memory.size_bytes == sum(each.size_bytes for _, _, each in oracle.answers) <= max_bytes
+        assert (
+            memory.size_bytes
+            == sum(each.size_bytes(len(names)) for _, names, each in oracle.answers)
+            <= max_bytes
+        )
     assert set(memory._owners) <= {key for _, keys, _ in oracle.answers for key in keys}
 
 
@@ -73,7 +77,7 @@ def oracle_history(operations: list[Operation], key: bytes) -> list[RememberedAn
 
 
 def test_a_key_of_two_answers_finds_neither_until_one_is_forgotten() -> None:
-    memory = AnswerMemory(3 * answer(1).size_bytes)
+    memory = AnswerMemory(3 * answer(1).size_bytes(2))
     memory.remember([b"1", b"shared"], answer(1))
     memory.remember([b"2", b"shared"], answer(2))
     assert memory.recall(b"shared") is None
@@ -83,14 +87,14 @@ def test_a_key_of_two_answers_finds_neither_until_one_is_forgotten() -> None:
 
 
 def test_the_same_answer_again_is_no_other() -> None:
-    memory = AnswerMemory(4 * answer(1).size_bytes)
+    memory = AnswerMemory(4 * answer(1).size_bytes(2))
     for name in (b"1", b"2"):
         memory.remember([name, b"shared"], answer(1))
     assert memory.recall(b"shared") == answer(1)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    memory = AnswerMemory(2 * answer(1).size_bytes)
+    memory = AnswerMemory(2 * answer(1).size_bytes(1))
     for number in (1, 2):
         memory.remember([bytes([number])], answer(number))
     memory.recall(b"\1")
@@ -99,7 +103,13 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_what_is_larger_than_all_room_is_not_remembered() -> None:
-    memory = AnswerMemory(answer(1, 10).size_bytes)
+    memory = AnswerMemory(answer(1, 10).size_bytes(1))
     assert not memory.remember([b"1"], answer(1, 11))
     assert memory.remember([b"1"], answer(1, 10))
-    assert (len(memory), memory.size_bytes) == (1, answer(1, 10).size_bytes)
+    assert (len(memory), memory.size_bytes) == (1, answer(1, 10).size_bytes(1))
+
+
+def test_each_name_takes_room() -> None:
+    memory = AnswerMemory(answer(1).size_bytes(2))
+    assert not memory.remember([b"1", b"2", b"3"], answer(1))
+    assert memory.remember([b"1", b"2"], answer(1))
