@@ -1,0 +1,206 @@
+"""One answer: its tokens, over as many ranks as it takes, as responses."""
+
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from services.router.cluster import Cluster
+from services.router.request.answer_text import Said
+from services.router.request.failover import FailoverStream
+from services.router.request.finish import finish_of
+from services.router.request.metrics import RouterMetrics
+from services.router.request.parsers import Parsers
+from services.router.request.progress import Checked, Progress, Served
+from services.router.request.stages import Stages, stages_of
+from services.router.text.chats.conversations import ConversationMemory, drift_tokens
+from services.router.text.chats.own_ids import before_stop_string, without_stop_token
+from services.router.text.chats.past_answers import PastAnswers
+from services.router.text.tokenizer import Tokenizer
+from services.values.request import Admitted, FinishReason, Output
+from services.wire import convert_request
+from services.wire.isthmus.v1 import generation_pb2
+from services.wire.packed_ids import PackedIds
+
+_THINKING_ENDS = "</think>"  # in content: nothing has told it apart, but templates do
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all answers of a router are made with. `allowed_wait_s`: how long a request may wait for its turn,
+    of the seconds that it has left."""
+
+    cluster: Cluster
+    tokenizer: Tokenizer
+    memory: ConversationMemory
+    metrics: RouterMetrics
+    parsers: Parsers
+    max_attempts: int
+    allowed_wait_s: Callable[[Checked, float], float]
+    clock: Callable[[], float]
+
+
+class ResponseStream:
+    """The responses of one answer, made of its tokens. `deadline` is on the clock of `means`."""
+
+    def __init__(
+        self,
+        means: Means,
+        checked: Checked,
+        prompt: PackedIds,
+        past: PastAnswers | None,
+        progress: Progress,
+        deadline: float,
+    ) -> None:
+        self._past = past
+        self.answer_id = secrets.token_hex(16) if past is not None else ""  # of a chat's answer
+        self._cluster = means.cluster
+        self._tokenizer = means.tokenizer
+        self._memory = means.memory
+        self._metrics = means.metrics
+        self._clock = means.clock
+        self._checked = checked
+        self._prompt = prompt
+        self._progress = progress
+        self._end_ids = means.parsers.end_ids(checked.tools)
+        self._stream = FailoverStream(
+            self._cluster,
+            self._metrics,
+            checked,
+            prompt,
+            progress,
+            eos_token_ids=self._end_ids,
+            deadline=deadline,
+            max_attempts=means.max_attempts,
+            allowed_wait_s=partial(means.allowed_wait_s, checked),
+            clock=self._clock,
+        )
+        self._text = means.parsers.text_of(checked.tools, checked.sampling.stop, prompt.ids)
+        remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
+        self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
+        self._metrics.drifted(self._drift or 0)
+
+    async def next_response(self) -> generation_pb2.GenerateResponse:
+        """Raises as FailoverStream.next."""
+        while True:
+            output = await self._stream.next()
+            if output.admitted is not None:
+                self._note_admitted(output.admitted)
+            if output.token_ids or output.finished is not None:
+                return self._respond(output)
+
+    def _note_admitted(self, admitted: Admitted) -> None:
+        progress = self._progress
+        assert progress.placed is not None
+        progress.served.append(Served(progress.placed, admitted, progress.tokens_when_placed))
+        if len(progress.served) == 1:
+            self._metrics.admitted(progress.placed, admitted)
+        self._metrics.transferred(admitted)
+        self._cluster.admitted(self._checked.request_id, progress.placed, admitted)
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        progress, now = self._progress, self._clock()
+        if progress.first_token_s is None:
+            progress.first_token_s = now - progress.began_s
+            progress.stages = self._stages()
+            progress.span.add_event("first_token")
+            self._metrics.first_token(progress)
+        else:
+            self._metrics.next_tokens(num_tokens, now - progress.last_tokens_at_s)
+        self._metrics.generated(num_tokens)
+        progress.last_tokens_at_s = now
+
+    def _stages(self) -> Stages:
+        progress = self._progress
+        assert progress.admitted is not None and progress.first_token_s is not None, "it comes with a token"
+        return stages_of(
+            tokenize_s=progress.tokenize_s,
+            route_s=progress.route_s,
+            sent_s=progress.sent_s,
+            first_token_s=progress.first_token_s,
+            admitted=progress.admitted,
+        )
+
+    def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
+        progress = self._progress
+        said, reason, matched = self._said(output)
+        num_tokens = said.num_tokens
+        if num_tokens:
+            self._note_tokens(num_tokens)
+            progress.served[-1].note_drafts(output)
+        progress.output_ids.extend(output.token_ids[:num_tokens])
+        response = generation_pb2.GenerateResponse(
+            request_id=self._checked.request_id,
+            text=said.content,
+            reasoning=said.reasoning,
+            tool_calls=said.calls,
+            token_ids=output.token_ids[:num_tokens],
+            logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs[:num_tokens]],
+        )
+        if reason is not None and output.finished is None:
+            assert progress.stream is not None
+            progress.stream.close()  # the rank would go on
+        self._note_text()
+        if reason is not None:
+            has_called = reason is FinishReason.STOP and self._text.calls
+            self._finish(response, FinishReason.TOOL_CALLS if has_called else reason, matched)
+            if reason is not FinishReason.ABORTED and self._remember(said.matched):
+                response.finish.answer_id = self.answer_id
+        return response
+
+    def _note_text(self) -> None:
+        progress, text = self._progress, self._text
+        progress.reasoning_tokens = text.reasoning_tokens
+        progress.num_calls = len(text.calls)
+        progress.num_broken_calls = text.num_broken
+
+    def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:
+        """What the tokens say, whether they end the answer, and the stop string or stop token that did."""
+        ids, terminator = output.token_ids, ""
+        if output.finished is FinishReason.STOP and ids and self._ends(ids[-1]):
+            terminator = self._tokenizer.token_text(ids[-1])
+            ids = ids[:-1]  # its text is not part of the answer
+        said = self._text.push(ids)
+        if said.ended or output.finished is None:
+            return said, FinishReason.STOP if said.ended else None, said.matched
+        rest = self._text.finish()
+        said.content += rest.content
+        said.reasoning += rest.reasoning
+        said.calls += rest.calls
+        said.num_tokens = len(output.token_ids)
+        if rest.ended:
+            said.matched = rest.matched
+            return said, FinishReason.STOP, rest.matched
+        return said, output.finished, terminator
+
+    def _ends(self, token_id: int) -> bool:
+        """Whether that is what ended the answer: under a constraint it may be that nothing could follow."""
+        sampling = self._checked.sampling
+        return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
+
+    def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
+        progress = self._progress
+        progress.finish_reason = reason
+        response.finish.CopyFrom(finish_of(progress, reason, matched, self._drift))
+        all_ids = self._prompt.ids + array("I", progress.output_ids)
+        if self._checked.memory_key:
+            self._memory.remember(self._checked.memory_key, all_ids)
+        if progress.placed is not None and reason is not FinishReason.ABORTED:
+            self._cluster.finished(progress.placed, all_ids)
+
+    def _remember(self, stop_string: str) -> bool:
+        """Whether the answer can be found again."""
+        if self._past is None:
+            return False
+        ids, message = self._own_ids(stop_string), self._text.message()
+        is_told_apart = message.reasoning or _THINKING_ENDS not in message.content
+        return bool(ids and is_told_apart) and self._past.remember(
+            self._prompt.ids, array("I", ids), message, self.answer_id
+        )
+
+    def _own_ids(self, stop_string: str) -> Sequence[int]:
+        ids = self._progress.output_ids
+        if stop_string:
+            return before_stop_string(self._tokenizer, ids, stop_string)
+        return without_stop_token(ids, self._checked.sampling.stop_token_ids, self._end_ids)
