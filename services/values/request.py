@@ -6,6 +6,7 @@ from enum import Enum
 
 from services.values.constraint import Constraint
 from services.values.errors import InvalidRequest
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, RankAddress
 
 MAX_ID_CHARS = 128
@@ -39,6 +40,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     constraint: Constraint | None = None  # on what may be chosen
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -56,8 +59,11 @@ class SamplingParams:
             _require(-2 <= value <= 2, name, "between -2 and 2", value)
         penalty = self.repetition_penalty
         _require(0 < penalty <= 100, "repetition_penalty", "above 0 and at most 100", penalty)
-        if self.logprobs is not None:
-            _require(0 <= self.logprobs <= 20, "logprobs", "between 0 and 20", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _require(0 <= count <= 20, name, "between 0 and 20", count)
+        if (start := self.prompt_logprobs_start) and self.prompt_logprobs is None:
+            _require(False, "prompt_logprobs_start", "0 without prompt_logprobs", start)
         if self.constraint is not None:  # it alone says where an answer may end
             _require(self.min_tokens == 0, "min_tokens", "0 beside a constraint", self.min_tokens)
             _require(not self.ignore_eos, "ignore_eos", "false beside a constraint", self.ignore_eos)
@@ -157,6 +163,7 @@ class PrefillResult:
     kv_bytes_moved: int = 0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +210,8 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens of one request that came together: of an engine step, or several. The first has `admitted`."""
+    """Tokens of one request that came together: of an engine step, or several. The first has `admitted`, and
+    what is told of the prompt's tokens."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -211,6 +219,7 @@ class Output:
     finished: FinishReason | None = None
     drafted_tokens: int = 0  # verified by those steps, and
     accepted_draft_tokens: int = 0  # of them, those that are among the tokens
+    prompt_logprobs: PromptLogprobs | None = None
 
     def followed_by(self, later: "Output") -> "Output":
         """Both in one; `later` is not the first."""

@@ -7,6 +7,7 @@ on the wire, so they come back rounded to that.
 
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Generation, Plan, Rendezvous
 from services.values.request import (
     MAX_TIMEOUT_S,
@@ -110,6 +111,22 @@ def logprobs_from_proto(pb: common_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(pb.chosen.token_id, pb.chosen.logprob, top)
 
 
+def prompt_logprobs_to_proto(logprobs: PromptLogprobs | None) -> common_pb2.PackedLogprobs | None:
+    return None if logprobs is None else message_of(common_pb2.PackedLogprobs, logprobs)
+
+
+def prompt_logprobs_from_proto(
+    pb: prefill_pb2.PrefillResponse | decode_pb2.RequestOutput,
+) -> PromptLogprobs | None:
+    """None where it has none."""
+    if not pb.HasField("prompt_logprobs"):
+        return None
+    try:
+        return value_of(PromptLogprobs, pb.prompt_logprobs)
+    except ValueError as error:
+        raise ProtocolError(f"prompt_logprobs: {error}") from error
+
+
 def start_to_proto(command: StartCommand, decode_generation: Generation) -> decode_pb2.Start:
     """`decode_generation` is the life of the decode rank that the command is meant for."""
     request = command.request
@@ -161,6 +178,7 @@ def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput
         finished=None if output.finished is None else finish_reason_to_proto(output.finished),
         drafted_tokens=output.drafted_tokens,
         accepted_draft_tokens=output.accepted_draft_tokens,
+        prompt_logprobs=prompt_logprobs_to_proto(output.prompt_logprobs),
     )
 
 
@@ -176,6 +194,7 @@ def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
         finished=finish_reason_from_proto(pb.finished) if end == "finished" else None,
         drafted_tokens=pb.drafted_tokens,
         accepted_draft_tokens=pb.accepted_draft_tokens,
+        prompt_logprobs=prompt_logprobs_from_proto(pb),
     )
 
 
@@ -214,13 +233,15 @@ def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[Generati
 def prefill_result_to_proto(result: PrefillResult) -> prefill_pb2.PrefillResponse:
     logprobs = result.first_token_logprobs
     sent = None if logprobs is None else logprobs_to_proto(logprobs)
-    return message_of(prefill_pb2.PrefillResponse, result, first_token_logprobs=sent)
+    packed = prompt_logprobs_to_proto(result.prompt_logprobs)
+    return message_of(prefill_pb2.PrefillResponse, result, first_token_logprobs=sent, prompt_logprobs=packed)
 
 
 def prefill_result_from_proto(pb: prefill_pb2.PrefillResponse) -> PrefillResult:
     has_logprobs = pb.HasField("first_token_logprobs")
     logprobs = logprobs_from_proto(pb.first_token_logprobs) if has_logprobs else None
-    return value_of(PrefillResult, pb, first_token_logprobs=logprobs)
+    packed = prompt_logprobs_from_proto(pb)
+    return value_of(PrefillResult, pb, first_token_logprobs=logprobs, prompt_logprobs=packed)
 
 
 def _check_request_id(text: str) -> None:

@@ -23,6 +23,7 @@ from services.values.kv import (
 )
 from services.values.kv_path import KvPath, KvPathKind
 from services.values.load import RankLoad
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import (
     Generation,
     Plan,
@@ -134,11 +135,19 @@ ends = st.one_of(  # min_tokens, ignore_eos, constraint
     st.tuples(max_tokens_and_min, st.booleans(), st.none()),
     st.tuples(max_tokens_and_min.map(lambda both: (both[0], 0)), st.just(False), constraints),
 )
+of_prompts = st.just((None, 0)) | st.tuples(st.integers(0, 20), uint32)
 samplings = st.builds(
-    lambda ends, **fields: SamplingParams(
-        max_tokens=ends[0][0], min_tokens=ends[0][1], ignore_eos=ends[1], constraint=ends[2], **fields
+    lambda ends, of_prompt, **fields: SamplingParams(
+        max_tokens=ends[0][0],
+        min_tokens=ends[0][1],
+        ignore_eos=ends[1],
+        constraint=ends[2],
+        prompt_logprobs=of_prompt[0],
+        prompt_logprobs_start=of_prompt[1],
+        **fields,
     ),
     ends,
+    of_prompts,
     temperature=float32(0, 100),
     top_p=float32(0, 1, exclude_min=True),
     top_k=uint32,
@@ -154,6 +163,11 @@ samplings = st.builds(
 logprob_values = st.floats(max_value=0, allow_nan=False, width=32)
 logprobs = st.builds(
     TokenLogprobs, uint32, logprob_values, st.lists(st.tuples(uint32, logprob_values), max_size=3).map(tuple)
+)
+prompt_logprobs = st.tuples(st.integers(0, 5), st.integers(0, 3)).map(
+    lambda shape: PromptLogprobs(
+        shape[1], *[bytes(4 * shape[0])] * 2, *[b"\1\2\3\4" * shape[0] * shape[1]] * 2
+    )
 )
 requests = st.builds(
     GenerationRequest,
@@ -190,9 +204,18 @@ outputs = st.builds(
     st.none() | st.sampled_from(FinishReason),
     uint32,
     uint32,
+    st.none() | prompt_logprobs,
 )
 prefill_results = st.builds(
-    PrefillResult, uint32, st.none() | logprobs, uint32, uint32, uint64, seconds, seconds
+    PrefillResult,
+    uint32,
+    st.none() | logprobs,
+    uint32,
+    uint32,
+    uint64,
+    seconds,
+    seconds,
+    st.none() | prompt_logprobs,
 )
 
 
@@ -291,6 +314,12 @@ def test_prefill_request_round_trips(request, meeting, traceparent):
     assert convert_request.prefill_request_from_proto(pb) == (replace(request, plan=Plan.REMOTE), meeting)
 
 
+def test_prompt_logprobs_of_sizes_that_do_not_fit_are_refused():
+    packed = common_pb2.PackedLogprobs(num_top=1, logprobs=bytes(8), ranks=bytes(8), top_ids=bytes(8))
+    with pytest.raises(ProtocolError, match="prompt_logprobs"):
+        convert_request.output_from_proto(decode_pb2.RequestOutput(prompt_logprobs=packed))
+
+
 def test_locked_pages_are_counted_as_used():
     load = RankLoad(books=PageBooks(total=10, free=1, cached=2, locked=3, private=4, quarantined=0))
     pb = convert.load_to_proto(load)
@@ -331,6 +360,8 @@ def test_a_set_zero_is_not_an_unset_field():
         ("repetition_penalty", 0),
         ("repetition_penalty", math.nan),
         ("logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs_start", 1),
         ("stop", ["a"] * 17),
         ("stop", ["a" * 1025]),
         ("stop", [""]),

@@ -58,7 +58,7 @@ class StepOutputs(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "admitted", "finished", "error", "drafted_tokens", "accepted_draft_tokens")
+    __slots__ = ("request_id", "token_ids", "logprobs", "admitted", "finished", "error", "drafted_tokens", "accepted_draft_tokens", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class RequestOutput(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
@@ -75,7 +76,8 @@ class RequestOutput(_message.Message):
     error: RequestError
     drafted_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PackedLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("prompt_tokens", "decode_prefix_len", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "kv_bytes_prompt", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "plan", "first_decode_step_s", "carried_bytes", "constraint_s")
