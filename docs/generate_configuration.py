@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli.__main__ import COMMANDS, module_of
+from services.cli.commands import COMMANDS, config_of
 from services.cli.look.checkpoint import CheckpointConfig
 from services.engine.sglang.service.launch.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank.config import RankConfig
@@ -104,8 +104,7 @@ def sections() -> list[Section]:
         ),
     ]
     for command in COMMANDS:
-        module = module_of(command)
-        cls = getattr(module, f"{command.title().replace('-', '')}Config")
+        cls = config_of(command)
         flags = describe(cls)
         text = inspect.cleandoc(str(cls.__doc__))
         if issubclass(cls, ClusterConfig):
@@ -141,7 +140,8 @@ def _table(section: Section) -> str:
     ]
     for flag in section.flags:
         name = flag.name if flag.positional else f"--{flag.name}={_cell(flag.hint)}"
-        cells = [f"`{name}`" + (" ..." if flag.repeated else ""), _default(flag)]
+        names = f"`{flag.bare}` or `{name}`" if flag.bare else f"`{name}`"
+        cells = [names + (" ..." if flag.repeated else ""), _default(flag)]
         if section.chart_values is not None:
             value = section.chart_values.get(flag.name, "")
             cells.append(value if value in ("", "set", "none") else f"`{value}`")

@@ -13,9 +13,9 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(ClientConfig):
-    """Send a prompt (--prompt, or standard input) to a router and stream the answer."""
+    """Send a prompt (TEXT, or standard input) to a router and stream the answer."""
 
-    prompt: str = setting("", "the prompt; default: standard input")
+    prompt: str = setting("", "the prompt; default: standard input", bare="TEXT")
     conversation: str = setting("", "conversation id: its turns stay on one decode rank")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
     max_tokens: int = setting(128, "tokens to generate at most")
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
 
 async def _generate(config: GenerateConfig, prompt: str) -> int:
     if not prompt:
-        raise InvalidRequest("--prompt is empty, and so is standard input")
+        raise InvalidRequest("TEXT is empty, and so is standard input")
     metadata = key_metadata(config.api_key_file)
     async with config.open_channel() as channel:
         async for response in responses(channel, _request(config, prompt), config.timeout_s, metadata):

@@ -9,15 +9,13 @@ A field may be a str, int, float, bool (true or false), Path, Enum (by value), L
 or None (`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=`
 is the empty tuple; with `split=False` a comma is part of the value). Of a flag that is no tuple and is
 given again, the last one counts. `--undo` alone is `--undo=true`. A setting that is `positional` is given
-without its name: what a command is about.
+without its name: what a command is about. One that is `bare` may be: `isthmus up MODEL` is `--model=MODEL`.
 """
 
-import argparse
 import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -25,9 +23,9 @@ from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from services.observe import json_lines
+from services.settings.parser import Parser
 from services.values.errors import ConfigError, Unavailable
 
 T = TypeVar("T")
@@ -72,11 +70,13 @@ def setting(
     help: str = "",
     split: bool = True,
     positional: bool = False,
+    bare: str = "",
     bounds: Bounds = _ANY,
 ) -> Any:
     """A dataclass field with the sentence that `--help` shows; required when it has no default, as one must
-    be that is `positional`. `check_bounds` holds it to its `bounds`, and so does the chart's schema."""
-    about = {"help": help, "split": split, "positional": positional, "bounds": bounds}
+    be that is `positional`. One setting may be `bare`: what help calls it where its name is left out.
+    `check_bounds` holds it to its `bounds`, and so does the chart's schema."""
+    about = {"help": help, "split": split, "positional": positional, "bare": bare, "bounds": bounds}
     return field(default=default, metadata=about)
 
 
@@ -97,12 +97,15 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
             values with ConfigError; stderr has one sentence that says which. 0, for --help.
     """
     flags = _flags_of(cls)
-    parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
+    parser = Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
     for flag in flags:
         flag.add_to(parser)
     argv = _spelled_out(sys.argv[1:] if argv is None else argv, flags)
-    given = {name: texts for name, texts in vars(parser.parse_args(argv)).items() if texts}
+    given = parser.read(argv, bare="".join(flag.bare for flag in flags))
+    given = {name: texts for name, texts in given.items() if texts not in (None, [])}
     try:
+        for flag in flags:
+            flag.take_bare(given)
         return cls(**{flag.name: flag.read(given[flag.name]) for flag in flags if flag.name in given})
     except ConfigError as error:
         parser.error(str(error))
@@ -119,6 +122,7 @@ class FlagDescription:
     help: str
     choices: tuple[str, ...] = ()  # if no others may be given
     positional: bool = False
+    bare: str = ""
     bounds: Bounds = _ANY
 
 
@@ -152,21 +156,6 @@ def refusing(prog: str, tell: Callable[[str], None] = lambda why: None) -> Itera
         sys.exit(os.EX_CONFIG if isinstance(error, ConfigError) else os.EX_TEMPFAIL)
 
 
-class _Parser(argparse.ArgumentParser):
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """As in argparse, but a value that is `--` stays one (`--name=--`): before 3.13 it is dropped."""
-        if action.option_strings and arg_strings == ["--"]:
-            return "--"
-        return super()._get_values(action, arg_strings)
-
-    def error(self, message: str) -> NoReturn:
-        """One sentence, without the usage: with thirty flags nobody would find the sentence."""
-        text = f"{self.prog}: {message} (--help lists every flag)"
-        if json_lines.FLAG in sys.argv:  # nothing has been set up yet
-            text = json_lines.json_line(text, self.prog, time.time(), "ERROR")
-        self.exit(2, f"{text}\n")
-
-
 @dataclass(frozen=True, slots=True)
 class _Scalar:
     """How one value is read and written; `read` raises ValueError, `expected` completes "expected ..."."""
@@ -188,6 +177,7 @@ class _Flag:
     help: str
     split: bool  # of a tuple: commas separate
     positional: bool
+    bare: str
     bounds: Bounds
 
     @property
@@ -204,21 +194,40 @@ class _Flag:
             self.help,
             self.scalar.choices,
             self.positional,
+            self.bare,
             self.bounds,
         )
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def add_to(self, parser: Parser) -> None:
         if self.positional:
             nargs: str | int = "+" if self.repeated else 1
             parser.add_argument(self.name, metavar=self.text, nargs=nargs, help=self.help)
         else:
             parser.add_argument(self.text, dest=self.name, action="append", **self._help_arguments())
+        if self.bare:
+            parser.add_argument(self.bare, nargs="?", help=f"as {self.text}")
+
+    def take_bare(self, given: dict[str, Any]) -> None:
+        """Move what was given without its name to its name. Raises ConfigError."""
+        if self.bare in given:
+            text = given.pop(self.bare)
+            if self.name in given:
+                raise ConfigError(f"{self.text} is given, and {text!r} beside it: which?")
+            given[self.name] = [text]
+        elif self.bare and self.default is MISSING and self.name not in given:
+            raise ConfigError(f"{self.bare} is missing: {self.help}")
 
     def _help_arguments(self) -> dict[str, Any]:
-        required = self.default is MISSING
-        default = "required" if required else f"default: {', '.join(self._texts(self.default)) or 'none'}"
-        text = f"{self.help} ({default})".strip()
+        required = self.default is MISSING and not self.bare
+        text = f"{self.help}{self._help_of_default()}".strip()
         return {"required": required, "metavar": self.scalar.metavar, "help": text.replace("%", "%%")}
+
+    def _help_of_default(self) -> str:
+        if self.default is MISSING:
+            return " (required)"
+        default = ", ".join(self._texts(self.default))
+        said = not default and "default: " in self.help  # what stands for it there
+        return "" if said else f" (default: {default or 'none'})"
 
     def read(self, texts: Sequence[str]) -> Any:
         """Raises ConfigError naming the flag."""
@@ -269,17 +278,20 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
         help=member.metadata.get("help", ""),
         split=member.metadata.get("split", True),
         positional=member.metadata.get("positional", False),
+        bare=member.metadata.get("bare", ""),
         bounds=member.metadata.get("bounds", _ANY),
     )
 
 
 def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
-    """With `--name=true` for each bool that stands alone."""
+    """With `--name=true` for each bool that stands alone before `--`, behind which nothing is a flag."""
     bools = {flag.text for flag in flags if flag.scalar is _SCALARS[bool]}
-    return [
+    end = argv.index("--") if "--" in argv else len(argv)
+    spelled = [
         f"{text}=true" if text in bools and following not in _BOOLS else text
-        for text, following in pairwise([*argv, ""])
+        for text, following in pairwise([*argv[:end], ""])
     ]
+    return [*spelled, *argv[end:]]
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:

@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from services.cli import __main__ as isthmus
-from services.cli import client
+from services.cli import client, commands
 from services.cli.local import up
 from services.cli.local.cluster import LocalCluster
 from services.settings.flags import load
@@ -42,6 +42,14 @@ def isthmus_command(monkeypatch, capsys):
         (("make-model", "/proc/no/such/place"), 78, "cannot write to /proc/no/such/place"),
         (("up", "--model=/no/such/model"), 78, "--model: there is no directory /no/such/model"),
         (("up", "--model=x", "--port=70000"), 2, "--port"),
+        (("up", "x", "--port=70000"), 2, "--port"),
+        (("up",), 2, "MODEL is missing"),
+        (("up", "/no/such/model"), 78, "--model: there is no directory /no/such/model"),
+        (("generate", "x", "--prompt=y"), 2, "--prompt is given, and 'x' beside it: which?"),
+        (("generate", "x", "y"), 2, "what is 'y'? A text of several words stands in quotes"),
+        (("generate", "--chat", "x", "--promt=y"), 2, "there is no flag --promt; did you mean --prompt?"),
+        (("generate", "--max_token", "7"), 2, "there is no flag --max_token; did you mean --max-tokens?"),
+        (("explain", "--zzz"), 2, "there is no flag --zzz ("),
     ],
 )
 def test_what_cannot_work_is_one_sentence(isthmus_command, arguments, code, sentence):
@@ -74,11 +82,32 @@ def test_outcomes_are_exit_codes(isthmus_command, monkeypatch, outcome, code):
     assert isthmus_command("size") == (code, "", said)
 
 
-@pytest.mark.parametrize("arguments,code", [((), 0), (("--help",), 0), (("no-such-command",), 2)])
-def test_the_commands_are_listed(isthmus_command, arguments, code):
-    ended, shown, said = isthmus_command(*arguments)
-    assert ended == code
-    assert "make-model" in (said if code else shown)
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("help",)])
+def test_the_commands_are_listed_by_groups(isthmus_command, arguments):
+    code, shown, said = isthmus_command(*arguments)
+    assert (code, said) == (0, "")
+    sections = {part.splitlines()[0]: part for part in shown.split("\n\n")[2:]}
+    assert len(sections) > 3
+    for name, command in commands.COMMANDS.items():
+        assert f"\n  {name} " in sections[command.group]
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "name,sentence",
+    [
+        ("gnerate", "there is no command 'gnerate'; did you mean generate? (isthmus help lists them)"),
+        ("zzz", "there is no command 'zzz' (isthmus help lists them)"),
+    ],
+)
+def test_a_command_that_does_not_exist_has_its_nearest_named(isthmus_command, name, sentence):
+    assert isthmus_command(name, "x") == (2, "", f"isthmus: {sentence}\n")
+
+
+@pytest.mark.parametrize("arguments", [("help", "explain"), ("explain", "--help")])
+def test_help_of_a_command(isthmus_command, arguments):
+    code, shown, _ = isthmus_command(*arguments)
+    assert code == 0 and shown.startswith("usage: isthmus explain") and "standard input\n" in shown
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])

@@ -153,6 +153,33 @@ def test_what_a_command_is_about_is_required_and_described(capsys):
     assert to_flags(Errand("here", ("a", "b"), fast=True)) == ["here", "a", "b", "--fast=true"]
 
 
+@dataclass(frozen=True)
+class Question:
+    """A command that is asked something."""
+
+    text: str = setting("none", "what is asked", bare="TEXT")
+    fast: bool = setting(False)
+
+
+@pytest.mark.parametrize(
+    "argv,question",
+    [
+        ([], Question()),
+        (["why"], Question("why")),
+        ([""], Question("")),
+        (["--text=why"], Question("why")),
+        (["--fast", "why"], Question("why", True)),
+        (["--fast=false", "why"], Question("why")),
+        (["why", "--fast"], Question("why", True)),
+        (["--fast", "--", "-5"], Question("-5", True)),
+        (["--", "--fast"], Question("--fast")),
+    ],
+)
+def test_a_bare_setting_needs_no_name(argv, question):
+    assert load(Question, argv) == question
+    assert load(Question, to_flags(question)) == question
+
+
 def test_a_setting_of_an_unknown_type_is_our_own_mistake():
     @dataclass(frozen=True)
     class Odd:

@@ -30,7 +30,7 @@ def _passed_on(to: str) -> Any:
 class UpConfig:
     """Start etcd, a router, prefill and decode ranks on this machine; Ctrl-C stops everything."""
 
-    model: Path = setting(help="directory of the checkpoint")
+    model: Path = setting(help="directory of the checkpoint", bare="MODEL")
     data_dir: Path = setting(Path("run"), "where the embedded etcd keeps its data")
     etcd: tuple[str, ...] = setting((), "endpoints of an etcd that runs; default: an embedded one")
     host: str = setting("127.0.0.1", "address to listen on; :: is every one, IPv4's too")

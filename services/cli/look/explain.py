@@ -30,9 +30,9 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainConfig(ClientConfig):
-    """Show where a prompt (--prompt, or standard input) would go and why; nothing is generated."""
+    """Show where a prompt (TEXT, or standard input) would go and why; nothing is generated."""
 
-    prompt: str = setting("", "the prompt; default: standard input")
+    prompt: str = setting("", "the prompt; default: standard input", bare="TEXT")
     conversation: str = setting("", "conversation id")
     tenant: str = setting("", "tenant; prefixes are not shared between tenants")
     max_tokens: int | None = setting(None, "tokens to generate at most; default: nobody says")

@@ -26,7 +26,7 @@ class SizeConfig:
     With --gpu-gib it tells whether weights, pool and what is set aside fit; exit code 1: they do not.
     """
 
-    model: Path = setting(help="directory of the checkpoint, or its config.json")
+    model: Path = setting(help="directory of the checkpoint, or its config.json", bare="MODEL")
     context_tokens: int = setting(
         4096, "tokens of a conversation, answers included", bounds=Bounds(at_least=1)
     )

@@ -1,0 +1,61 @@
+"""The commands, and what is said of them all: their list, and what stands for one that does not exist."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from services.settings.parser import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    group: str
+    room: str  # of its module, in services.cli
+    meaning: str
+
+
+_HERE, _ASK, _LOOK = "A cluster on this machine", "Ask a router", "Look at a cluster"
+_MODELS, _OPERATE, _SHELL = "Models", "Operate", "This command"
+COMMANDS = {
+    "up": Command(_HERE, ".local", "start one; Ctrl-C stops it"),
+    "demo": Command(_HERE, ".local", "watch a conversation go through one"),
+    "generate": Command(_ASK, "", "send a prompt and stream the answer"),
+    "explain": Command(_LOOK, ".look", "where a prompt would go, and why"),
+    "index": Command(_LOOK, ".look", "what every rank holds"),
+    "check": Command(_LOOK, ".look", "is KV found again? `check DIR`: which engine serves it?"),
+    "health": Command(_LOOK, ".look", "ask a service on this machine how it is"),
+    "size": Command(_MODELS, ".look", "how much KV a model's conversations need"),
+    "make-model": Command(_MODELS, ".model", "write a small random checkpoint"),
+    "drain": Command(_OPERATE, "", "take ranks out of service in peace, or put them back"),
+}
+_TITLE = "isthmus: LLM serving in which prefill and decode run apart"
+
+
+def module_of(name: str) -> ModuleType:
+    """A command's libraries (torch, for one) are loaded only when it is used: help answers at once."""
+    return importlib.import_module(f"services.cli{COMMANDS[name].room}.{name.replace('-', '_')}")
+
+
+def config_of(name: str) -> Any:
+    """The dataclass of its settings."""
+    return getattr(module_of(name), f"{name.title().replace('-', '')}Config")
+
+
+def listed() -> str:
+    """All commands by groups."""
+    return "\n".join([_TITLE, "", "usage: isthmus COMMAND [--help]", "       isthmus --version", *_groups()])
+
+
+def unknown(name: str) -> str:
+    """One sentence on a command that does not exist."""
+    return (
+        f"isthmus: there is no command {name!r}{nearest(name, [*COMMANDS, 'help'])} (isthmus help lists them)"
+    )
+
+
+def _groups() -> Iterator[str]:
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        yield f"\n{group}"
+        yield from (f"  {name:<12}{each.meaning}" for name, each in COMMANDS.items() if each.group == group)
