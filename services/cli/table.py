@@ -1,22 +1,95 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and what else is held to its width."""
 
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+
+_GAP = "  "
+_INDENT = "     "
+_ALWAYS_SHOWN = 2  # columns, where the others do not fit beside them
 
 
-def format_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they need; numbers to the right, text to the left."""
+def format_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    width: int | None = None,
+    lead: Sequence[str] = (),
+) -> str:
+    """Columns as wide as they need; numbers to the right, text to the left.
+
+    `width`: columns of the terminal; None: as many as it takes. Where that is too few headings are broken,
+    and where that does not do either, only the columns of `lead` (default: the first two) stand side by side:
+    the others follow each row, named, without those that are empty.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(headings)]
     numeric = [
         bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(headings))
     ]
+    for texts in ([[heading] for heading in headings], [_broken(heading) for heading in headings]):
+        lines = _lines(texts, cells, numeric)
+        if width is None or max(map(len, lines)) <= width:
+            return "\n".join(lines)
+    assert width is not None
+    return _folded(headings, cells, numeric, width, lead or headings[:_ALWAYS_SHOWN])
+
+
+def _lines(
+    headings: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], numeric: Sequence[bool]
+) -> list[str]:
+    widths = [max(map(len, (*h, *(row[i] for row in cells)))) for i, h in enumerate(headings)]
 
     def line(texts: Sequence[str]) -> str:
         aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(texts, widths, numeric, strict=True))
-        return "  ".join(aligned).rstrip()
+        return _GAP.join(aligned).rstrip()
 
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(headings), rule, *(line(row) for row in cells)])
+    height = max(map(len, headings), default=1)
+    heads = ([""] * (height - len(heading)) + [*heading] for heading in headings)
+    rule = _GAP.join("-" * width for width in widths)
+    return [*map(line, zip(*heads, strict=True)), rule, *map(line, cells)]
+
+
+def _broken(heading: str) -> list[str]:
+    """At blanks and behind underscores: "decode_prefix_len" -> ["decode_", "prefix_", "len"]."""
+    return re.findall(r"[^ _]+_?", heading) or [heading]
+
+
+def _folded(
+    headings: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    numeric: Sequence[bool],
+    width: int,
+    lead: Sequence[str],
+) -> str:
+    first = [headings.index(name) for name in lead]
+    others = [i for i in range(len(headings)) if i not in first]
+    picked = [[row[i] for i in first] for row in cells]
+    heading, rule, *beside = _lines([[headings[i]] for i in first], picked, [numeric[i] for i in first])
+    lines = [heading, rule]
+    for line, row in zip(beside, cells, strict=True):
+        lines += [line, *_filled([f"{headings[i]} {row[i]}" for i in others if row[i]], width)]
+    return "\n".join(lines)
+
+
+def _filled(texts: Sequence[str], width: int) -> Iterator[str]:
+    """As many to a line as it holds; none is broken."""
+    line = ""
+    for text in texts:
+        if line and len(line) + len(_GAP) + len(text) > width:
+            yield line
+            line = ""
+        line = f"{line}{_GAP}{text}" if line else f"{_INDENT}{text}"
+    if line:
+        yield line
+
+
+def fold(line: str, width: int | None, indent: int = 0) -> str:
+    """A sentence, its later lines `indent` columns in; blanks in its first line stay."""
+    if width is None or len(line) <= width:
+        return line
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.wrap(line))
 
 
 def format_bytes(size_bytes: float) -> str:

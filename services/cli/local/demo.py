@@ -9,6 +9,7 @@ from typing import Literal
 
 import grpc
 
+from services.cli import screen
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
@@ -30,7 +31,6 @@ _READY_TIMEOUT_S = {"torch": 120.0, "sglang": 600.0}
 _HEADINGS = (
     "turn",
     "decode rank",
-    "prefill rank",
     "plan",
     "prompt tokens",
     "decode_prefix_len",
@@ -106,7 +106,7 @@ async def _converse(channel: grpc.aio.Channel, config: DemoConfig) -> None:
         # The answer goes back as the ids that were generated, so that its KV is found again.
         messages.append(generation_pb2.ChatMessage(role="assistant", content=answer, token_ids=ids))
         rows.append(_row(turn, finish))
-    print("\n\n" + format_table(_HEADINGS, rows))
+    print("\n\n" + format_table(_HEADINGS, rows, screen.width()))
     print("\ndecode_prefix_len tokens were already on the decode rank: only the rest of the KV crossed.")
 
 
@@ -133,7 +133,6 @@ def _row(turn: int, finish: generation_pb2.Finish) -> tuple[object, ...]:
     return (
         turn,
         f"{placement.decode.worker}/{placement.decode.rank}",
-        f"{placement.prefill.worker}/{placement.prefill.rank}",
         common_pb2.Plan.Name(placement.plan).removeprefix("PLAN_").lower(),
         usage.prompt_tokens,
         usage.decode_prefix_len,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.cli import screen
 from services.cli.client import ClientConfig, key_metadata, responses
 from services.cli.look import checkpoint
 from services.cli.table import format_bytes, format_table
@@ -55,7 +56,7 @@ async def check(config: CheckConfig, rng: random.Random) -> int:
             _, second = await _ask(channel, config, f"{prompt}{answer} And then?", conversation_id)
     except TimeoutError:
         raise DeadlineExceeded(f"no two answers within {config.timeout_s:g} s") from None
-    print(format_table(_HEADINGS, [_row(1, first), _row(2, second)]))
+    print(format_table(_HEADINGS, [_row(1, first), _row(2, second)], screen.width()))
     problem = verdict(first, second)
     print(problem or "the second turn found the first one's KV", file=sys.stderr if problem else sys.stdout)
     return 1 if problem else 0

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.cli import screen
 from services.cli.look.carried_bytes import carried_bytes, tail_bytes
 from services.cli.look.config_json import read_config
-from services.cli.table import format_bytes, format_table
+from services.cli.table import fold, format_bytes, format_table
 from services.engine.choose import check_checkpoint
 from services.model.context_length import context_tokens
 from services.model.draft import draft_groups
@@ -49,25 +50,26 @@ class CheckpointConfig:
 
 def run(argv: list[str]) -> int:
     config = load(CheckpointConfig, argv, prog="isthmus check DIR")
-    checkpoint = read_config(config.directory)
+    checkpoint, width = read_config(config.directory), screen.width()
     try:
-        print("\n".join(report(config, checkpoint)))
+        print("\n".join(report(config, checkpoint, width)))
     except ConfigError as error:  # an engine may know more of it, or tell why it refuses it
         print(error)
     refusals = {engine: _refusal(engine, config.directory, checkpoint) for engine in _ENGINES}
     for engine, refusal in refusals.items():
         said = f"refuses it: {refusal}" if refusal else _served(engine, config, checkpoint)
-        print(f"{engine.ljust(8)}{said}")
+        print(fold(f"{engine.ljust(8)}{said}", width, indent=8))
     return 1 if all(refusals.values()) else 0
 
 
-def report(config: CheckpointConfig, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Lines for people. Raises ConfigError where config.json does not suffice."""
+def report(config: CheckpointConfig, checkpoint: Mapping[str, Any], width: int | None = None) -> list[str]:
+    """Lines for people, none wider than the terminal. Raises ConfigError where config.json does not do."""
     dtype, groups = config.dtype or kv_dtype(checkpoint), layer_groups(checkpoint)
     lines = [", ".join(_title(checkpoint, dtype)), ""]
-    lines += format_table(_HEADINGS, list(_rows(groups, dtype, config.page_size))).splitlines()
+    lines += format_table(_HEADINGS, list(_rows(groups, dtype, config.page_size)), width).splitlines()
     draft = _draft(config.draft_model, checkpoint) if config.draft_model is not None else []
-    return [*lines, "", _moved(groups, dtype, config.page_size), *draft]
+    said = [_moved(groups, dtype, config.page_size), *draft]
+    return [*lines, "", *(fold(line, width) for line in said)]
 
 
 def _draft(directory: Path, checkpoint: Mapping[str, Any]) -> list[str]:

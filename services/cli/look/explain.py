@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.cli import screen
 from services.cli.client import ClientConfig, given_prompt, key_metadata
-from services.cli.table import format_bytes, format_table
+from services.cli.table import fold, format_bytes, format_table
 from services.net import grpc_errors
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError
@@ -19,6 +20,7 @@ _ORDER = (
     *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "carried", "overhead"),
     *("occupy", "evict_prefill", "evict_decode", "itl", "outgrow"),
 )
+_LEAD = ("", "decode", "prefill", "plan", "total ms")  # what stands in columns where terms do not
 _REASONS = {
     "pinned": "the conversation is pinned there, and its price is within the slack of the lowest",
     "longest_prefix": "it alone holds most of the prompt, and its price is within the slack of the lowest",
@@ -63,12 +65,13 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
             )
         except grpc.aio.AioRpcError as error:
             raise grpc_errors.error_from(error) from error
-    print(format_explanation(answer))
+    print(format_explanation(answer, screen.width()))
     return 0 if any(candidate.chosen for candidate in answer.candidates) else 1
 
 
-def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
-    """The choice and its reason, what each rank holds, then every candidate's price, cheapest first."""
+def format_explanation(answer: generation_pb2.ExplainResponse, width: int | None = None) -> str:
+    """The choice and its reason, what each rank holds, then every candidate's price, cheapest first; `width`
+    as of tables."""
     carried = f"; tails and states are {format_bytes(answer.carried_bytes)}" if answer.carried_bytes else ""
     lines = [f"{answer.prompt_tokens} prompt tokens{carried}", *_choice(answer)]
     if answer.HasField("pinned"):
@@ -80,19 +83,20 @@ def format_explanation(answer: generation_pb2.ExplainResponse) -> str:
         lines.append(f"past answers: {known}")
     if answer.degraded:
         lines.append(f"degraded, from memory: {answer.degraded}")
-    return "\n".join([*lines, "", _held(answer), "", format_candidates(answer)])
+    said = [fold(line, width, indent=2) for line in lines]
+    return "\n".join([*said, "", _held(answer, width), "", format_candidates(answer, width)])
 
 
-def format_candidates(answer: generation_pb2.ExplainResponse) -> str:
+def format_candidates(answer: generation_pb2.ExplainResponse, width: int | None = None) -> str:
     """Cheapest first; prices in milliseconds. Terms that are nothing everywhere have no column."""
     terms = [term for candidate in answer.candidates for term in candidate.terms]
     counting = {term.name for term in terms if term.seconds > 0}
     present = {term.name: None for term in terms}
     names = [name for name in (*_ORDER, *(present.keys() - {*_ORDER})) if name in counting]
     headings = ["", "decode", "prefill", "plan", *names, "total ms", "note"]
-    table = format_table(headings, [_row(candidate, names) for candidate in answer.candidates])
-    nothing = [name for name in present if name not in counting]
-    return table + (f"\nnothing anywhere: {', '.join(nothing)}" if nothing else "")
+    table = format_table(headings, [_row(candidate, names) for candidate in answer.candidates], width, _LEAD)
+    nothing = ", ".join(name for name in present if name not in counting)
+    return table + (f"\n{fold(f'nothing anywhere: {nothing}', width, indent=2)}" if nothing else "")
 
 
 def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
@@ -109,7 +113,7 @@ _RESUMED = {"resumable": "indexed_resume", "resumed at": "resume"}
 _POOL = {"holds at most": "context"}
 
 
-def _held(answer: generation_pb2.ExplainResponse) -> str:
+def _held(answer: generation_pb2.ExplainResponse, width: int | None) -> str:
     """What each rank holds of the prompt. Where that differs: where each can go on computing, and what it can
     hold of a request."""
     ranks: dict[str, tuple[str, generation_pb2.Candidate]] = {}
@@ -125,7 +129,7 @@ def _held(answer: generation_pb2.ExplainResponse) -> str:
         (name, role, *(_tokens(candidate, f"{role}_{what}_tokens") for what in columns.values()))
         for name, (role, candidate) in sorted(ranks.items())
     ]
-    return format_table(("rank", "role", *columns), rows)
+    return format_table(("rank", "role", *columns), rows, width)
 
 
 def _tokens(candidate: generation_pb2.Candidate, field: str) -> object:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.cli import screen
 from services.cli.ranks import RanksConfig, ask_router
 from services.cli.table import format_table
 from services.etcd.client import Etcd
@@ -37,7 +38,7 @@ def run(argv: list[str]) -> int:
 
 
 async def _ask_router(config: IndexConfig) -> str:
-    return format_answer(await ask_router(config))
+    return format_answer(await ask_router(config), screen.width())
 
 
 async def _read_etcd(config: IndexConfig) -> str:
@@ -54,10 +55,10 @@ async def _read_etcd(config: IndexConfig) -> str:
         raise root_cause(outcomes[0])
     if not mirror.ready.is_set():
         raise Unavailable(f"the index could not be read: {mirror.degraded}")
-    return format_ranks(mirror)
+    return format_ranks(mirror, screen.width())
 
 
-def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
+def format_answer(answer: generation_pb2.ListRanksResponse, width: int | None = None) -> str:
     """`resumable`: blocks at whose end the rank can go on computing; all, where it can wherever it holds.
     `behind`: what is known of the rank. Pages are in use (of which evictable) / all; `pending`: prompt
     tokens; `KV by`: what a prefill rank's KV has crossed by, once some has."""
@@ -75,16 +76,23 @@ def format_answer(answer: generation_pb2.ListRanksResponse) -> str:
         "note",
     )
     rows = [_answered(rank) for rank in answer.ranks]
-    table = _table(headings, rows, any(rank.HasField("resumable_blocks") for rank in answer.ranks))
+    resuming = any(rank.HasField("resumable_blocks") for rank in answer.ranks)
+    table = _table(headings, rows, resuming, width)
     lines = [f"the index is {answer.staleness_s:.3f} s behind the ranks"]
     if answer.degraded:
         lines.append(f"degraded: {answer.degraded}")
     return "\n".join([*lines, table if answer.ranks else "no rank is registered"])
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[object]], resuming: bool) -> str:
+_LEAD = ("rank", "role", "state", "blocks")
+
+
+def _table(
+    headings: Sequence[str], rows: Sequence[Sequence[object]], resuming: bool, width: int | None
+) -> str:
     shown = [i for i, heading in enumerate(headings) if resuming or heading not in _OF_RESUMING]
-    return format_table([headings[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    picked = [[row[i] for i in shown] for row in rows]
+    return format_table([headings[i] for i in shown], picked, width, _LEAD)
 
 
 def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
@@ -117,7 +125,7 @@ def _note(rank: generation_pb2.RankStatus) -> str:
     return ", ".join(filter(None, (rank.excluded, gone)))
 
 
-def format_ranks(mirror: Mirror) -> str:
+def format_ranks(mirror: Mirror, width: int | None = None) -> str:
     """From etcd alone: nothing of trust and load."""
     rows, resuming = [], False
     for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
@@ -141,7 +149,7 @@ def format_ranks(mirror: Mirror) -> str:
             )
         )
     headings = (*_BASE, "pages", "endpoint", "model")
-    return _table(headings, rows, resuming) if rows else "no rank is registered"
+    return _table(headings, rows, resuming, width) if rows else "no rank is registered"
 
 
 def _blocks(count: int, of_pairs: bool) -> str:

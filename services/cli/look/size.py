@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.cli import screen
 from services.cli.look.carried_bytes import CarriedPools, tail_bytes
 from services.cli.look.config_json import read_config
-from services.cli.table import format_bytes
+from services.cli.table import fold, format_bytes
 from services.model.context_length import context_tokens
 from services.model.draft import draft_groups
 from services.model.layer_groups import layer_groups, text_config
@@ -17,6 +18,7 @@ from services.settings.flags import Bounds, check_bounds, load, setting
 from services.values.errors import ConfigError
 
 _GIB = 2**30
+_LABEL = 19  # columns before each line's value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,8 @@ def run(argv: list[str]) -> int:
     checkpoint = read_config(config.model)
     lines = report(config, checkpoint)
     fit = None if config.gpu_gib is None else fit_of(config, checkpoint, config.gpu_gib)
-    print("\n".join(lines if fit is None else [*lines, *fit.lines]))
+    shown = lines if fit is None else [*lines, *fit.lines]
+    print("\n".join(fold(line, screen.width(), indent=_LABEL) for line in shown))
     return 1 if fit is not None and fit.missing_bytes > 0 else 0
 
 

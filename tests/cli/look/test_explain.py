@@ -56,6 +56,17 @@ def test_an_explanation_names_the_choice_the_reason_and_every_term():
     assert lines[-1] == "nothing anywhere: itl"
 
 
+def test_on_a_narrow_terminal_terms_follow_their_candidate():
+    lines = format_explanation(EXPLANATION, width=40).splitlines()
+    assert max(map(len, lines)) <= 40
+    at = lines.index("*  d0/1    -        local   30.00")
+    assert lines[at + 1 : at + 4] == [
+        "     wait_decode 10.00  compute 20.00",
+        "     note pinned",
+        "   d0/0    p0/0     remote  700.00",
+    ]
+
+
 def test_it_says_what_the_answer_is_kept_to_and_which_past_answers_are_known():
     answer = generation_pb2.ExplainResponse(constraint="grammar", past_answers={"unknown": 1, "found": 3})
     lines = format_explanation(answer).splitlines()

@@ -1,0 +1,22 @@
+"""What is known of the terminal that a command writes to."""
+
+import os
+import shutil
+import sys
+from typing import Literal, TextIO
+
+Color = Literal["auto", "always", "never"]
+COLOR_HELP = "whether to use colours; auto: at a terminal, unless NO_COLOR is set"
+
+
+def width(stream: TextIO | None = None) -> int | None:
+    """Columns; None where it is no terminal, and lines are as long as they are: programs read them."""
+    stream = sys.stdout if stream is None else stream
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def is_colored(choice: Color, stream: TextIO) -> bool:
+    """As https://no-color.org asks."""
+    if choice != "auto":
+        return choice == "always"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
