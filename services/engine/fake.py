@@ -23,6 +23,7 @@ from services.engine.paged.runner import (
     keep_accepted,
     masks_asked,
 )
+from services.engine.torch.draft_tokens import single_tokens
 from services.grammar.masks import MaskCounts, MaskMaker, Masks
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
@@ -32,7 +33,9 @@ _SLOT_BYTES = 8
 _WINDOWS = {"window": GroupKind.SLIDING_WINDOW, "chunk": GroupKind.CHUNKED_WINDOW}
 _FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
 _MASK = 2**64 - 1
+_DRAWN_LOGIT = 10.0
 VOCAB_SIZE = 512
+Biases = Sequence[tuple[int, float]]
 FINGERPRINT = 0xFA4E
 
 
@@ -114,7 +117,8 @@ class FakeRunner:
             return ()
         first = chunk.end - chunk.num_drafts
         masks = self._mask_maker.make(masks_asked([chunk]))
-        choices = [self._choose(chunk, end, masks, end - first) for end in range(first, chunk.end + 1)]
+        points = enumerate(single_tokens(chunk))
+        choices = [self._choose(point, first + row, masks, row) for row, point in points]
         kept = keep_accepted(chunk.drafts, choices)
         after = states[len(chunk.token_ids) - chunk.num_drafts + len(kept) - 2]
         for pool, state in zip(self._pools_of(GroupKind.RECURRENT), after, strict=True):
@@ -122,13 +126,17 @@ class FakeRunner:
         return kept
 
     def _choose(self, chunk: Chunk, end: int, masks: Masks, row: int) -> Sampled:
-        """After `end` tokens; of those that a row of `masks` allows, where there are any."""
+        """After `end` tokens, the last of which is the chunk's. A row of `masks`, where there are any, allows
+        some."""
         slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
         total = int(slots.sum(dtype=np.uint64))
-        token = draw(total, end, self.vocab_size)
-        if len(masks):
-            allowed = np.flatnonzero(masks.expanded()[row])
-            token = int(allowed[draw(total, end, len(allowed))]) if len(allowed) else NO_TOKEN
+        banned, biases = chunk.banned_ids, chunk.sampling.logit_bias
+        if len(masks) or banned or biases:
+            allowed = masks.expanded()[row].copy() if len(masks) else np.ones(self.vocab_size, bool)
+            allowed[list(banned)] = False
+            token = choose(total, end, allowed, biases)
+        else:
+            token = draw(total, end, self.vocab_size)
         wanted = chunk.sampling.logprobs is not None
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
@@ -198,8 +206,12 @@ class FakeModel:
             self.take(token)
 
     @property
+    def total(self) -> int:
+        return self._total & _MASK
+
+    @property
     def next_token(self) -> int:
-        return draw(self._total & _MASK, len(self.values[0]), VOCAB_SIZE)
+        return draw(self.total, len(self.values[0]), VOCAB_SIZE)
 
     def take(self, token: int) -> None:
         position = len(self.values[0])
@@ -242,3 +254,20 @@ def mix(token: int, position: int) -> int:
 def draw(total: int, length: int, vocab_size: int) -> int:
     """The token after so many, the sum of whose slots is `total`."""
     return mix(total, length) % vocab_size
+
+
+def choose(total: int, length: int, allowed: NDArray[np.bool], logit_bias: Biases = ()) -> int:
+    """One of the ids that are allowed: a draw. With biases the drawn one's logit is 10, the others have 0:
+    the highest is chosen, or drawn from several."""
+    ids = np.flatnonzero(allowed)
+    if not len(ids):
+        return NO_TOKEN
+    drawn = int(ids[draw(total, length, len(ids))])
+    if not logit_bias:
+        return drawn
+    logits = np.where(allowed, 0.0, -np.inf)
+    logits[drawn] = _DRAWN_LOGIT
+    for token_id, bias in logit_bias:
+        logits[token_id] += bias
+    highest = np.flatnonzero(logits == logits.max())
+    return int(highest[draw(total, length, len(highest))])

@@ -16,6 +16,12 @@ MAX_TIMEOUT_S = 365 * 86_400.0
 MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
+_MAX_BIAS = 100.0  # OpenAI's
+_MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+_MAX_BAD_WORD_CHARS = 1024
+_MAX_BAD_SEQUENCES = 1024
+_MAX_BAD_IDS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,10 @@ class SamplingParams:
     constraint: Constraint | None = None  # on what may be chosen
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), each id once
+    bad_words: tuple[str, ...] = ()  # the router's business: it makes ids of them
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # of each the last is not chosen after the others
+    include_stop_str_in_output: bool = False  # the router's business, as `stop`
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -54,6 +64,8 @@ class SamplingParams:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens", self.min_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
         self._check_stops()
+        self._check_biases()
+        self._check_bad_words()
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, "between -2 and 2", value)
@@ -78,6 +90,33 @@ class SamplingParams:
         count = len(self.stop_token_ids)
         _require(count <= _MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {_MAX_STOP_TOKEN_IDS} ids", count)
 
+    def _check_biases(self) -> None:
+        count = len(self.logit_bias)
+        _require(count <= _MAX_BIASES, "logit_bias", f"of at most {_MAX_BIASES} ids", count)
+        for token_id, bias in self.logit_bias:
+            _require(abs(bias) <= _MAX_BIAS, f"logit_bias[{token_id}]", "between -100 and 100", bias)
+
+    def _check_bad_words(self) -> None:
+        count, longest = len(self.bad_words), max(map(len, self.bad_words), default=0)
+        _require(count <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings", count)
+        expected = f"made of strings of at most {_MAX_BAD_WORD_CHARS} characters"
+        _require(longest <= _MAX_BAD_WORD_CHARS, "bad_words", expected, longest)
+        _require(all(self.bad_words), "bad_words", "made of strings that are not empty", self.bad_words)
+        count, num_ids = len(self.bad_token_ids), sum(map(len, self.bad_token_ids))
+        _require(count <= _MAX_BAD_SEQUENCES, "bad_token_ids", f"at most {_MAX_BAD_SEQUENCES} lists", count)
+        _require(num_ids <= _MAX_BAD_IDS, "bad_token_ids", f"of at most {_MAX_BAD_IDS} ids in all", num_ids)
+        _require(all(self.bad_token_ids), "bad_token_ids", "made of lists that are not empty", ())
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises InvalidRequest, naming the field, for an id that is none of the vocabulary's."""
+        ids = {
+            "logit_bias": [token_id for token_id, _ in self.logit_bias],
+            "bad_token_ids": [token_id for each in self.bad_token_ids for token_id in each],
+        }
+        for name, own in ids.items():
+            expected = f"of token ids below the vocabulary's size {size}"
+            _require(max(own, default=0) < size, name, expected, max(own, default=0))
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -90,7 +129,8 @@ class SamplingParams:
     @property
     def heeds_output(self) -> bool:
         """Whether a token is chosen by what was generated before, beside the model's reading of it."""
-        return self.penalizes or self.constraint is not None
+        looks_back = any(len(ids) > 1 for ids in self.bad_token_ids)
+        return self.penalizes or looks_back or self.constraint is not None
 
 
 def is_id(text: str) -> bool:
@@ -145,7 +185,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one generated token, natural log, before penalties and temperature."""
+    """Of one generated token, natural log, before biases, penalties and temperature."""
 
     token_id: int
     logprob: float

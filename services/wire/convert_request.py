@@ -47,6 +47,9 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
             raise InvalidRequest(f"sampling.{name}: {error}") from error
     if sampling.constraint is not None:
         pb.constraint.CopyFrom(constraint_to_proto(sampling.constraint))
+    pb.logit_bias.update(dict(sampling.logit_bias))
+    for ids in sampling.bad_token_ids:
+        pb.bad_token_ids.add(ids=ids)
     return pb
 
 
@@ -56,7 +59,12 @@ def sampling_from_proto(pb: common_pb2.SamplingParams) -> SamplingParams:
     Raises InvalidRequest, naming the field, when a value is out of its range or not a number.
     """
     constraint = constraint_from_proto(pb.constraint) if pb.HasField("constraint") else None
-    return SamplingParams(**given_fields(SamplingParams, pb), constraint=constraint)
+    return SamplingParams(
+        **given_fields(SamplingParams, pb),
+        constraint=constraint,
+        logit_bias=tuple(sorted(pb.logit_bias.items())),
+        bad_token_ids=tuple(tuple(each.ids) for each in pb.bad_token_ids),
+    )
 
 
 def constraint_to_proto(constraint: Constraint) -> common_pb2.Constraint:

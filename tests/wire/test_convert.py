@@ -159,6 +159,12 @@ samplings = st.builds(
     presence_penalty=float32(-2, 2),
     repetition_penalty=float32(0, 100, exclude_min=True),
     logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.dictionaries(uint32, float32(-100, 100), max_size=4).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    bad_words=st.lists(names, max_size=3).map(tuple),
+    bad_token_ids=st.lists(st.lists(uint32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    include_stop_str_in_output=st.booleans(),
 )
 logprob_values = st.floats(max_value=0, allow_nan=False, width=32)
 logprobs = st.builds(
@@ -366,11 +372,20 @@ def test_a_set_zero_is_not_an_unset_field():
         ("stop", ["a" * 1025]),
         ("stop", [""]),
         ("stop_token_ids", [7] * 1025),
+        ("logit_bias", {7: 100.5}),
+        ("logit_bias", {7: math.nan}),
+        ("logit_bias", dict.fromkeys(range(1025), 1)),
+        ("bad_words", ["a"] * 65),
+        ("bad_words", ["a" * 1025]),
+        ("bad_words", [""]),
+        ("bad_token_ids", [common_pb2.TokenSequence()]),
+        ("bad_token_ids", [common_pb2.TokenSequence(ids=[7])] * 1025),
+        ("bad_token_ids", [common_pb2.TokenSequence(ids=[7] * 65_537)]),
     ],
 )
 def test_sampling_out_of_range_is_refused_by_name(field_name, value):
     pb = common_pb2.SamplingParams(**{field_name: value})
-    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field_name} must be .{{,200}}$"):
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field_name}(\[7\])? must be .{{,200}}$"):
         convert_request.sampling_from_proto(pb)
 
 

@@ -31,8 +31,8 @@ from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import place_in_line
-from services.engine.paged.runner import NO_TOKEN, Chunk, ModelRunner, RunnerFailed, Sampled
-from services.engine.paged.sequence import Phase, Sequence, finish_reason
+from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
+from services.engine.paged.sequence import Phase, Sequence, finish_reason, follow_choice
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
@@ -116,6 +116,7 @@ class EngineCore:
             raise InvalidRequest("prompt must not be empty")
         if max(seq.ids) >= self.runner.vocab_size or min(seq.ids) < 0:
             raise InvalidRequest(f"prompt has a token id outside the vocabulary of {self.runner.vocab_size}")
+        seq.request.sampling.check_vocabulary(self.runner.vocab_size)
         if len(seq.ids) >= self.max_context_tokens + seq.single_token:
             raise NoCapacity(
                 f"prompt has {len(seq.ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
@@ -535,7 +536,7 @@ class EngineCore:
 
     def _append(self, seq: Sequence, sampled: Sampled, drafted: int = 0, accepted: int = 0) -> None:
         """The newest token; the last one of a step tells of its drafts."""
-        if (refused := _follow_constraint(seq, sampled.token_id)) is not None:
+        if (refused := follow_choice(seq, sampled.token_id)) is not None:
             self._fail(seq, refused)
             return
         first = seq.phase is not Phase.DECODING
@@ -606,16 +607,3 @@ class EngineCore:
             self._prompt_steps = self._prompt_steps.with_steps(whole_s)
         else:
             self._decode_steps = self._decode_steps.with_steps(whole_s)
-
-
-def _follow_constraint(seq: Sequence, token_id: int) -> InvalidRequest | None:
-    """Take what was chosen into its matcher, where it has one. An error: there is no way to go on."""
-    if seq.matcher is None or token_id in seq.ending_ids:
-        return None
-    if token_id == NO_TOKEN:
-        return InvalidRequest(f"sampling.constraint: {seq.matcher.problem}")
-    try:
-        seq.matcher.advance((token_id,))
-    except InvalidRequest as error:  # a limit of the matcher's: what is chosen is what it allows
-        return error
-    return None

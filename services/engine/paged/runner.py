@@ -36,7 +36,7 @@ class Chunk:
     sample: bool  # choose the token that follows the chunk
     sampling: SamplingParams
     # Only read when `sample` is set. `history` is every id up to and with the chunk's last one, drafts apart;
-    # its last `num_output_ids` ids are generated ones (penalties, min_tokens).
+    # its last `num_output_ids` ids are generated ones (penalties, min_tokens, bad_token_ids).
     history: Sequence[int] = ()
     num_output_ids: int = 0
     eos_token_ids: tuple[int, ...] = ()
@@ -61,13 +61,22 @@ class Chunk:
     def drafts(self) -> Sequence[int]:
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """That must not come next: each would end a sequence of bad_token_ids; what came before the output is
+        no part of one."""
+        bad = self.sampling.bad_token_ids
+        longest = min(max(map(len, bad), default=1) - 1, self.num_output_ids)
+        last = tuple(self.history[len(self.history) - longest :]) if longest else ()
+        return frozenset(ids[-1] for ids in bad if len(ids) == 1 or last[1 - len(ids) :] == ids[:-1])
+
 
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """NO_TOKEN: the constraint allows none that the vocabulary has."""
+    """NO_TOKEN: constraint and bans together allow none that the vocabulary has."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -149,7 +158,8 @@ class ModelRunner(Protocol):
         slot then has the state after start + that many tokens. The KV of drafts that were wrong stays
         behind in its pages; whoever writes these positions next writes over it.
 
-        A chunk with a matcher gets only what that allows; the matcher stays where it is.
+        A chunk gets none of its banned ids, and with a matcher only what that allows; the matcher stays where
+        it is.
         """
 
     @property

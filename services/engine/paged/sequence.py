@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.runner import Sampled
+from services.engine.paged.runner import NO_TOKEN, Sampled
 from services.grammar.matcher import Matcher
 from services.kv.carried.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
+from services.values.errors import InvalidRequest
 from services.values.rank import Room
 from services.values.request import FinishReason, GenerationRequest
 
@@ -124,3 +125,24 @@ def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None
     if sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens:
         return FinishReason.LENGTH
     return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens else None
+
+
+def follow_choice(seq: Sequence, token_id: int) -> InvalidRequest | None:
+    """Take what was chosen into its matcher, where it has one. An error: there is no way to go on."""
+    if token_id == NO_TOKEN:
+        return InvalidRequest(_dead_end(seq))
+    if seq.matcher is None or token_id in seq.ending_ids:
+        return None
+    try:
+        seq.matcher.advance((token_id,))
+    except InvalidRequest as error:  # a limit of the matcher's: what is chosen is what it allows
+        return error
+    return None
+
+
+def _dead_end(seq: Sequence) -> str:
+    if not seq.request.sampling.bad_token_ids:
+        assert seq.matcher is not None
+        return f"sampling.constraint: {seq.matcher.problem}"
+    beside = " beside sampling.constraint" if seq.matcher is not None else ""
+    return f"sampling.bad_words leaves no token that could come next{beside}"

@@ -26,7 +26,11 @@ class DraftedHistory(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return [*self.ids, *self.drafts][index]
+        if not isinstance(index, slice) or index.step is not None:
+            return [*self.ids, *self.drafts][index]
+        start, stop, _ = index.indices(len(self))
+        begun = len(self.ids)
+        return [*self.ids[start:stop], *self.drafts[max(0, start - begun) : max(0, stop - begun)]]
 
     def __array__(self, dtype: Any = np.int64, copy: bool | None = None) -> NDArray[Any]:
         return np.fromiter(chain(self.ids, self.drafts), dtype, len(self))

@@ -1,8 +1,7 @@
 """Choosing tokens from logits.
 
-In this order: logprobs of the raw logits; repetition penalty over the whole history; frequency and
-presence penalty over the generated ids; min_tokens; the constraint's mask; temperature; top_k; top_p; min_p;
-choice.
+In this order: logprobs of the raw logits; what adjusting.py does to them; the constraint's mask; temperature;
+top_k; top_p; min_p; choice.
 
 Chance is a pure function of (seed, position), so that a sequence that is retracted, moved or
 replayed goes on with the same tokens, whoever shares its batch.
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
+from services.engine.torch.adjusting import adjust, is_adjusted
 from services.engine.torch.step_masks import NO_MASKS, RowMasks
 from services.values.request import SamplingParams, TokenLogprobs
 
@@ -44,7 +44,7 @@ def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) 
     """Choose one token for each row of `logits` ([len(chunks), vocab_size], any dtype and device).
 
     Each result depends on its own row, chunk and mask only. Equal logits: the lowest id comes first. Where a
-    mask leaves nothing, NO_TOKEN is chosen.
+    mask and bans leave nothing, NO_TOKEN is chosen.
     """
     plain = [_takes_the_highest(chunk) for chunk in chunks]
     highest = _argmax(logits) if any(plain) and len(masks.rows) < len(chunks) else []
@@ -67,7 +67,10 @@ def _sample_block(
     else:
         sampled = _sample_rows(own.double(), [chunks[row] for row in rows], partial(masks.applied, rows=rows))
     checked = zip(rows, sampled, strict=True)
-    return [each if masks.allows(row, each.token_id) else Sampled(NO_TOKEN) for row, each in checked]
+    return [
+        each if each.token_id != NO_TOKEN and masks.allows(row, each.token_id) else Sampled(NO_TOKEN)
+        for row, each in checked
+    ]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -84,37 +87,26 @@ def _mix(value: int) -> int:
 
 def _takes_the_highest(chunk: Chunk) -> bool:
     params = chunk.sampling
-    return params.greedy and params.logprobs is None and not _is_adjusted(chunk)
-
-
-def _is_adjusted(chunk: Chunk) -> bool:
-    return _is_penalized(chunk.sampling) or _must_go_on(chunk)
-
-
-def _is_penalized(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
-
-
-def _must_go_on(chunk: Chunk) -> bool:
-    return chunk.num_output_ids < chunk.sampling.min_tokens
+    return params.greedy and params.logprobs is None and not is_adjusted(chunk)
 
 
 def _sample_rows(
     logits: Tensor, chunks: Sequence[Chunk], masked: Callable[[Tensor], Tensor]
 ) -> list[Sampled]:
     """`logits` are float64; they stay as they are."""
-    adjusted = masked(_adjust(logits.clone(), chunks) if any(map(_is_adjusted, chunks)) else logits)
+    adjusted = masked(adjust(logits.clone(), chunks) if any(map(is_adjusted, chunks)) else logits)
     peaks = adjusted.amax(1)
-    are_finite: list[bool] = peaks.isfinite().tolist()
+    highest: list[float] = peaks.tolist()
     # Where the model has overflowed there is no distribution to draw from.
-    drawn = [row for row, c in enumerate(chunks) if are_finite[row] and not c.sampling.greedy]
+    drawn = [row for row, c in enumerate(chunks) if math.isfinite(highest[row]) and not c.sampling.greedy]
     token_ids = dict(zip(drawn, _draw(adjusted, peaks, drawn, chunks), strict=True))
     others = [row for row in range(len(chunks)) if row not in token_ids]
     if others:
         token_ids |= zip(others, _argmax(_rows(adjusted, others)), strict=True)
     chosen = [token_ids[row] for row in range(len(chunks))]
     logprobs = _logprobs(logits, chosen, chunks)
-    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+    banned = {row for row, c in enumerate(chunks) if c.sampling.bad_token_ids and highest[row] == -math.inf}
+    return [Sampled(NO_TOKEN if row in banned else i, logprobs.get(row)) for row, i in enumerate(chosen)]
 
 
 def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -139,40 +131,6 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _sums(weights: Tensor) -> Tensor:
     """[num_rows, 1]. Added in the order of the ids, unlike by `sum`, whatever rows and threads there are."""
     return weights.cumsum(1)[:, -1:]
-
-
-def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """Apply the penalties and min_tokens, in place."""
-    for row, chunk in enumerate(chunks):
-        if _is_penalized(chunk.sampling):
-            _penalize(logits[row], chunk)
-        if _must_go_on(chunk) and (ending := _ending(chunk, logits.shape[1])):
-            logits[row, ending] = -torch.inf
-    return logits
-
-
-def _penalize(logits: Tensor, chunk: Chunk) -> None:
-    """One row, in place."""
-    params = chunk.sampling
-    history = np.asarray(chunk.history, np.int64)
-    if params.repetition_penalty != 1:
-        seen = torch.from_numpy(history).to(logits.device)  # what occurs twice is written twice, the same
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (params.frequency_penalty or params.presence_penalty) and chunk.num_output_ids:
-        counts = np.bincount(history[-chunk.num_output_ids :])
-        output_ids = np.flatnonzero(counts)
-        penalties = torch.from_numpy(params.frequency_penalty * counts[output_ids] + params.presence_penalty)
-        logits[torch.from_numpy(output_ids).to(logits.device)] -= penalties.to(logits.device)
-
-
-def _ending(chunk: Chunk, vocab_size: int) -> list[int]:
-    """The ids that would end it; none where one of them must be chosen."""
-    params = chunk.sampling
-    ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
-    ending = {token_id for token_id in ending if token_id < vocab_size}
-    return sorted(ending) if len(ending) < vocab_size else []
 
 
 def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from services.router.dialects.body import INT32_MAX, UINT32_MAX, Body, InvalidParameter, check_text
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.values.request import MAX_STOP_STRINGS
+from services.values.request import MAX_BAD_WORDS, MAX_STOP_STRINGS
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 
 _Number = TypeVar("_Number", int, float)
@@ -31,7 +31,34 @@ def read_sampling(
         presence_penalty=body.number("presence_penalty"),
         repetition_penalty=_either(body.number("repetition_penalty"), defaults.repetition_penalty),
         logprobs=logprobs,
+        logit_bias=_read_logit_bias(body),
+        bad_words=_read_bad_words(body),
     )
+
+
+def _read_logit_bias(body: Body) -> dict[int, float]:
+    """By ids, which JSON's objects have as texts. An empty list is what some say for none."""
+    name = "logit_bias"
+    if body.get(name) == []:
+        return {}
+    biases = body.inner(name)
+    return {_token_id(key, body.name_of(name)): biases.number(key) or 0.0 for key in biases.fields}
+
+
+def _token_id(key: str, name: str) -> int:
+    if not (key.isascii() and key.isdecimal() and int(key[:11]) <= UINT32_MAX):
+        raise InvalidParameter(name, f"must have token ids as its keys, got {key[:40]!r}")
+    return int(key)
+
+
+def _read_bad_words(body: Body) -> list[str]:
+    name = "bad_words"
+    words = body.get(name)
+    if not isinstance(words, list | None):
+        raise body.wrong(name, "must be a list of strings")
+    if len(words or ()) > MAX_BAD_WORDS:
+        raise body.wrong(name, f"must be at most {MAX_BAD_WORDS} strings")
+    return [check_text(word, f"{body.name_of(name)}[{index}]") for index, word in enumerate(words or ())]
 
 
 def _either(given: _Number | None, default: _Number | None) -> _Number | None:

@@ -30,6 +30,7 @@ from services.router.request.progress import Checked, Progress
 from services.router.request.story import tell
 from services.router.request.trace_attributes import attributes_of
 from services.router.request.unread import refuse_unread
+from services.router.text.bad_words import banned_ids
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory
 from services.router.text.chats.past_answers import PastAnswers
@@ -239,7 +240,16 @@ class Generator:
         checked = self._read(request)
         if (constraint := checked.sampling.constraint) is not None:
             await self._grammars.beside(self._grammars.check, constraint)
+        if checked.sampling.bad_words:
+            checked = await asyncio.to_thread(self._banned, checked)
+        checked.sampling.check_vocabulary(self._tokenizer.vocab_size)
         return checked
+
+    def _banned(self, checked: Checked) -> Checked:
+        """With its bad words as ids."""
+        sampling = checked.sampling
+        bad = (*sampling.bad_token_ids, *banned_ids(self._tokenizer, sampling.bad_words))
+        return replace(checked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
 
     def _read(self, request: generation_pb2.GenerateRequest) -> Checked:
         self._check_model(request.model)

@@ -7,9 +7,6 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 _OF_REQUESTS = ("n", "best_of")
 _OF_SAMPLING = (
-    "logit_bias",
-    "bad_words",
-    "bad_token_ids",
     "include_stop_str_in_output",
     "prompt_logprobs",
     "prompt_logprobs_start",

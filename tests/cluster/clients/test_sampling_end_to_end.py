@@ -6,12 +6,14 @@ One cluster for all of them, with both plans; what each parameter does exactly i
 import asyncio
 import math
 
+import grpc.aio
 import pytest
 import pytest_asyncio
 
 from cluster.harness import FakeCluster
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
+from exactness.ruled import Rules, ruled_generation
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -139,3 +141,21 @@ async def test_max_tokens_is_exact(cluster):
     for max_tokens in (1, 2, 24):
         ids, _, finish = await sample(cluster, max_tokens, temperature=0)
         assert (ids, finish.reason) == (greedy[:max_tokens], LENGTH)
+
+
+async def test_biases_and_bad_words_are_heeded_from_the_first_token_on(cluster):
+    directory = tiny_checkpoint()
+    plain = await ids_of(cluster, temperature=0)
+    first, then = (Tokenizer(str(directory)).text_of([token_id]) for token_id in (plain[0], plain[5]))
+    biases = {plain[3]: -100.0, 77: 2.5}
+    rules = Rules(biases, ((plain[0],), (plain[5],)))
+    expected = ruled_generation(directory, PROMPT, 16, rules)
+    assert plain[0] not in expected != plain
+    assert await ids_of(cluster, temperature=0, logit_bias=biases, bad_words=[first, then]) == expected
+
+
+@pytest.mark.parametrize("field", [{"logit_bias": {512: 1.0}}, {"bad_token_ids": [{"ids": [3, 512]}]}])
+async def test_ids_that_no_model_has_are_refused_at_the_door(cluster, field):
+    (name,) = field
+    with pytest.raises(grpc.aio.AioRpcError, match=rf"sampling\.{name} must be .* size 512"):
+        await ids_of(cluster, **field)

@@ -35,3 +35,18 @@ def test_a_history_is_not_copied_until_it_is_read():
     assert len(history) == 5
     assert np.asarray(history, np.int64).tolist() == [1, 2, 3, 4, 9]
     assert history[-2:] == [4, 9]
+
+
+def test_a_part_of_a_history_is_as_of_a_list():
+    history, both = DraftedHistory([1, 2, 3], [8, 9]), [1, 2, 3, 8, 9]
+    bounds = (None, *range(-6, 7))
+    for part in (slice(start, stop) for start in bounds for stop in bounds):
+        assert history[part] == both[part], part
+    assert history[::2] == both[::2]
+    assert [history[i] for i in range(-5, 5)] == both + both
+
+
+def test_each_token_is_banned_by_the_drafts_before_it():
+    bad = ((20, 21), (9, 20, 5), (8, 9, 7), (30,))
+    chunk = Chunk([9, 20], 2, [1, 3], True, SamplingParams(bad_token_ids=bad), [7, 8, 9], 1, num_drafts=1)
+    assert [each.banned_ids for each in single_tokens(chunk)] == [{30}, {30, 21, 5}]

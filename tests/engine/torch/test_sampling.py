@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.runner import NO_TOKEN, Chunk
 from services.engine.torch.sampling import sample, uniform
 from services.values.request import SamplingParams
 
@@ -30,6 +30,8 @@ def choose(logits, *args, **kwargs):
 def expected_logits(logits, chunk):
     params = chunk.sampling
     adjusted = [float(x) for x in logits]
+    for token_id, bias in params.logit_bias:
+        adjusted[token_id] += bias
     for token_id in set(chunk.history):
         penalty = params.repetition_penalty
         adjusted[token_id] *= penalty if adjusted[token_id] <= 0 else 1 / penalty
@@ -39,6 +41,9 @@ def expected_logits(logits, chunk):
     if chunk.num_output_ids < params.min_tokens:
         for token_id in params.stop_token_ids + (() if params.ignore_eos else chunk.eos_token_ids):
             adjusted[token_id] = -math.inf
+    for *before, last in params.bad_token_ids:
+        if output_ids[max(0, len(output_ids) - len(before)) :] == before:
+            adjusted[last] = -math.inf
     return adjusted
 
 
@@ -77,6 +82,15 @@ LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 4), min_size=VOCAB_SIZE
 TOKEN_ID = st.integers(0, VOCAB_SIZE - 1)
 
 
+BAD = st.lists(TOKEN_ID, min_size=1, max_size=3).map(tuple)
+
+
+def endings_of(history):
+    """Banned sequences whose first ids the history ends with."""
+    ends = st.integers(0, 3).map(lambda count: tuple(history[len(history) - count :]))
+    return st.tuples(ends, TOKEN_ID).map(lambda pair: (*pair[0], pair[1]))
+
+
 @st.composite
 def chunks(draw):
     history = draw(st.lists(TOKEN_ID, min_size=1, max_size=30))
@@ -93,6 +107,8 @@ def chunks(draw):
         presence_penalty=draw(st.sampled_from([0, 1.5])),
         repetition_penalty=draw(st.sampled_from([1, 2, 0.5])),
         logprobs=draw(st.sampled_from([None, 0, 4])),
+        logit_bias=tuple(draw(st.dictionaries(TOKEN_ID, st.sampled_from([-100, -2.5, 3, 100]))).items()),
+        bad_token_ids=tuple(draw(st.lists(st.one_of(BAD, endings_of(history)), max_size=5))),
     )
     eos_token_ids = tuple(draw(st.lists(TOKEN_ID, max_size=2)))
     return chunk(sampling, history, draw(st.integers(0, len(history))), eos_token_ids)
@@ -125,6 +141,30 @@ def test_logprobs_are_of_the_raw_logits(dtype):
     assert got.logprobs.logprob == pytest.approx(expected[0])
     assert [token_id for token_id, _ in got.logprobs.top] == [1, 3, 0]
     assert [logprob for _, logprob in got.logprobs.top] == pytest.approx([expected[i] for i in (1, 3, 0)])
+
+
+def test_logprobs_are_of_the_logits_before_biases_and_bans():
+    params = SamplingParams(temperature=0, logprobs=2, logit_bias=((0, 9.0),), bad_token_ids=((1,),))
+    got = choose([0.5, 2.0, 1.0], params)
+    expected = torch.tensor([0.5, 2.0, 1.0]).double().log_softmax(0).tolist()
+    assert got.token_id == got.logprobs.token_id == 0
+    assert got.logprobs.logprob == pytest.approx(expected[0])
+    assert [token_id for token_id, _ in got.logprobs.top] == [1, 2]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_where_all_is_banned_no_token_is_chosen_and_nobody_else_minds(temperature):
+    params = SamplingParams(temperature=temperature, seed=1)
+    barred = dataclasses.replace(params, bad_token_ids=((0,), (1, 0), (1,), (2, 2), (2,)))
+    logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    got = sample(logits, [chunk(barred), chunk(params)])
+    assert got[0].token_id == NO_TOKEN
+    assert got[1] == sample(logits[:1], [chunk(params)])[0]
+
+
+def test_a_ban_beside_min_tokens_leaves_none_that_would_end_it():
+    params = SamplingParams(temperature=0, min_tokens=2, bad_token_ids=((1,), (2,)))
+    assert choose([1.0, 3.0, 2.0], params, eos_token_ids=(0,)).token_id == NO_TOKEN
 
 
 def test_logprobs_zero_is_the_chosen_token_only():

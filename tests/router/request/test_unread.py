@@ -11,8 +11,6 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateR
     [
         (GenerateRequest(n=2), "n"),
         (GenerateRequest(best_of=2), "best_of"),
-        (GenerateRequest(sampling=SamplingParams(logit_bias={1: 2.0})), "sampling.logit_bias"),
-        (GenerateRequest(sampling=SamplingParams(bad_words=["a"])), "sampling.bad_words"),
         (GenerateRequest(sampling=SamplingParams(prompt_logprobs=0)), "sampling.prompt_logprobs"),
         (GenerateRequest(chat=Chat(continue_final_message=True)), "chat.continue_final_message"),
     ],

@@ -113,6 +113,7 @@ class SglangRank:
             raise InvalidRequest("the prompt is empty")
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {vocab_size})")
+        request.sampling.check_vocabulary(vocab_size)
         if len(ids) >= (holds := self._worker.max_context_tokens):
             raise NoCapacity(f"prompt has {len(ids)} tokens; this rank holds {holds} with the answer")
 

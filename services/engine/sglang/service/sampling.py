@@ -7,6 +7,8 @@ from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams
 
+_BAN = -1e30
+
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest for what this engine does not offer."""
@@ -14,6 +16,10 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
     if sampling.min_tokens:
         raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
+    if any(len(ids) > 1 for ids in sampling.bad_token_ids):
+        raise InvalidRequest("sampling.bad_words: engine sglang bans words of one token alone")
+    if sampling.bad_token_ids and sampling.constraint is not None:
+        raise InvalidRequest("sampling.bad_words: engine sglang bans none beside a constraint")
 
 
 def check_resumption(request: GenerationRequest) -> None:
@@ -45,8 +51,15 @@ def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> d
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "repetition_penalty": sampling.repetition_penalty,
+        **_logit_bias(sampling),
         **_grammar(sampling.constraint),
     }
+
+
+def _logit_bias(sampling: SamplingParams) -> dict[str, dict[str, float]]:
+    """A banned token has a bias that no logit outweighs. SGLang adds them after penalties."""
+    biases = dict(sampling.logit_bias) | {ids[0]: _BAN for ids in sampling.bad_token_ids}
+    return {"logit_bias": {str(token_id): bias for token_id, bias in biases.items()}} if biases else {}
 
 
 def _grammar(constraint: Constraint | None) -> dict[str, str]:

@@ -40,7 +40,6 @@ _SAMPLING_REFUSED: Refused = {
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "custom_params": ({},),
-    "logit_bias": ({},),
 }
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
 _DEFAULT_MAX_TOKENS = 128  # SGLang's own

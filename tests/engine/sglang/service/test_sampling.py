@@ -10,7 +10,15 @@ from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(logprobs=0), SamplingParams(min_tokens=1)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(logprobs=0),
+        SamplingParams(min_tokens=1),
+        SamplingParams(bad_token_ids=((7,), (8, 9))),
+        SamplingParams(bad_token_ids=((7,),), constraint=Constraint(ConstraintKind.JSON_OBJECT)),
+    ],
+)
 def test_what_sglang_cannot_give_is_refused(sampling):
     with pytest.raises(InvalidRequest, match="sglang"):
         check_sampling(sampling)
@@ -43,6 +51,16 @@ def test_stop_tokens_end_it_unless_it_is_to_go_on():
         "r", (1,), SamplingParams(stop_token_ids=(7,), ignore_eos=True), eos_token_ids=(2,)
     )
     assert sampling_arguments(request, 100)["stop_token_ids"] == [7]
+
+
+def test_biases_are_sglangs_and_a_ban_outweighs_every_logit():
+    sampling = SamplingParams(logit_bias=((3, -2.0), (7, 5.0)), bad_token_ids=((7,),))
+    check_sampling(sampling)
+    assert sampling_arguments(GenerationRequest("r", (1,), sampling), 100)["logit_bias"] == {
+        "3": -2.0,
+        "7": -1e30,
+    }
+    assert "logit_bias" not in sampling_arguments(GenerationRequest("r", (1,), SamplingParams()), 100)
 
 
 @pytest.mark.parametrize(

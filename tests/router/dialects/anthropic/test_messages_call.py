@@ -234,7 +234,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"max_new_tokens": 5}, "max_new_tokens"),
         ({"output_format": {"type": "xml"}}, "output_format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),

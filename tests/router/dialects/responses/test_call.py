@@ -198,7 +198,7 @@ def test_what_codex_sends_is_taken() -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"messages": [{}]}, "messages"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"a": float("nan")}}}}, "text.format.schema"),

@@ -1,0 +1,49 @@
+"""What every dialect says of sampling in the same words."""
+
+from typing import Any
+
+import pytest
+
+from services.router.dialects.body import Body, InvalidParameter
+from services.router.dialects.sampling import read_sampling
+from services.router.dialects.sampling_defaults import OPENAI
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
+
+
+def read(**body: Any) -> SamplingParams:
+    return read_sampling(Body(body, "params."), None, None, OPENAI)
+
+
+def test_biases_are_by_ids_and_bad_words_are_texts() -> None:
+    biased = read(logit_bias={"5": -100, "0": 1.5, "4294967295": None}, bad_words=["a", "b c"])
+    assert dict(biased.logit_bias) == {5: -100.0, 0: 1.5, 2**32 - 1: 0.0}
+    assert list(biased.bad_words) == ["a", "b c"]
+
+
+@pytest.mark.parametrize(
+    "nothing", [{}, {"logit_bias": None, "bad_words": None}, {"logit_bias": {}}, {"logit_bias": []}]
+)
+def test_none_are_none(nothing: dict[str, Any]) -> None:
+    assert read(**nothing) == SamplingParams(temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"logit_bias": [[5, 1]]}, "params.logit_bias"),
+        ({"logit_bias": {"five": 1}}, "params.logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "params.logit_bias"),
+        ({"logit_bias": {"4294967296": 1}}, "params.logit_bias"),
+        ({"logit_bias": {"²": 1}}, "params.logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "params.logit_bias"),
+        ({"logit_bias": {"5": True}}, "params.logit_bias.5"),
+        ({"logit_bias": {"5": "1"}}, "params.logit_bias.5"),
+        ({"bad_words": "a"}, "params.bad_words"),
+        ({"bad_words": ["a", 5]}, "params.bad_words[1]"),
+        ({"bad_words": ["a"] * 65}, "params.bad_words"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        read(**body)
+    assert caught.value.param == param

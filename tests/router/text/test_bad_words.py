@@ -1,0 +1,37 @@
+from services.router.text.bad_words import banned_ids
+
+
+class PieceTokenizer:
+    """Known pieces are one id each, the longest first; all else is a character."""
+
+    def __init__(self, *pieces: str) -> None:
+        self._pieces = sorted(pieces, key=len, reverse=True)
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        ids = [0] if special_tokens else []
+        while text:
+            piece = next((p for p in self._pieces if text.startswith(p)), text[0])
+            ids.append(1000 + self._pieces.index(piece) if len(piece) > 1 else ord(piece))
+            text = text[len(piece) :]
+        return ids
+
+
+def test_a_word_is_banned_at_the_beginning_and_behind_a_blank():
+    tokenizer = PieceTokenizer(" cat", "ca")
+    assert banned_ids(tokenizer, ["cat"]) == ((1001, ord("t")), (1000,))
+    assert banned_ids(tokenizer, [" cat"]) == banned_ids(tokenizer, ["cat"])
+
+
+def test_what_ends_with_a_banned_sequence_is_banned_by_it():
+    assert banned_ids(PieceTokenizer(), ["cat"]) == (tuple(b"cat"),)
+    assert banned_ids(PieceTokenizer(), ["cat", "at", "t", "t"]) == ((ord("t"),),)
+
+
+def test_a_blank_is_a_word_too():
+    assert banned_ids(PieceTokenizer(), [" "]) == ((32,),)
+
+
+def test_no_special_token_is_banned(sentencepiece_tokenizer):
+    (first, second) = banned_ids(sentencepiece_tokenizer, ["a"]), banned_ids(sentencepiece_tokenizer, ["ab"])
+    assert first and all(sentencepiece_tokenizer.text_of(ids).strip() == "a" for ids in first)
+    assert second and all(sentencepiece_tokenizer.text_of(ids).strip() == "ab" for ids in second)
