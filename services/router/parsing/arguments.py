@@ -5,30 +5,37 @@
 What the schema leaves open is JSON where it reads as JSON: templates write strings alone without quotes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from services.router.parsing.json_text import text_of, value_of
+from services.router.parsing.json_text import value_of
 from services.router.parsing.reader import Unreadable
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}  # as Python writes them, too
 
 
-def typed_arguments(texts: Mapping[str, str], schema: Any) -> str:
-    """The JSON object of those texts; `schema` is of the object."""
-    properties = _member(schema, "properties")
-    return text_of({name: _typed(text, _member(properties, name), schema) for name, text in texts.items()})
+class TypedText:
+    """`schema`: of the object of all arguments."""
 
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
 
-def _typed(text: str, schema: Any, root: Any) -> Any:
-    types = _types(schema, root)
-    if types == {"string"}:
-        return text
-    try:
-        value = _value(text.strip())
-    except Unreadable:
-        return text
-    return value if not types or not types.isdisjoint(_names(value)) else text
+    def is_string(self, name: str) -> bool:
+        """Whatever its text is."""
+        return self._types(name) == {"string"}
+
+    def value(self, name: str, text: str) -> Any:
+        types = self._types(name)
+        if types == {"string"}:
+            return text
+        try:
+            value = _value(text.strip())
+        except Unreadable:
+            return text
+        return value if not types or not types.isdisjoint(_names(value)) else text
+
+    def _types(self, name: str) -> set[str]:
+        return _types(_member(_member(self._schema, "properties"), name), self._schema)
 
 
 def _value(text: str) -> Any:

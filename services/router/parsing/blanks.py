@@ -29,3 +29,18 @@ class Trailed:
         kept = text.rstrip()
         self._held = text[len(kept) :]
         self._sink(kept)
+
+
+class Unlined:
+    """Without a line's end at its beginning, and without one at its end."""
+
+    def __init__(self, sink: Callable[[str], object]) -> None:
+        self._begins, self._held, self._sink = True, "", sink
+
+    def __call__(self, text: str) -> None:
+        if self._begins and text:
+            text, self._begins = text.removeprefix("\n"), False
+        text = self._held + text
+        kept = text.removesuffix("\n")
+        self._held = text[len(kept) :]
+        self._sink(kept)

@@ -1,20 +1,28 @@
 """How models write calls of tools: a reading for each way. Pure.
 
-A reading begins behind the marker that opens calls, and ends where content may go on. Each call is added when
-it is whole; a closing marker that is missing then changes nothing. Unreadable: what was taken since the last
-call is none.
+A reading begins behind the marker that opens calls, and ends where content may go on. A call is told of when
+it is whole, and long arguments while they come; a closing marker that is missing then changes nothing.
+Unreadable: what was taken and not told of is no call.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from services.router.parsing.arguments import typed_arguments
+from services.router.parsing.arguments import TypedText
+from services.router.parsing.blanks import Unlined
 from services.router.parsing.json_text import arguments_of, is_text, members_of, text_of, value_of
-from services.router.parsing.piece import Call, Sink
+from services.router.parsing.piece import Call, CallPiece, Sink
 from services.router.parsing.reader import Reader, Reading, Unreadable
 
 Schemas = Mapping[str, Any]  # of the tools' arguments, by the tool's name
+
+# Arguments of so many characters come with their call when that is whole: what breaks off before, or is no
+# call, is content. Longer ones, a file's text, come while they are written.
+_WHOLE_CHARS = 256
+_OBJECT = re.compile(r'\{[ \t\r\n]*["}]')
 
 
 class NotACall(Unreadable):
@@ -31,7 +39,10 @@ class Calls:
 
     def add(self, *calls: Call) -> None:
         for call in calls:
-            self.sink.call(call)
+            self.tell(CallPiece(call.name, call.arguments, ends=True))
+
+    def tell(self, piece: CallPiece) -> None:
+        self.sink.call(piece)
         self.reader.mark()
 
     def attempt(self, reading: Reading[None], opening: str) -> Reading[bool]:
@@ -44,31 +55,98 @@ class Calls:
         except NotACall:
             self.sink.content(self.reader.taken)
         except Unreadable:
-            if self.reader.taken:
+            if self.reader.taken or self.sink.has_open_call:
                 self.sink.broken(self.reader.taken)
         self.reader.forget()
         return is_whole
 
-    def add_texts(self, name: str, texts: Mapping[str, str]) -> None:
-        """Raises Unreadable, as all below."""
-        self.add(call_of(name, typed_arguments(texts, self.schemas.get(name.strip()))))
+
+class Arguments:
+    """Of one call, as they come; the name is checked first. Raises Unreadable, as all below."""
+
+    def __init__(self, calls: Calls, name: str) -> None:
+        self._calls = calls
+        self.name = _checked(name)
+        self._texts: list[str] = []
+        self._num_chars = 0
+        self._begun = False
+
+    def add(self, text: str) -> None:
+        was_short = self._num_chars <= _WHOLE_CHARS
+        self._texts.append(text)
+        self._num_chars += len(text)
+        if self._begun:
+            self._calls.tell(CallPiece(arguments=text))
+        elif was_short and self._num_chars > _WHOLE_CHARS:
+            self._begin("".join(self._texts))
+
+    def _begin(self, text: str) -> None:
+        if _OBJECT.match(text, 0, _WHOLE_CHARS):
+            self._begun = True
+            self._calls.tell(CallPiece(self.name, text))
+
+    def end(self) -> None:
+        """They are whole: a JSON object, if they are right."""
+        arguments = arguments_of("".join(self._texts))
+        if self._begun:
+            self._calls.tell(CallPiece(ends=True))
+        else:
+            self._calls.add(Call(self.name, arguments))
+
+
+class TextArguments:
+    """Of a call whose arguments are written one by one, as plain text: the JSON object of them."""
+
+    def __init__(self, calls: Calls, name: str) -> None:
+        name = name.strip()
+        self._arguments = Arguments(calls, name)
+        self._typed = TypedText(calls.schemas.get(name))
+        self._opening = "{"
+
+    def read(self, key: str, value: Callable[[Callable[[str], object]], Reading[None]]) -> Reading[None]:
+        """`value` reads its text into a sink."""
+        self._arguments.add(f"{self._opening}{text_of(key)}: ")
+        self._opening = ", "
+        if self._typed.is_string(key):
+            self._arguments.add('"')
+            yield from value(lambda text: self._arguments.add(text_of(text)[1:-1]))
+            self._arguments.add('"')
+        else:
+            texts: list[str] = []
+            yield from value(texts.append)
+            self._arguments.add(text_of(self._typed.value(key, "".join(texts))))
+
+    def end(self) -> None:
+        self._arguments.add("{}" if self._opening == "{" else "}")
+        self._arguments.end()
 
 
 def call_of(name: str, arguments: str) -> Call:
     """Raises Unreadable for a name that is none, and for arguments that are no object."""
+    return Call(_checked(name), arguments_of(arguments))
+
+
+def _checked(name: str) -> str:
     name = name.strip()
     if not name or not is_text(name):
         raise Unreadable
-    return Call(name, arguments_of(arguments))
+    return name
 
 
 def object_call(source: str, arguments: tuple[str, ...] = ("arguments", "parameters")) -> Call:
     """Of an object with a name and arguments, by the first of these names."""
-    members = members_of(source)
+    return _call_of_members(members_of(source), arguments)
+
+
+def _call_of_members(members: Mapping[str, str], arguments: tuple[str, ...]) -> Call:
+    return call_of(_name_in(members), next((members[key] for key in arguments if key in members), ""))
+
+
+def _name_in(members: Mapping[str, str]) -> str:
     name = value_of(members.get("name", '""'))
     if not isinstance(name, str):
         raise Unreadable
-    return call_of(name, next((members[key] for key in arguments if key in members), ""))
+    return name
 
 
 ReadCalls = Callable[[Calls, str], Reading[None]]  # the second: the marker that opened them
@@ -84,9 +162,47 @@ def _line(reader: Reader, end: str) -> Reading[str]:
 
 def hermes(calls: Calls, opening: str) -> Reading[None]:
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
-    source = yield from calls.reader.json()
-    calls.add(object_call(source))
+    yield from _object(calls, ("arguments", "parameters"))
     yield from calls.reader.optional("</tool_call>")
+
+
+def _object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
+    """Raises NotACall where a tool that is not known is named, or none, with `known_only`."""
+    reader, members, told = calls.reader, dict[str, str](), None
+    yield from reader.expect("{")
+    more = not (yield from reader.next_is("}"))
+    while more:
+        name = value_of((yield from reader.json_value()))
+        if not isinstance(name, str):
+            raise Unreadable
+        yield from reader.expect(":")
+        if name in arguments and "name" in members and told is None and (yield from reader.next_is("{")):
+            told = Arguments(calls, _name_in(members))
+            yield from reader.json(told.add)
+        else:
+            members[name] = yield from reader.json_value()
+        if known_only and name == "name":
+            _check_known(members, calls.schemas)
+        yield from reader.blank()
+        more = bool((yield from reader.either(",")))
+    yield from reader.expect("}")
+    if known_only:
+        _check_known(members, calls.schemas)
+    if told is not None:
+        told.end()
+    else:
+        calls.add(_call_of_members(members, arguments))
+
+
+def _check_known(members: Mapping[str, str], schemas: Schemas) -> None:
+    if value_of(members.get("name", "0")) not in [*schemas]:
+        raise NotACall  # an answer in JSON
+
+
+def json_arguments(calls: Calls, name: str) -> Reading[None]:
+    arguments = Arguments(calls, name)
+    yield from calls.reader.json(arguments.add)
+    arguments.end()
 
 
 def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
@@ -94,50 +210,51 @@ def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
     reader = calls.reader
     if opening == "<tool_call>":
         yield from reader.expect("<function=")
-    name = yield from _line(reader, ">")
-    texts = {}
+    arguments = TextArguments(calls, (yield from _line(reader, ">")))
     while (yield from reader.expect("<parameter=", "</function>")) == "<parameter=":
         key = yield from _line(reader, ">")
-        text, _ = yield from reader.until("</parameter>")
-        texts[key] = text.removeprefix("\n").removesuffix("\n")
-    calls.add_texts(name, texts)
+        yield from arguments.read(key, partial(_within_lines, reader))
+    arguments.end()
     yield from reader.optional("</tool_call>")
+
+
+def _within_lines(reader: Reader, sink: Callable[[str], object]) -> Reading[None]:
+    """A parameter's text, without the line's ends at its own."""
+    yield from _text(reader, "</parameter>", Unlined(sink))
+
+
+def _text(reader: Reader, end: str, sink: Callable[[str], object]) -> Reading[None]:
+    if (yield from reader.upto((end,), sink)) is None:
+        raise Unreadable
 
 
 def glm(calls: Calls, opening: str) -> Reading[None]:
     """<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, blanks between all of them"""
     reader = calls.reader
     yield from reader.blank()
-    name = yield from reader.word()
-    texts = {}
+    arguments = TextArguments(calls, (yield from reader.word()))
     while (yield from reader.expect("<arg_key>", "</tool_call>")) == "<arg_key>":
         key, _ = yield from reader.until("</arg_key>")
         yield from reader.expect("<arg_value>")
-        texts[key.strip()], _ = yield from reader.until("</arg_value>")
-    calls.add_texts(name, texts)
+        yield from arguments.read(key.strip(), partial(_text, reader, "</arg_value>"))
+    arguments.end()
 
 
 def minimax(calls: Calls, opening: str) -> Reading[None]:
     """<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>"""
     reader = calls.reader
     while (yield from reader.expect("<invoke name=", "</minimax:tool_call>")) == "<invoke name=":
-        name = yield from _line(reader, ">")
-        texts = {}
+        arguments = TextArguments(calls, (yield from _line(reader, ">")).strip("\"' "))
         while (yield from reader.expect("<parameter name=", "</invoke>")) == "<parameter name=":
-            key = yield from _line(reader, ">")
-            text, _ = yield from reader.until("</parameter>")
-            texts[key.strip("\"' ")] = text.removeprefix("\n").removesuffix("\n")
-        calls.add_texts(name.strip("\"' "), texts)
+            key = (yield from _line(reader, ">")).strip("\"' ")
+            yield from arguments.read(key, partial(_within_lines, reader))
+        arguments.end()
 
 
 def llama3_json(calls: Calls, opening: str) -> Reading[None]:
     """{"name": "f", "parameters": {...}}; {...}, from the answer's beginning or behind <|python_tag|>"""
     while True:
-        source = yield from calls.reader.json()
-        members = members_of(source)
-        if opening != "<|python_tag|>" and value_of(members.get("name", "0")) not in [*calls.schemas]:
-            raise NotACall  # an answer in JSON
-        calls.add(object_call(source, ("parameters", "arguments")))
+        yield from _object(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
         yield from calls.reader.blank()
         if not (yield from calls.reader.either(";")):
             return
@@ -156,8 +273,7 @@ def mistral(calls: Calls, opening: str) -> Reading[None]:
     if (yield from reader.either("[CALL_ID]")):
         yield from reader.word()
     yield from reader.optional("[ARGS]")
-    source = yield from reader.json()
-    calls.add(call_of(name, source))
+    yield from json_arguments(calls, name)
 
 
 _SEP, _CALL, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -171,8 +287,7 @@ def deepseek_v3(calls: Calls, opening: str) -> Reading[None]:
         yield from _line(reader, _SEP)  # the kind of tool
         name, _ = yield from reader.until("\n")
         yield from reader.optional("```json")
-        source = yield from reader.json()
-        calls.add(call_of(name, source))
+        yield from json_arguments(calls, name)
         yield from reader.optional("```", _CALL_END)
 
 
@@ -181,6 +296,5 @@ def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
     reader = calls.reader
     while (yield from reader.expect(_CALL, _CALLS_END)) == _CALL:
         name = yield from _line(reader, _SEP)
-        source = yield from reader.json()
-        calls.add(call_of(name, source))
+        yield from json_arguments(calls, name)
         yield from reader.optional(_CALL_END)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.router.parsing.calls import Calls, call_of
+from services.router.parsing.calls import Calls, call_of, json_arguments
 from services.router.parsing.reader import Reading, Unreadable
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -69,12 +69,9 @@ class HarmonyAnswer:
 
     def _call(self, name: str) -> Reading[None]:
         reader = self.calls.reader
-        yield from reader.blank()
-        if (yield from reader.either("{")):
-            reader.put_back("{")
-            source = yield from reader.json()
-        else:
-            texts: list[str] = []
-            yield from self._text(texts.append)
-            source = "".join(texts)
-        self.calls.add(call_of(name, source))
+        if (yield from reader.next_is("{")):
+            yield from json_arguments(self.calls, name)
+            return
+        texts: list[str] = []
+        yield from self._text(texts.append)
+        self.calls.add(call_of(name, "".join(texts)))

@@ -12,26 +12,38 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPiece:
+    """Of a call's arguments. One with a name begins a call; `ends`: the call is whole with it. A call whose
+    pieces stop without that broke off, and its arguments with it."""
+
+    name: str = ""
+    arguments: str = ""
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What became certain with one more text. `broken`: calls that could not be read, and are content."""
+    """What became certain with one more text. `broken`: calls that could not be read to their end."""
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
     broken: int = 0
 
 
 class Sink:
-    """Collects what is read until it is taken. `thinks`: what is read now is thinking."""
+    """Collects what is read until it is taken. `thinks`: what is read now is thinking. `has_open_call`: one
+    has begun, and is not whole."""
 
     def __init__(self) -> None:
         self.thinks = False
+        self.has_open_call = False
         self._clear()
 
     def _clear(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[Call] = []
+        self._calls: list[CallPiece] = []
         self._broken = 0
 
     def content(self, text: str) -> None:
@@ -40,12 +52,17 @@ class Sink:
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)
 
-    def call(self, call: Call) -> None:
-        self._calls.append(call)
+    def call(self, piece: CallPiece) -> None:
+        if self._calls and not piece.name:  # of the same call
+            begun = self._calls.pop()
+            piece = CallPiece(begun.name, begun.arguments + piece.arguments, piece.ends)
+        self._calls.append(piece)
+        self.has_open_call = not piece.ends
 
     def broken(self, text: str) -> None:
         self._content.append(text)
         self._broken += 1
+        self.has_open_call = False
 
     def take(self) -> Piece:
         piece = Piece("".join(self._content), "".join(self._reasoning), tuple(self._calls), self._broken)

@@ -18,6 +18,11 @@ Reading = Generator[None, None, _T]
 
 _BLANKS = " \t\r\n"
 _WORD = re.compile(r"[^\s{\[<]*")
+_LITERAL = re.compile(r"[^\s,:\]}]*")
+
+
+def _nowhere(text: str) -> None:
+    """Nobody is told."""
 
 
 class Unreadable(Exception):
@@ -79,11 +84,11 @@ class Reader:
                 return blank
             yield
 
-    def word(self) -> Reading[str]:
-        """Up to white space or a bracket."""
+    def word(self, pattern: re.Pattern[str] = _WORD) -> Reading[str]:
+        """Up to white space or a bracket: as long as all of it matches."""
         word = ""
         while True:
-            word += self._take(_WORD.match(self._text).end())  # type: ignore[union-attr]  # it matches ""
+            word += self._take(pattern.match(self._text).end())  # type: ignore[union-attr]  # it matches ""
             if self._text or self._ended:
                 return word
             yield
@@ -108,23 +113,42 @@ class Reader:
             raise Unreadable
         return literal
 
+    def next_is(self, literal: str) -> Reading[bool]:
+        """Whether it stands behind white space, which is taken; it itself is not."""
+        yield from self.blank()
+        found = yield from self.either(literal)
+        self.put_back(found)
+        return bool(found)
+
     def optional(self, *literals: str) -> Reading[None]:
         """Each in turn is taken, with white space before it, where it stands here."""
         for literal in literals:
             yield from self.blank()
             yield from self.either(literal)
 
-    def json(self) -> Reading[str]:
-        """The text of an object or a list, white space before it left out. Brackets within strings are none.
+    def json(self, sink: Callable[[str], object] = _nowhere) -> Reading[str]:
+        """The text of an object or a list, white space before it left out; `sink` gets it while it comes.
+        Brackets within strings are none.
 
         Raises Unreadable where none stands here or it does not end."""
         yield from self.blank()
-        if not self._text.startswith(("{", "[")):
+        return (yield from self._scanned(("{", "["), sink))
+
+    def json_value(self) -> Reading[str]:
+        """The same of any value. What stands in the place of a number or a word may be none."""
+        yield from self.blank()
+        if self._text.startswith(("{", "[", '"')):
+            return (yield from self._scanned(("{", "[", '"'), _nowhere))
+        return (yield from self.word(_LITERAL))
+
+    def _scanned(self, opens: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str]:
+        if not self._text.startswith(opens):
             raise Unreadable
         texts, scan = [], _JsonScan()
         while True:
             end = scan.end_in(self._text)
             texts.append(self._take(len(self._text) if end is None else end))
+            sink(texts[-1])
             if end is not None:
                 return "".join(texts)
             if self._ended:
@@ -168,7 +192,7 @@ _search_of = lru_cache(maxsize=256)(_Search)  # there are few, all in the format
 
 
 class _JsonScan:
-    """Where a JSON value that begins with a bracket ends, in text that comes in pieces."""
+    """Where a JSON value that begins with a bracket or a quote ends, in text that comes in pieces."""
 
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
@@ -202,4 +226,4 @@ class _JsonScan:
                 self._depth += 1
             case _:
                 self._depth -= 1
-        return self._depth == 0
+        return self._depth == 0 and not self._in_string

@@ -8,7 +8,7 @@ from typing import Any
 from services.router.parsing.blanks import Trailed
 from services.router.parsing.calls import Schemas, call_of
 from services.router.parsing.json_text import text_of
-from services.router.parsing.piece import Call, Piece, Sink
+from services.router.parsing.piece import Call, CallPiece, Piece, Sink
 from services.router.parsing.reader import Unreadable
 from services.values.errors import ConfigError
 
@@ -107,7 +107,7 @@ class TemplateParser:
         if self._field == _CALLS and self._has_calls:
             try:
                 for call in _calls_of(value):
-                    self._sink.call(call)
+                    self._sink.call(CallPiece(call.name, call.arguments, ends=True))
             except Unreadable:
                 self._sink.broken(self._raw)
         self._field, self._is_first = "", False

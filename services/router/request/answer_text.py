@@ -10,10 +10,10 @@ A stop string is looked for in what the client gets as text: not in thinking, no
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.router.parsing.parser import AnswerParser
-from services.router.parsing.piece import Call, Piece
+from services.router.parsing.piece import CallPiece, Piece
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
 from services.router.text.detokenizer import Detokenizer, TokenDecoder
 from services.router.text.stop_strings import StopStrings
@@ -53,7 +53,8 @@ class AnswerText:
         self._parallel_calls = parallel_calls
         self._contents: list[str] = []
         self._reasonings: list[str] = []
-        self.calls: list[AnswerCall] = []
+        self._calls: list[tuple[AnswerCall, list[str]]] = []  # and their arguments
+        self.num_called = 0  # calls that were written to their end
         self.num_broken = 0  # calls that could not be read
         self.reasoning_tokens = 0  # its markers among them
 
@@ -88,12 +89,9 @@ class AnswerText:
         return said
 
     def message(self) -> AnswerMessage:
-        """All that was said."""
-        return AnswerMessage(
-            "".join(self._contents),
-            "".join(self._reasonings),
-            tuple(self.calls),
-        )
+        """All that was said. The last call's arguments may have broken off."""
+        calls = tuple(replace(call, arguments="".join(texts)) for call, texts in self._calls)
+        return AnswerMessage("".join(self._contents), "".join(self._reasonings), calls)
 
     def _parse(self, said: Said, text: str, parser: AnswerParser) -> None:
         thought = parser.thinks
@@ -105,7 +103,8 @@ class AnswerText:
         said.reasoning += piece.reasoning
         self.num_broken += piece.broken
         for call in piece.calls:
-            self._add_call(said, call)
+            if not said.ended:
+                self._add_call(said, call)
         self._add_content(said, piece.content)
 
     def _add_content(self, said: Said, text: str) -> None:
@@ -114,17 +113,20 @@ class AnswerText:
         if matched is not None:
             said.ended, said.matched = True, matched
 
-    def _add_call(self, said: Said, call: Call) -> None:
-        if self.calls and not self._parallel_calls:
-            return
-        added = AnswerCall(_new_id(), call.name, call.arguments)
-        said.calls.append(
-            ToolCallDelta(index=len(self.calls), id=added.id, name=added.name, arguments=added.arguments)
-        )
-        self.calls.append(added)
-        if not self._parallel_calls:
-            said.content += self._stop.finish()
-            said.ended = True
+    def _add_call(self, said: Said, piece: CallPiece) -> None:
+        if piece.name:
+            self._calls.append((AnswerCall(_new_id(), piece.name, ""), []))
+        begun, arguments = self._calls[-1]
+        arguments.append(piece.arguments)
+        if piece.name or piece.arguments:
+            id_, index = begun.id if piece.name else "", len(self._calls) - 1
+            delta = ToolCallDelta(index=index, id=id_, name=piece.name, arguments=piece.arguments)
+            said.calls.append(delta)
+        if piece.ends:
+            self.num_called += 1
+            if not self._parallel_calls:
+                said.content += self._stop.finish()
+                said.ended = True
 
     def _keep(self, said: Said) -> None:
         self._contents.append(said.content)

@@ -2,7 +2,13 @@ import json
 
 import pytest
 
-from services.router.parsing.arguments import typed_arguments
+from services.router.parsing.arguments import TypedText
+from services.router.parsing.json_text import text_of
+
+
+def typed_arguments(texts, schema):
+    typed = TypedText(schema)
+    return text_of({name: typed.value(name, text) for name, text in texts.items()})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing.written import OWN, PLAIN, WRITERS, Answer, dumps, read
+from router.parsing.written import OWN, PLAIN, WRITERS, Answer, dumps, joined, mistral_old, read
 from services.router.parsing.choice import choose
 from services.router.parsing.formats import CALL_FORMATS
 
@@ -89,6 +89,50 @@ def test_an_answer_that_breaks_off_is_the_same_in_all_cuts(name, writer, reasoni
     choice = choice_of(name, reasoning)
     whole = read(choice, [text], SCHEMAS)
     assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
+
+
+LONG = 'He said: "a < b"\n\t{[<tool' + "äß👋 \\n </para </arg_ ,}" * 30 + "\nend"
+TYPED = {"f": {"properties": {"text": {"type": "string"}, "days": {"type": "integer"}}}}
+LONG_CALL = Answer("", "", (("f", {"days": 3, "text": LONG, "more": [1, 2]}), ("f", {"days": 4})))
+
+
+def pieces_of(choice, text):
+    parser = choice.parser(TYPED, "")
+    return [call for part in [*map(parser.feed, text), parser.finish()] for call in part.calls]
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+def test_long_arguments_come_while_they_are_written(name, writer, reasoning):
+    choice = choice_of(name, reasoning)
+    pieces = pieces_of(choice, writer(LONG_CALL))
+    assert [(n, json.loads(arguments)) for n, arguments in joined(pieces)] == list(LONG_CALL.calls)
+    if name == "template" or writer is mistral_old:  # a whole, or a list of all
+        assert len(pieces) == 2
+    else:
+        assert max(len(piece.arguments) for piece in pieces[1:-1]) < 20 and len(pieces) > 300
+    assert read(choice, [writer(LONG_CALL)], TYPED).calls == tuple(joined(pieces))
+
+
+@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_long_arguments_that_break_off_are_as_far_as_they_came(name, writer, reasoning, data):
+    choice, text = choice_of(name, reasoning), writer(LONG_CALL)
+    text = text[: data.draw(st.integers(0, len(text)))]
+    whole = read(choice, [text], TYPED)
+    assert read(choice, data.draw(cut(text)), TYPED) == whole
+    if whole.broken and whole.calls:
+        ((_, complete), *_) = read(choice, [writer(LONG_CALL)], TYPED).calls
+        assert complete.startswith(whole.calls[0][1]) and len(whole.calls[0][1]) > 256
+
+
+def test_what_is_no_object_is_content_however_long():
+    text = "<tool_call>{'name': 'f', 'arguments': {'text': '" + LONG + "'}}</tool_call>"
+    got = read(choice_of("hermes", "none"), text, TYPED)
+    assert (got.content, got.calls, got.broken) == (text, (), 1)
+    text = '<tool_call>{"name": "f", "arguments": {' + "'text': 1, " * 100 + "}}</tool_call>"
+    got = read(choice_of("hermes", "none"), text, TYPED)
+    assert (got.content, got.calls, got.broken) == (text, (), 1)
 
 
 noise = st.lists(st.one_of(st.sampled_from(MARKERS), words), max_size=12).map("".join)

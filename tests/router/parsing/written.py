@@ -155,12 +155,25 @@ class Read:
     broken: int = 0
 
 
+def joined(pieces):
+    """What a client makes of them: names and arguments. Only the last piece of a call ends it."""
+    calls, ended = [], True
+    for piece in pieces:
+        if piece.name:
+            calls.append((piece.name, piece.arguments))
+        else:
+            assert not ended
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+        ended = piece.ends
+    return calls
+
+
 def read(choice: ParserChoice, pieces, schemas=None, prompt_end="") -> Read:
     parser = choice.parser(schemas if schemas is not None else {}, prompt_end)
     parts = [*(parser.feed(piece) for piece in pieces), parser.finish()]
     return Read(
         "".join(part.content for part in parts),
         "".join(part.reasoning for part in parts),
-        tuple((call.name, call.arguments) for part in parts for call in part.calls),
+        tuple(joined(call for part in parts for call in part.calls)),
         sum(part.broken for part in parts),
     )

@@ -63,7 +63,7 @@ def test_markers_that_are_special_tokens_are_read_and_others_are_no_text(step):
     answer = answer_text()
     call = ("f", '{"a": "."}')
     assert told(answer, ids, step) == ("I look.", "hm", [(0, *call), (1, *call)], len(ids), None)
-    ids = [call.id for call in answer.calls]
+    ids = [call.id for call in answer.message().calls]
     assert len(set(ids)) == 2 and all(re.fullmatch("call_[A-Za-z0-9]{24}", each) for each in ids)
 
 

@@ -128,14 +128,14 @@ async def test_one_call_where_no_more_are_allowed(family):
     tools = ChatTools(schemas_of(family), CallMode.REQUIRED, parallel=False, told_apart=True)
     for seed in range(4):
         text = await family.write(tools, seed, None, opened(family), HURRY)
-        assert text is None or len(text.calls) == 1
+        assert text is None or len(text.message().calls) == 1
 
 
 async def test_a_strict_tool_is_called_as_it_says_or_not_at_all(family):
     tools = ChatTools(schemas_of(family), strict=frozenset(SCHEMAS), told_apart=True)
     for text in await answers(family, tools):
         assert text.num_broken == 0
-        for call in text.calls:
+        for call in text.message().calls:
             check(call)
 
 

@@ -1,5 +1,6 @@
 """What a client gets of an answer that is told apart."""
 
+import json
 from unittest.mock import MagicMock
 
 import pytest
@@ -134,6 +135,21 @@ async def test_an_answer_that_is_cut_off_behind_calls_does_not(tokenizer):
     cluster_ends = FinishReason.CAPACITY
     _, _, calls, finish = await answer(tokenizer, CALL, Chat(tools=[F]), cluster_ends)
     assert len(calls) == 1 and finish.reason == common_pb2.FINISH_REASON_CAPACITY
+
+
+@pytest.mark.parametrize("ends", [FinishReason.STOP, FinishReason.CAPACITY])
+async def test_a_long_call_comes_in_pieces_and_is_none_if_it_breaks_off(tokenizer, ends):
+    arguments = json.dumps({"text": "word " * 100})
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}'
+    _, _, calls, finish = await answer(tokenizer, text + "}", Chat(tools=[F]), ends)
+    assert len(calls) > 50 and {index for index, *_ in calls} == {0}
+    assert [name for _, name, _ in calls if name] == ["f"]
+    assert "".join(piece for *_, piece in calls) == arguments
+    whole = common_pb2.FINISH_REASON_TOOL_CALLS
+    assert finish.reason == (whole if ends is FinishReason.STOP else common_pb2.FINISH_REASON_CAPACITY)
+    content, _, calls, finish = await answer(tokenizer, text[:-20], Chat(tools=[F]), ends)
+    assert content == "" and "".join(piece for *_, piece in calls) == arguments[:-20]
+    assert finish.reason != whole
 
 
 async def test_one_call_ends_an_answer_that_may_have_no_more(tokenizer):

@@ -14,7 +14,7 @@ from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.values.errors import Aborted, ProtocolError
+from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage
 
@@ -146,13 +146,12 @@ def _opening(part: Part) -> Json:
 
 
 def _arguments(text: str) -> Json:
+    """Those that broke off are none: why the answer stopped says so."""
     try:
         arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a call's arguments are not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ProtocolError("a call's arguments are no JSON object")
-    return arguments
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _usage(usage: Usage) -> Json:

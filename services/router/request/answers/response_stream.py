@@ -143,7 +143,7 @@ class ResponseStream:
             progress.stream.close()  # the rank would go on
         self._note_text()
         if reason is not None:
-            has_called = reason is FinishReason.STOP and self._text.calls
+            has_called = reason is FinishReason.STOP and self._text.num_called
             self._finish(response, FinishReason.TOOL_CALLS if has_called else reason, matched)
             if reason is not FinishReason.ABORTED and self._remember(said.matched):
                 response.finish.answer_id = self.answer_id
@@ -152,7 +152,7 @@ class ResponseStream:
     def _note_text(self) -> None:
         progress, text = self._progress, self._text
         progress.reasoning_tokens = text.reasoning_tokens
-        progress.num_calls = len(text.calls)
+        progress.num_calls = text.num_called
         progress.num_broken_calls = text.num_broken
 
     def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:

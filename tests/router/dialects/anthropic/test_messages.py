@@ -158,10 +158,12 @@ async def test_an_answer_that_says_nothing_is_an_empty_text() -> None:
     assert (await message(FakeBackend(ended()))).json()["content"] == [{"type": "text", "text": ""}]
 
 
-async def test_arguments_that_are_no_object_are_a_bug_of_ours() -> None:
+async def test_arguments_that_broke_off_are_none() -> None:
     for arguments in ("{", "[]"):
-        answer = await message(FakeBackend(called(0, arguments, "c", "f"), ended(TOOL_CALLS)))
-        assert answer.status_code == 500
+        script = called(0, arguments, "c", "f"), ended(common_pb2.FINISH_REASON_LENGTH)
+        answer = (await message(FakeBackend(*script))).json()
+        assert answer["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+        assert answer["stop_reason"] == "max_tokens"
 
 
 @pytest.mark.parametrize("stream", [False, True])
