@@ -31,6 +31,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.router.cluster import Cluster
 from services.router.http.door.connection import HttpMetrics
 from services.router.request.metrics import RankCollector, RouterMetrics
+from services.router.watch.metrics import WatchMetrics
 from services.values.kv import KvLayout
 from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId, Role
@@ -101,6 +102,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         made["router"].register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
         StalenessMetrics(made["router"])
         RouterMetrics(made["router"])
+        WatchMetrics(made["router"])
         HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
         PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine()))

@@ -18,6 +18,7 @@ from services.values.errors import (
     ConfigError,
     ContextExceeded,
     DeadlineExceeded,
+    Forbidden,
     InvalidRequest,
     IsthmusError,
     KvCorrupt,
@@ -37,6 +38,7 @@ _STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     NotFound: grpc.StatusCode.NOT_FOUND,
     AlreadyRunning: grpc.StatusCode.ALREADY_EXISTS,
     NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -54,6 +56,7 @@ _BY_NAME: dict[str, type[IsthmusError]] = {error.__name__: error for error in _S
 _BY_STATUS: dict[grpc.StatusCode, type[IsthmusError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
     grpc.StatusCode.RESOURCE_EXHAUSTED: NoCapacity,
@@ -71,6 +74,11 @@ def status_of(error: BaseException) -> grpc.StatusCode:
         if cls in _STATUS:
             return _STATUS[cls]
     return grpc.StatusCode.INTERNAL
+
+
+def status_named(name: str) -> grpc.StatusCode:
+    """Likewise, by the name of its class."""
+    return _STATUS[_BY_NAME[name]] if name in _BY_NAME else grpc.StatusCode.INTERNAL
 
 
 def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:

@@ -81,6 +81,7 @@ async def _serve_until_stopped(
     async def stop_http() -> None:
         await stopping.wait()
         lifecycle.enter(ProcessPhase.STOPPING)
+        router.watch.close()
         await router.http.stop()
 
     await asyncio.gather(servers.serve_until_stopped(router.server, stopping, grace_s), stop_http())

@@ -46,8 +46,11 @@ from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.metrics import RankCollector, RouterMetrics
 from services.router.server import GenerationService
+from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
+from services.router.watch.metrics import WatchMetrics
+from services.router.watch.watch import Watch
 from services.values.errors import ConfigError, root_cause
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -66,6 +69,7 @@ class OpenRouter:
     http: "HttpFront"
     metrics_port: int
     generator: Generator
+    watch: Watch
     cluster: Cluster
     mirror: Mirror
     failed: asyncio.Event
@@ -138,7 +142,14 @@ async def open_router(
             parsers=parsers,
             keeps_strict=config.strict_tools == "keep",
         )
-        service = GenerationService(config.served_name, tokenizer, generator, cluster)
+        watch = Watch(
+            config.served_name,
+            generator,
+            partial(ranks_of, cluster),
+            WatchMetrics(registry),
+            config.max_watchers,
+        )
+        service = GenerationService(config.served_name, tokenizer, generator, cluster, watch)
         metrics.running.set_function(lambda: generator.num_running)
         metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
         registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
@@ -147,6 +158,7 @@ async def open_router(
         http = await stack.enter_async_context(
             _serve_http(config, service, defaults, api_keys, HttpMetrics(registry))
         )
+        stack.callback(watch.close)  # before HTTP, which waits for its calls
         registry.register(CertificateCollector(config.certificates()))
         labels = {
             metrics_page.CLUSTER_LABEL: config.cluster,
@@ -161,7 +173,7 @@ async def open_router(
         waits()
         await _wait_for_index(mirror, failed, stopping)
         await server.set_serving(not stopping.is_set())
-        yield OpenRouter(name, server, http, metrics_port, generator, cluster, mirror, failed)
+        yield OpenRouter(name, server, http, metrics_port, generator, watch, cluster, mirror, failed)
 
 
 def _tell_ends(end: EndOfSequence) -> None:

@@ -86,6 +86,12 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(at_least=0),
     )
 
+    max_watchers: int = setting(
+        64,
+        "streams that watch the cluster (WatchCluster, /v1/cluster/watch) above which one is refused",
+        bounds=Bounds(at_least=0),
+    )
+
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",

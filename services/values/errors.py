@@ -17,6 +17,10 @@ class Unauthenticated(IsthmusError):
     """Whoever asks has shown no key that is known here; give up."""
 
 
+class Forbidden(IsthmusError):
+    """The key that was shown is not good for this; give up, or show another."""
+
+
 class NotFound(IsthmusError):
     """What the request names does not exist; give up."""
 

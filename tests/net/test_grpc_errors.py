@@ -20,10 +20,12 @@ EVERY_ERROR = [
 
 
 async def test_every_error_has_a_status():
-    assert len(EVERY_ERROR) == 14
+    assert len(EVERY_ERROR) == 15
     for cls in EVERY_ERROR:
+        assert grpc_errors.status_named(cls.__name__) is grpc_errors.status_of(cls("x"))
         assert grpc_errors.status_of(cls("x")) not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.OK), cls
     assert grpc_errors.status_of(KeyError("x")) is grpc.StatusCode.INTERNAL
+    assert grpc_errors.status_named("KeyError") is grpc.StatusCode.INTERNAL
 
 
 @pytest.mark.parametrize("cls", EVERY_ERROR)

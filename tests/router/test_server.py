@@ -37,7 +37,7 @@ async def talker():
 
 @pytest.fixture
 async def stub(talker):
-    service = GenerationService("m", SimpleNamespace(), talker, SimpleNamespace())
+    service = GenerationService("m", SimpleNamespace(), talker, SimpleNamespace(), None)
     server = await servers.open_server(
         "127.0.0.1:0",
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
@@ -69,7 +69,7 @@ async def test_the_ranks_of_a_model_are_those_that_are_up():
     cluster = SimpleNamespace(
         ranks=ranks.__getitem__, is_up=lambda view: view in up, max_context_tokens=lambda: 9
     )
-    service = GenerationService("m", SimpleNamespace(), SimpleNamespace(), cluster)
+    service = GenerationService("m", SimpleNamespace(), SimpleNamespace(), cluster, None)
     for decode_ranks, prefill_ranks in ((1, 1), (0, 1), (0, 0)):
         (model,) = (await service.list_models()).models
         assert (model.decode_ranks, model.prefill_ranks) == (decode_ranks, prefill_ranks)

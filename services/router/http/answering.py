@@ -5,13 +5,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from services.router.dialects.answer import Answer, Json
-from services.router.http.event_stream import sse
+from services.router.http.event_stream import COMMENT, SILENCE_S, sse
 from services.values.errors import IsthmusError, ProtocolError
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
-
-# Proxies take a stream in which nothing comes for a minute to be dead (nginx's proxy_read_timeout).
-_SILENCE_S = 15.0
-_COMMENT = b": at it\n\n"  # which readers of events leave aside (WHATWG HTML, 9.2.6)
 
 
 async def whole(answer: Answer, responses: AsyncGenerator[GenerateResponse, None]) -> Json:
@@ -43,8 +39,8 @@ async def events(
         async with aclosing(responses):
             async for response in responses:
                 said = [sse(event) for event in answer.events(response)]
-                if not said and clock() - said_s >= _SILENCE_S:
-                    said = [_COMMENT]
+                if not said and clock() - said_s >= SILENCE_S:
+                    said = [COMMENT]
                 for each in said:
                     started, said_s = True, clock()
                     yield each

@@ -9,6 +9,8 @@ from services.wire.isthmus.v1.generation_pb2 import (
     GenerateResponse,
     ListModelsResponse,
     TokenizeResponse,
+    WatchClusterRequest,
+    WatchClusterResponse,
 )
 
 
@@ -39,6 +41,12 @@ class GenerationBackend(Protocol):
         """Raises InvalidRequest, NotFound."""
 
     async def list_models(self) -> ListModelsResponse: ...
+
+    def watch(self, request: WatchClusterRequest) -> AsyncGenerator[WatchClusterResponse, None]:
+        """Responses as in generation.proto, until it is closed or the router stops.
+
+        Raises InvalidRequest and Forbidden; at the first response NoCapacity, Unavailable.
+        """
 
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no rank could take any request."""

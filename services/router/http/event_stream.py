@@ -14,6 +14,9 @@ from services.values.errors import Aborted, DeadlineExceeded
 
 _T = TypeVar("_T")
 
+# Proxies take a stream in which nothing comes for a minute to be dead (nginx's proxy_read_timeout).
+SILENCE_S = 15.0
+COMMENT = b": at it\n\n"  # which readers of events leave aside (WHATWG HTML, 9.2.6)
 # Next line, line separator, paragraph separator: JSON leaves them as they are, and a client that splits a
 # stream as Python's splitlines does (httpx) would cut an event there.
 _LINE_SEPARATORS = "\x85\u2028\u2029"
@@ -32,9 +35,9 @@ def sse(event: Event) -> bytes:
 
 class EventStream(Response):
     """Sends server-sent events as they come, until the client leaves or the time is over: it may have stopped
-    reading. Closes `events`."""
+    reading. Closes `events`. Without a limit the connection alone sees to that."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], time_limit_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], time_limit_s: float | None) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]

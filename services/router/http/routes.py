@@ -34,6 +34,7 @@ from services.router.http.models import Models
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, HEALTH, MESSAGES, RESPONSES
 from services.router.http.stored import StoredResponses
 from services.router.http.tokenizing import Tokenizing
+from services.router.http.watching import Watching
 from services.router.keys.api_keys import ApiKeys
 from services.values.errors import IsthmusError
 
@@ -68,6 +69,7 @@ def http_app(
         *_stored_routes(StoredResponses(store)),
         *_tokens_routes(Tokenizing(generation, bodies)),
         *_models_routes(Models(generation, int(clock()))),
+        Route("/v1/cluster/watch", Watching(generation).stream, methods=["GET"]),
         *_about_routes(About(generation, model_path)),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}

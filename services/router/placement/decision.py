@@ -200,7 +200,7 @@ def _remote_options(
         spare_ranks,
     )
     return [
-        Option(pricing.remote_s(receiver, sender), receiver.decode, sender.prefill)
+        pricing.remote(receiver, sender)
         for receiver in _with_home(receivers, chosen, home)
         for sender in senders
         if waits.remote_s(receiver.decode, sender.prefill.compute_wait_s) <= max_wait_s

@@ -82,6 +82,7 @@ class Option(NamedTuple):
     total_s: float
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
+    bytes_per_s: float = inf  # between them, as it was when this was priced
 
     @property
     def plan(self) -> Plan:
@@ -231,11 +232,12 @@ class PriceList:
         at_decode_s = wait_s + receiver.room_s + receiver.evict_s + itl_s + receiver.outgrow_s
         return at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
 
-    def remote_s(self, receiver: Receiver, sender: Sender) -> float:
+    def remote(self, receiver: Receiver, sender: Sender) -> Option:
         bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
         fixed_s, transfer_s = self.receiving_s(receiver, bytes_per_s)
         overlapped_s = max(sender.compute_s, transfer_s)
-        return sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
+        total_s = sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
+        return Option(total_s, receiver.decode, sender.prefill, bytes_per_s)
 
     def local_s(self, receiver: Receiver) -> float:
         return sum(self.local_terms(receiver).values())
@@ -245,8 +247,7 @@ class PriceList:
         if prefill is None:
             terms = self.local_terms(receiver)
         else:
-            bytes_per_s = self.bandwidth(prefill.id.key, option.decode.id.key)
-            terms = self.remote_terms(receiver, self.sender(prefill), bytes_per_s)
+            terms = self.remote_terms(receiver, self.sender(prefill), option.bytes_per_s)
         return Priced(option.decode, prefill, option.plan, tuple(terms.items()))
 
 

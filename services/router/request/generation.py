@@ -11,9 +11,10 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -111,11 +112,22 @@ class Generator:
             clock,
         )
         self._running: dict[str, Progress] = {}
+        self._listeners: list[Callable[[Progress, str], None]] = []
         self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def running(self) -> Collection[Progress]:
+        """The oldest first; not to be kept over an await."""
+        return self._running.values()
+
+    def listen(self, ended: Callable[[Progress, str], None]) -> Callable[[], None]:
+        """`ended` is told of each request that ends, and how, until what is returned is called."""
+        self._listeners.append(ended)
+        return partial(self._listeners.remove, ended)
 
     @property
     def remembered_answer_bytes(self) -> int:
@@ -205,6 +217,7 @@ class Generator:
                 prompt = await self._encoder().encode(request, past)
                 checked = await self._obliged(checked, prompt)
                 progress.tokenize_s = self._clock() - progress.began_s
+                progress.prompt_tokens = len(prompt.ids)
                 progress.past_answers = past.outcomes if past is not None else {}
                 self._metrics.past_answers(progress.past_answers)
                 answer = ResponseStream(self._means, checked, prompt, past, progress, deadline)
@@ -312,6 +325,8 @@ class Generator:
             span,
             operation=checked.operation,
             constraint=checked.constraint,
+            tenant=checked.tenant,
+            conversation_id=checked.conversation_id,
         )
         self._running[checked.request_id] = progress
         outcome = "finished"
@@ -343,3 +358,5 @@ class Generator:
             told = gen_ai.answered(progress, self._model_name)
             progress.span.set_attributes(attributes_of(progress) | told)
         tell(progress, outcome)
+        for ended in self._listeners:
+            ended(progress, outcome)

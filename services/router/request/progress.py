@@ -11,6 +11,7 @@ from services.router.request.stages import Stages
 from services.router.request.tools import ChatTools
 from services.values.rank import RankId
 from services.values.request import Admitted, FinishReason, Output, SamplingParams
+from services.wire.isthmus.v1 import generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class Progress:
     aborted: bool = False
     operation: str = "text_completion"  # or chat: what was asked for
     constraint: str = ""  # its kind
+    tenant: str = ""
+    conversation_id: str = ""
+    prompt_tokens: int = 0  # known once it is encoded
+    finish: generation_pb2.Finish | None = None  # as the client got it
     finish_reason: FinishReason | None = None
     reasoning_tokens: int = 0
     num_calls: int = 0

@@ -57,7 +57,7 @@ class Front:
 
 
 async def explanation(cluster) -> generation_pb2.ExplainResponse:
-    service = GenerationService("m", None, Front(cluster), cluster)
+    service = GenerationService("m", None, Front(cluster), cluster, None)
     return await service.Explain(generation_pb2.ExplainRequest(), None)
 
 
@@ -77,13 +77,13 @@ async def test_of_full_attention_alone_nothing_of_the_kind_is_said(two_decodes):
     assert answer.carried_bytes == 0
     assert not any(candidate.HasField("decode_resume_tokens") for candidate in answer.candidates)
     assert not any(term.name == "carried" for candidate in answer.candidates for term in candidate.terms)
-    ranks = (await GenerationService("m", None, None, two_decodes).ListRanks(None, None)).ranks
+    ranks = (await GenerationService("m", None, None, two_decodes, None).ListRanks(None, None)).ranks
     assert len(ranks) == 3 and not any(rank.HasField("resumable_blocks") for rank in ranks)
 
 
 async def test_ranks_are_listed_with_both_kinds_and_the_trust_in_each(hybrid, balance, clock):
     balance.resume_trust.observe(D0_KEY, 10_000, 0, clock[0])
-    ranks = (await GenerationService("m", None, None, hybrid).ListRanks(None, None)).ranks
+    ranks = (await GenerationService("m", None, None, hybrid, None).ListRanks(None, None)).ranks
     assert [(rank.index_blocks, rank.resumable_blocks) for rank in ranks] == [(6, 1), (5, 1)]
     assert ranks[0].trust == 1.0 and ranks[0].resume_trust < 0.5 and ranks[1].resume_trust == 1.0
 

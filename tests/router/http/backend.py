@@ -21,6 +21,8 @@ from services.wire.isthmus.v1.generation_pb2 import (
     StageTimes,
     TokenizeResponse,
     Usage,
+    WatchClusterRequest,
+    WatchClusterResponse,
 )
 
 DEADLINE_S = 10.0
@@ -44,6 +46,8 @@ class FakeBackend:
         self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
         self.rejections: list[str] = []
+        self.watches: list[WatchClusterRequest] = []
+        self.watch_script: list[WatchClusterResponse | Exception | str] = []
         self.waiting = asyncio.Event()
         self.closed = asyncio.Event()
 
@@ -53,12 +57,17 @@ class FakeBackend:
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
         self.traceparents.append(traceparent)
-        self.playing = self.play()
+        self.playing = self.play(self.script)
         return self.playing
 
-    async def play(self) -> AsyncGenerator[GenerateResponse, None]:
+    def watch(self, request: WatchClusterRequest) -> AsyncGenerator[WatchClusterResponse, None]:
+        self.watches.append(request)
+        self.playing = self.play(self.watch_script)
+        return self.playing
+
+    async def play(self, script: Sequence[Any]) -> AsyncGenerator[Any, None]:
         try:
-            for step in self.script:
+            for step in script:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, str):

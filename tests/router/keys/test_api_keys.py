@@ -213,7 +213,9 @@ class Player:
 @pytest.fixture
 async def channel(keys):
     ranks = {Role.DECODE: [], Role.PREFILL: []}
-    service = GenerationService("m", None, Player(), SimpleNamespace(ranks=ranks.__getitem__, is_up=None))
+    service = GenerationService(
+        "m", None, Player(), SimpleNamespace(ranks=ranks.__getitem__, is_up=None), None
+    )
     server = await servers.open_server(
         "127.0.0.1:0",
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),

@@ -10,6 +10,7 @@ from services.values.errors import IsthmusError
 # By status, as their SDKs raise by it; what is below 500 and not here is the request's fault.
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

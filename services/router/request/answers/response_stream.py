@@ -182,7 +182,8 @@ class ResponseStream:
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress
         progress.finish_reason = reason
-        response.finish.CopyFrom(finish_of(progress, reason, matched, self._drift))
+        progress.finish = finish_of(progress, reason, matched, self._drift)
+        response.finish.CopyFrom(progress.finish)
         all_ids = self._prompt.ids + array("I", progress.output_ids)
         if self._checked.memory_key:
             self._memory.remember(self._checked.memory_key, all_ids)

@@ -477,7 +477,7 @@ class WatchClusterRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ..., tenant: _Optional[str] = ..., all_tenants: _Optional[bool] = ...) -> None: ...
 
 class WatchClusterResponse(_message.Message):
-    __slots__ = ("ranks", "gone", "running", "finished", "dropped", "staleness_s", "degraded")
+    __slots__ = ("ranks", "gone", "running", "finished", "dropped", "staleness_s", "degraded", "num_running")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +485,7 @@ class WatchClusterResponse(_message.Message):
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_S_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
     gone: _containers.RepeatedCompositeFieldContainer[_common_pb2.RankId]
     running: _containers.RepeatedCompositeFieldContainer[RunningRequest]
@@ -492,10 +493,11 @@ class WatchClusterResponse(_message.Message):
     dropped: int
     staleness_s: float
     degraded: str
-    def __init__(self, ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[_common_pb2.RankId, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[FinishedRequest, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness_s: _Optional[float] = ..., degraded: _Optional[str] = ...) -> None: ...
+    num_running: int
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[_common_pb2.RankId, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[FinishedRequest, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness_s: _Optional[float] = ..., degraded: _Optional[str] = ..., num_running: _Optional[int] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
-    __slots__ = ("request_id", "conversation_id", "model", "age_s", "prompt_tokens", "completion_tokens", "decode", "prefill")
+    __slots__ = ("request_id", "conversation_id", "model", "age_s", "prompt_tokens", "completion_tokens", "decode", "prefill", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +506,7 @@ class RunningRequest(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     conversation_id: str
     model: str
@@ -512,10 +515,11 @@ class RunningRequest(_message.Message):
     completion_tokens: int
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
-    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class FinishedRequest(_message.Message):
-    __slots__ = ("request_id", "conversation_id", "model", "outcome", "ended_at_s", "duration_s", "finish", "candidates", "tool_calls", "constraint")
+    __slots__ = ("request_id", "conversation_id", "model", "outcome", "ended_at_s", "duration_s", "finish", "candidates", "tool_calls", "constraint", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -526,6 +530,7 @@ class FinishedRequest(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     conversation_id: str
     model: str
@@ -536,7 +541,8 @@ class FinishedRequest(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     tool_calls: int
     constraint: str
-    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_at_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., tool_calls: _Optional[int] = ..., constraint: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_at_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., tool_calls: _Optional[int] = ..., constraint: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -131,7 +131,8 @@ class GenerationServicer:
 
     def WatchCluster(self, request, context):
         """What happens, as it happens: ranks as they change, a tenant's requests as they begin and end, and nothing of what
-        those say.
+        those say. Requests that are refused at the door are not among them. It ends when the router stops. Errors:
+        INVALID_ARGUMENT names the field; PERMISSION_DENIED another's requests; RESOURCE_EXHAUSTED too many watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,97 @@
+"""The watch of the cluster, as server-sent events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+from google.protobuf import json_format
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.router.dialects.answer import Event
+from services.router.dialects.body import InvalidParameter
+from services.router.dialects.call import TENANT
+from services.router.http.backend import GenerationBackend
+from services.router.http.event_stream import COMMENT, SILENCE_S, EventStream, sse
+from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
+
+_MEDIA_TYPE = "text/event-stream"
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class Watching:
+    """An endpoint."""
+
+    def __init__(self, generation: GenerationBackend, silence_s: float = SILENCE_S) -> None:
+        self._generation = generation
+        self._silence_s = silence_s
+
+    async def stream(self, request: Request) -> Response:
+        responses = self._generation.watch(read_watch(request.query_params, request.headers))
+        if request.method == "HEAD":
+            return Response(media_type=_MEDIA_TYPE)
+        return EventStream(_events(responses, self._silence_s), time_limit_s=None)
+
+
+def read_watch(query: Mapping[str, str], headers: Mapping[str, str]) -> WatchClusterRequest:
+    """Raises InvalidParameter."""
+    watch = WatchClusterRequest(tenant=headers.get(TENANT, ""))
+    for name, value in query.items():
+        if name not in _READERS:
+            raise InvalidParameter(name, f"is not known here; {', '.join(_READERS)} are")
+        setattr(watch, name, _READERS[name](name, value))
+    named = headers.get(TENANT, "")
+    if named and watch.tenant != named:
+        raise InvalidParameter("tenant", f"differs from the header {TENANT}; leave one of them out")
+    return watch
+
+
+def _read_seconds(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise InvalidParameter(name, f"must be a number of seconds, got {value!r}") from None
+
+
+def _read_boolean(name: str, value: str) -> bool:
+    if value not in _BOOLEANS:
+        raise InvalidParameter(name, f"must be one of {', '.join(_BOOLEANS)}, got {value!r}")
+    return _BOOLEANS[value]
+
+
+_READERS: Mapping[str, Callable[[str, str], object]] = {
+    "interval_s": _read_seconds,
+    "tenant": lambda name, value: value,
+    "all_tenants": _read_boolean,
+}
+
+
+async def _events(
+    responses: AsyncGenerator[WatchClusterResponse, None], silence_s: float
+) -> AsyncGenerator[bytes, None]:
+    """One each, and a comment where none comes for so long. Closes `responses`."""
+    async with aclosing(responses):
+        coming = _next_of(responses)
+        try:
+            while True:
+                await asyncio.wait((coming,), timeout=silence_s)
+                if not coming.done():
+                    yield COMMENT
+                    continue
+                response = coming.result()
+                if response is None:
+                    return
+                yield sse(Event(json_format.MessageToDict(response, preserving_proto_field_name=True)))
+                coming = _next_of(responses)
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
+def _next_of(
+    responses: AsyncGenerator[WatchClusterResponse, None],
+) -> asyncio.Task[WatchClusterResponse | None]:
+    async def next_response() -> WatchClusterResponse | None:
+        return await anext(responses, None)
+
+    return asyncio.create_task(next_response())

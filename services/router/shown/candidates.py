@@ -1,0 +1,87 @@
+"""What a request could be placed on, with prices, as Explain and WatchCluster tell it."""
+
+import math
+
+from services.router.placement.candidates import Candidate, DecodeCandidate
+from services.router.placement.decision import Decision, Nowhere
+from services.router.placement.price import Priced
+from services.values.rank import RankKey
+from services.wire import convert
+from services.wire.isthmus.v1 import generation_pb2
+
+
+def all_candidates(decision: Decision | Nowhere, pinned: RankKey | None) -> list[generation_pb2.Candidate]:
+    """Cheapest first, then those without a price. `pinned`: where the conversation is."""
+    if isinstance(decision, Nowhere):
+        return [_unpriced(rank, pinned) for rank in decision.candidates]
+    return _candidates(decision, decision.ranked, pinned)
+
+
+def few_candidates(decision: Decision, pinned: RankKey | None, most: int) -> list[generation_pb2.Candidate]:
+    """Likewise, the choice among them."""
+    ranked = decision.ranked
+    cheapest = ranked[:most]
+    if decision.chosen not in cheapest:
+        cheapest = (*ranked[: most - 1], decision.chosen)
+    return _candidates(decision, cheapest, pinned)[:most]
+
+
+def _candidates(
+    decision: Decision, ranked: tuple[Priced, ...], pinned: RankKey | None
+) -> list[generation_pb2.Candidate]:
+    priced = [_priced(each, each is decision.chosen, pinned) for each in ranked]
+    return priced + [_unpriced(rank, pinned) for rank in decision.excluded]
+
+
+def _priced(priced: Priced, chosen: bool, pinned: RankKey | None) -> generation_pb2.Candidate:
+    decode, prefill = priced.decode, priced.prefill
+    return generation_pb2.Candidate(
+        decode=convert.rank_id_to_proto(decode.id),
+        prefill=None if prefill is None else convert.rank_id_to_proto(prefill.id),
+        plan=convert.plan_to_proto(priced.plan),
+        decode_hit_tokens=decode.hit_tokens,
+        prefill_hit_tokens=0 if prefill is None else prefill.hit_tokens,
+        decode_indexed_tokens=decode.matched_tokens,
+        prefill_indexed_tokens=0 if prefill is None else prefill.matched_tokens,
+        decode_context_tokens=_context_tokens(decode),
+        prefill_context_tokens=0 if prefill is None else _context_tokens(prefill),
+        decode_resume_tokens=decode.resume_tokens,
+        decode_indexed_resume_tokens=decode.matched_resume_tokens,
+        decode_tokens_per_step=decode.tokens_per_step,
+        prefill_resume_tokens=None if prefill is None else prefill.resume_tokens,
+        prefill_indexed_resume_tokens=None if prefill is None else prefill.matched_resume_tokens,
+        terms=[generation_pb2.CostTerm(name=name, seconds=seconds) for name, seconds in priced.terms],
+        total_s=priced.total_s,
+        pinned=pinned == decode.id.key,
+        chosen=chosen,
+    )
+
+
+def _unpriced(rank: Candidate, pinned: RankKey | None) -> generation_pb2.Candidate:
+    rank_id = convert.rank_id_to_proto(rank.id)
+    if isinstance(rank, DecodeCandidate):
+        return generation_pb2.Candidate(
+            decode=rank_id,
+            decode_hit_tokens=rank.hit_tokens,
+            decode_indexed_tokens=rank.matched_tokens,
+            decode_context_tokens=_context_tokens(rank),
+            decode_resume_tokens=rank.resume_tokens,
+            decode_indexed_resume_tokens=rank.matched_resume_tokens,
+            decode_tokens_per_step=rank.tokens_per_step,
+            pinned=pinned == rank.id.key,
+            excluded=rank.excluded,
+        )
+    return generation_pb2.Candidate(
+        prefill=rank_id,
+        prefill_hit_tokens=rank.hit_tokens,
+        prefill_indexed_tokens=rank.matched_tokens,
+        prefill_context_tokens=_context_tokens(rank),
+        prefill_resume_tokens=rank.resume_tokens,
+        prefill_indexed_resume_tokens=rank.matched_resume_tokens,
+        excluded=rank.excluded,
+    )
+
+
+def _context_tokens(rank: Candidate) -> int:
+    """0: it is bounded by nothing."""
+    return int(rank.holds_tokens) if rank.holds_tokens < math.inf else 0

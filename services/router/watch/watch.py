@@ -1,0 +1,164 @@
+"""The streams of those who watch a router.
+
+    request ends --> a ring for each watcher whose it is --+   (when it ended, and every interval)
+    ranks, one picture for all --> what has changed -------+--> WatchClusterResponse --> its stream
+    requests that run -------------------------------------+
+
+While nobody watches nothing is made of any request.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from services.router.request.generation import Generator
+from services.router.request.progress import Progress
+from services.router.watch.asked import Asked
+from services.router.watch.changes import Changes
+from services.router.watch.metrics import WatchMetrics
+from services.router.watch.requests import finished_request, running_request
+from services.router.watch.ring import Ring
+from services.values.errors import NoCapacity, Unavailable
+from services.wire.isthmus.v1 import generation_pb2
+
+_KEPT = 256  # finished requests that a watcher may be behind
+_MOST_RUNNING = 1_000  # told of in a response
+_GATHER_S = 0.05  # for more finished requests to go with the first
+_FRESH_S = 0.09  # in which one picture of the ranks does for all; below the shortest interval
+
+_RankKey = tuple[str, int]  # worker and rank
+_Ranks = Mapping[_RankKey, generation_pb2.RankStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    taken_s: float
+    told: generation_pb2.ListRanksResponse
+    ranks: _Ranks
+
+
+class _Watcher:
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.finished: Ring[generation_pb2.FinishedRequest] = Ring(_KEPT)
+        self.woken = asyncio.Event()  # a request has finished, or all is over
+        self.ranks: _Ranks = {}  # as it was told of them
+
+
+class Watch:
+    """Of one router, on its loop. `ranks` tells what ListRanks does; `clock` is the generator's, and `now`
+    gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        model_name: str,
+        generator: Generator,
+        ranks: Callable[[], generation_pb2.ListRanksResponse],
+        metrics: WatchMetrics,
+        max_watchers: int,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._model_name = model_name
+        self._generator = generator
+        self._tell_ranks = ranks
+        self._metrics = metrics
+        self._max_watchers = max_watchers
+        self._clock = clock
+        self._now = now
+        self._watchers: list[_Watcher] = []
+        self._stop_listening: Callable[[], None] | None = None
+        self._picture: _Picture | None = None
+        self._closed = False
+
+    async def responses(self, asked: Asked) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
+        """Until it is closed, or all is. Raises NoCapacity where too many watch, and Unavailable."""
+        with self._entered(asked) as watcher:
+            yield self._response(watcher)
+            is_last = False
+            while not is_last:
+                await self._due(watcher)
+                is_last = self._closed
+                yield self._response(watcher)
+
+    def close(self) -> None:
+        """End all streams, each with a last response: who watches would keep a router that stops."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.woken.set()
+
+    # -- internals --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _entered(self, asked: Asked) -> Iterator[_Watcher]:
+        if self._closed:
+            raise Unavailable("this router is stopping")
+        if len(self._watchers) >= self._max_watchers:
+            self._metrics.refused.inc()
+            raise NoCapacity(f"{len(self._watchers)} watch this router already (--max-watchers)")
+        watcher = _Watcher(asked)
+        self._watchers.append(watcher)
+        self._follow_watchers()
+        try:
+            yield watcher
+        finally:
+            self._watchers.remove(watcher)
+            self._follow_watchers()
+
+    def _follow_watchers(self) -> None:
+        self._metrics.watchers.set(len(self._watchers))
+        if self._watchers and self._stop_listening is None:
+            self._stop_listening = self._generator.listen(self._ended)
+        if not self._watchers and self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = self._picture = None
+
+    def _ended(self, progress: Progress, outcome: str) -> None:
+        watchers = [watcher for watcher in self._watchers if watcher.asked.sees(progress.tenant)]
+        if not watchers:
+            return
+        duration_s = self._clock() - progress.began_s
+        finished = finished_request(
+            progress, outcome, self._model_name, duration_s=duration_s, ended_at_s=self._now()
+        )
+        for watcher in watchers:
+            if not watcher.finished.put(finished):
+                self._metrics.dropped.inc()
+            watcher.woken.set()
+
+    async def _due(self, watcher: _Watcher) -> None:
+        """Return when the next response is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(watcher.asked.interval_s):
+                await watcher.woken.wait()
+                if not self._closed:
+                    await asyncio.sleep(_GATHER_S)
+        watcher.woken.clear()
+
+    def _response(self, watcher: _Watcher) -> generation_pb2.WatchClusterResponse:
+        picture = self._ranks_now()
+        changes = Changes.between(watcher.ranks, picture.ranks)
+        watcher.ranks = picture.ranks
+        now, sees = self._clock(), watcher.asked.sees
+        seen = [progress for progress in self._generator.running if sees(progress.tenant)]
+        return generation_pb2.WatchClusterResponse(
+            ranks=changes.changed,
+            gone=[status.rank for status in changes.gone],
+            running=[running_request(each, self._model_name, now) for each in islice(seen, _MOST_RUNNING)],
+            num_running=len(seen),
+            finished=watcher.finished.take(),
+            dropped=watcher.finished.dropped,
+            staleness_s=picture.told.staleness_s,
+            degraded=picture.told.degraded,
+        )
+
+    def _ranks_now(self) -> _Picture:
+        now, picture = self._clock(), self._picture
+        if picture is None or now - picture.taken_s >= _FRESH_S:
+            told = self._tell_ranks()
+            ranks = {(status.rank.worker, status.rank.rank): status for status in told.ranks}
+            picture = self._picture = _Picture(now, told, ranks)
+        return picture

@@ -1,0 +1,135 @@
+"""The watch over HTTP: what is asked for, the events, and who leaves."""
+
+import asyncio
+import json
+
+import pytest
+
+from router.http.backend import DEADLINE_S, FakeBackend, client
+from services.router.http.routes import http_app
+from services.router.http.watching import Watching, _events
+from services.values.errors import Forbidden, InvalidRequest, NoCapacity
+from services.wire.isthmus.v1.common_pb2 import RankId
+from services.wire.isthmus.v1.generation_pb2 import (
+    RankStatus,
+    RunningRequest,
+    WatchClusterRequest,
+    WatchClusterResponse,
+)
+
+PATH = "/v1/cluster/watch"
+
+
+async def asked(query="", headers=None):
+    backend = FakeBackend()
+    backend.watch_script = [WatchClusterResponse()]
+    async with client(backend) as http:
+        answer = await http.get(PATH + query, headers=headers)
+        assert answer.status_code == 200, answer.text
+    (request,) = backend.watches
+    return request
+
+
+async def refused(query="", headers=None, *script):
+    backend = FakeBackend()
+    backend.watch_script = list(script)
+    async with client(backend) as http:
+        answer = await http.get(PATH + query, headers=headers)
+    return answer.status_code, answer.json()["error"]
+
+
+async def test_events_are_responses_with_the_protos_names():
+    backend = FakeBackend()
+    ranks = [RankStatus(rank=RankId(worker="d0", rank=1, generation=2**60), index_blocks=7)]
+    backend.watch_script = [
+        WatchClusterResponse(ranks=ranks, staleness_s=0.25),
+        WatchClusterResponse(running=[RunningRequest(request_id="r", prompt_tokens=3)], num_running=1),
+    ]
+    async with client(backend) as http:
+        answer = await http.get(PATH)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    told = [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n") if event]
+    assert told == [
+        # A number of 64 bits is text: browsers' numbers hold 53.
+        {
+            "ranks": [{"rank": {"worker": "d0", "rank": 1, "generation": str(2**60)}, "index_blocks": "7"}],
+            "staleness_s": 0.25,
+        },
+        {"running": [{"request_id": "r", "prompt_tokens": 3}], "num_running": 1},
+    ]
+    assert backend.closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("query", "request_"),
+    [
+        ("", WatchClusterRequest()),
+        ("?interval_s=0.5&tenant=a", WatchClusterRequest(interval_s=0.5, tenant="a")),
+        ("?all_tenants=true", WatchClusterRequest(all_tenants=True)),
+        ("?all_tenants=0&interval_s=2", WatchClusterRequest(interval_s=2)),
+    ],
+)
+async def test_the_query_is_the_request(query, request_):
+    assert await asked(query) == request_
+
+
+async def test_a_tenant_may_be_named_by_the_header_as_elsewhere():
+    headers = {"x-isthmus-tenant": "a"}
+    for query in ("", "?tenant=a"):
+        assert (await asked(query, headers)).tenant == "a"
+    status, error = await refused("?tenant=b", headers)
+    assert (status, error["param"]) == (400, "tenant")
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("?interval_s=soon", "interval_s"), ("?all_tenants=yes", "all_tenants"), ("?every=1", "every")],
+)
+async def test_what_cannot_be_read_is_named(query, param):
+    status, error = await refused(query)
+    assert (status, error["param"]) == (400, param) and error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(NoCapacity("full"), 429), (Forbidden("no"), 403), (InvalidRequest("interval_s must be"), 400)],
+)
+async def test_what_is_refused_before_the_first_event_has_its_status(error, status):
+    assert (await refused("", None, error))[0] == status
+
+
+async def test_a_head_does_not_watch():
+    backend = FakeBackend()
+    async with client(backend) as http:
+        answer = await http.head(PATH)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert not backend.waiting.is_set()
+
+
+async def test_while_nothing_comes_a_comment_does():
+    backend = FakeBackend()
+    backend.watch_script = [WatchClusterResponse(), "wait"]
+    events = _events(backend.watch(WatchClusterRequest()), silence_s=0.01)
+    got = [await asyncio.wait_for(anext(events), DEADLINE_S) for _ in range(3)]
+    assert got == [b"data: {}\n\n", b": at it\n\n", b": at it\n\n"]
+    await events.aclose()
+    assert backend.closed.is_set()
+    assert Watching(backend)._silence_s == 15.0
+
+
+async def test_a_client_that_leaves_ends_its_watch():
+    backend = FakeBackend()
+    backend.watch_script = [WatchClusterResponse(), "wait"]
+
+    async def receive():
+        await backend.waiting.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b""}
+    before = asyncio.all_tasks()
+    await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
+    assert backend.closed.is_set() and asyncio.all_tasks() == before
