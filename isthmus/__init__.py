@@ -1,0 +1,60 @@
+"""Isthmus from Python: a client of a router's gRPC API, blocking and asynchronous."""
+
+from isthmus.aio.client import AsyncClient
+from isthmus.aio.conversation import AsyncConversation
+from isthmus.aio.stream import AsyncStream
+from isthmus.blocking.client import Client
+from isthmus.blocking.conversation import Conversation
+from isthmus.blocking.stream import Stream
+from isthmus.channel import Tls
+from isthmus.errors import (
+    AlreadyRunning,
+    Cancelled,
+    ContextExceeded,
+    DeadlineExceeded,
+    IncompleteAnswer,
+    InvalidRequest,
+    IsthmusError,
+    NotFound,
+    NotSupported,
+    Overloaded,
+    ServerFailed,
+    Unauthenticated,
+    Unavailable,
+)
+from isthmus.functions import tool_of
+from isthmus.request import Options
+from isthmus.retries import Retries
+from isthmus.values.answer import Answer, Piece
+from isthmus.values.message import Message, Tool, ToolCall
+
+__all__ = [
+    "AlreadyRunning",
+    "Answer",
+    "AsyncClient",
+    "AsyncConversation",
+    "AsyncStream",
+    "Cancelled",
+    "Client",
+    "ContextExceeded",
+    "Conversation",
+    "DeadlineExceeded",
+    "IncompleteAnswer",
+    "InvalidRequest",
+    "IsthmusError",
+    "Message",
+    "NotFound",
+    "NotSupported",
+    "Options",
+    "Overloaded",
+    "Piece",
+    "Retries",
+    "ServerFailed",
+    "Stream",
+    "Tls",
+    "Tool",
+    "ToolCall",
+    "Unauthenticated",
+    "Unavailable",
+    "tool_of",
+]

@@ -1,0 +1,182 @@
+"""The client, for asyncio."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc.aio
+
+from isthmus.aio.conversation import AsyncConversation
+from isthmus.aio.stream import AsyncStream, Ended, heed_cancellation, is_cancelled
+from isthmus.base import BaseClient
+from isthmus.errors import Cancelled, error_from
+from isthmus.request import Messages, Options, Prompt
+from isthmus.values.answer import Answer
+from isthmus.values.cluster import Explanation, Model, Ranks, TokenizedPrompt
+from isthmus.values.message import Message
+from isthmus.values.reading import read
+from services.wire.isthmus.v1 import generation_pb2 as pb
+from services.wire.isthmus.v1 import generation_pb2_grpc
+
+
+class AsyncClient(BaseClient):
+    """Talks to a router. Tasks may share one; `close` it, or use it in an `async with`.
+
+    Unavailable and Overloaded are tried again, as `retries` says, while nothing of an answer has come. Every
+    call raises an IsthmusError. `sleep` is for tests."""
+
+    def __init__(
+        self, *args: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._sleep = sleep
+        self._channel: grpc.aio.Channel | None = None
+        self._open_stub: generation_pb2_grpc.GenerationStub | None = None
+
+    @property
+    def _stub(self) -> generation_pb2_grpc.GenerationStub:
+        """Opened at its first use: a channel belongs to the loop that runs then."""
+        self._check_open()
+        if self._channel is None or self._open_stub is None:
+            self._channel = self._router.open_aio()
+            self._open_stub = generation_pb2_grpc.GenerationStub(self._channel)
+        return self._open_stub
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """The answer to a text as it is, to a chat, or to token ids."""
+        return await self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
+
+    async def answers(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Answer]:
+        """The `n` answers; the prompt is computed once."""
+        stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
+        await stream.read()
+        return stream.answers
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """The same as it comes. Nothing is sent before it is read."""
+        return self._stream(Prompt(prompt, messages, token_ids), options)
+
+    def conversation(
+        self,
+        system: str = "",
+        *,
+        messages: Sequence[Message] = (),
+        **options: Unpack[Options],
+    ) -> AsyncConversation:
+        """`messages` were said before; `options` are of each turn, and what may be Tools or functions with
+        type hints is `tools`."""
+        turns = [*([Message("system", system)] if system else ()), *messages]
+        return AsyncConversation(self, turns, options)
+
+    def ask(self, messages: Sequence[Message], ended: Ended, options: Options) -> AsyncStream:
+        """A conversation's next answer; `ended` gets it."""
+        return self._stream(Prompt(messages=messages), options, ended)
+
+    async def explain(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Explanation:
+        """Where such a request would go, and why; it is not run."""
+        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        answered = await self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
+        return read(Explanation, answered)
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> TokenizedPrompt:
+        """The prompt that such a request would have."""
+        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        answered = await self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
+        return read(TokenizedPrompt, answered)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None
+    ) -> str:
+        """Their text; special tokens are written out."""
+        request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
+        return str((await self._ask(self._stub.Detokenize, request, timeout or self._timeout_s)).text)
+
+    async def models(self, *, timeout: float | None = None) -> list[Model]:
+        answered = await self._ask(self._stub.ListModels, pb.ListModelsRequest(), timeout or self._timeout_s)
+        return [read(Model, model) for model in answered.models]
+
+    async def ranks(self, *, timeout: float | None = None) -> Ranks:
+        """What the router knows of every rank."""
+        return read(
+            Ranks, await self._ask(self._stub.ListRanks, pb.ListRanksRequest(), timeout or self._timeout_s)
+        )
+
+    async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
+        """Stop that request: its stream ends, with finish_reason aborted. False: none such runs there."""
+        request = pb.AbortRequest(request_id=request_id)
+        return bool((await self._ask(self._stub.Abort, request, timeout or self._timeout_s)).found)
+
+    async def close(self) -> None:
+        """Ends every call; those who wait get Cancelled."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> AsyncStream:
+        call, timeout_s = self._prepared(prompt, options)
+        return AsyncStream(
+            self._stub,
+            call,
+            lambda: self._attempts(timeout_s),
+            self._router.metadata,
+            self._sleep,
+            ended,
+        )
+
+    async def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=attempts.left_s(), metadata=self._router.metadata)
+            except grpc.aio.AioRpcError as failure:
+                heed_cancellation()
+                error = error_from(failure)
+            except asyncio.CancelledError as cancelled:
+                if is_cancelled():
+                    raise
+                raise Cancelled("the client was closed") from cancelled
+            await self._sleep(attempts.pause_s(error))

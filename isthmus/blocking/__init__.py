@@ -1,0 +1,1 @@
+"""The client whose calls wait; threads may share one."""

@@ -1,0 +1,1 @@
+"""What goes to a router and comes back, as values."""

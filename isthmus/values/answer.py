@@ -1,0 +1,184 @@
+"""Answers, whole and in pieces."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isthmus.errors import IncompleteAnswer
+from isthmus.values.message import Message, ToolCall
+from isthmus.values.reading import enum_names, read
+from isthmus.values.usage import Placement, Stages, TokenLogprobs, Totals, Usage
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+_REASONS = enum_names(common_pb2.FinishReason.DESCRIPTOR)
+Parse = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """Of the answer's call number `index`; id and name come with its first piece."""
+
+    index: int
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What has come of an answer since the piece before. `index`: which of several answers it is of."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer.
+
+    `finish_reason`: stop, length, tool_calls, capacity (no rank's pool holds more) or aborted. `usage` is of
+    `placement`, which is where it began; `placements` are all that generated, `totals` their sums.
+    `answer_id` names it for a later chat. `prompt_token_ids` and `prompt_logprobs` are the first answer's
+    alone."""
+
+    request_id: str
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str
+    matched_stop: str
+    usage: Usage
+    stages: Stages
+    placement: Placement | None
+    placements: tuple[Placement, ...]
+    totals: Totals
+    answer_id: str = ""
+    index: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    _parse: Parse | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """What the text is as JSON, or as the class whose schema it follows; None where no JSON was asked
+        for.
+
+        Raises IncompleteAnswer when it ended before it was whole, or calls tools instead.
+        """
+        if self._parse is None:
+            return None
+        if self.finish_reason != "stop":
+            raise IncompleteAnswer(f"the answer ended by {self.finish_reason}: {self.text[:200]!r}")
+        return self._parse(self.text)
+
+    def message(self, exact: bool = True) -> Message:
+        """As a past turn of a chat. With `exact` what has neither thinking nor calls comes back as its ids,
+        which any router takes; else the router that gave the answer finds them by `answer_id`."""
+        plain = exact and not (self.reasoning or self.tool_calls)
+        return Message(
+            "assistant",
+            self.text,
+            token_ids=self.token_ids if plain else (),
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
+            answer_id=self.answer_id,
+        )
+
+
+class Growing:
+    """One answer while its responses come."""
+
+    def __init__(self, parse: Parse | None = None) -> None:
+        self._parse = parse
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._calls: dict[int, ToolCall] = {}
+        self._first = generation_pb2.GenerateResponse()
+        self._last: generation_pb2.GenerateResponse | None = None
+
+    def add(self, response: generation_pb2.GenerateResponse) -> Piece:
+        if not self._first.request_id:
+            self._first = response
+        if response.HasField("finish"):
+            self._last = response
+        piece = _piece_of(response)
+        self._texts.append(piece.text)
+        self._reasoning.append(piece.reasoning)
+        self._ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        for call in piece.tool_calls:
+            self._add_call(call)
+        return piece
+
+    def _add_call(self, piece: ToolCallPiece) -> None:
+        before = self._calls.get(piece.index, ToolCall("", "", ""))
+        self._calls[piece.index] = ToolCall(
+            before.id + piece.id, before.name + piece.name, before.arguments_json + piece.arguments_json
+        )
+
+    def answer(self) -> Answer:
+        """Raises IncompleteAnswer before its end has come."""
+        if self._last is None:
+            raise IncompleteAnswer("the answer has not ended: read its stream to the end")
+        finish = self._last.finish
+        return Answer(
+            request_id=self._last.request_id,
+            text="".join(self._texts),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(self._calls[index] for index in sorted(self._calls)),
+            token_ids=tuple(self._ids),
+            logprobs=tuple(self._logprobs),
+            finish_reason=_REASONS[finish.reason],
+            matched_stop=finish.matched_stop,
+            usage=read(Usage, finish.usage),
+            stages=read(Stages, finish.stages),
+            placement=read(Placement, finish.placement) if finish.HasField("placement") else None,
+            placements=tuple(read(Placement, each) for each in finish.placements),
+            totals=read(Totals, finish.totals),
+            answer_id=finish.answer_id,
+            index=self._last.index,
+            prompt_token_ids=tuple(self._first.prompt_token_ids),
+            prompt_logprobs=_logprobs_of(self._first.prompt_logprobs),
+            _parse=self._parse,
+        )
+
+
+def _piece_of(response: generation_pb2.GenerateResponse) -> Piece:
+    calls = (ToolCallPiece(c.index, c.id, c.name, c.arguments) for c in response.tool_calls)
+    return Piece(
+        response.text,
+        response.reasoning,
+        tuple(calls),
+        tuple(response.token_ids),
+        _logprobs_of(response.logprobs),
+        response.index,
+    )
+
+
+def _logprobs_of(given: Sequence[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(read(TokenLogprobs, each) for each in given)
+
+
+class GrowingAnswers:
+    """All answers of one request, by their index."""
+
+    def __init__(self, parse: Parse | None = None) -> None:
+        self._parse = parse
+        self._growing: dict[int, Growing] = {}
+
+    def add(self, response: generation_pb2.GenerateResponse) -> Piece:
+        return self._growing.setdefault(response.index, Growing(self._parse)).add(response)
+
+    def answers(self) -> list[Answer]:
+        """Raises IncompleteAnswer before all have ended."""
+        if not self._growing:
+            raise IncompleteAnswer("the answer has not begun: read its stream")
+        return [self._growing[index].answer() for index in sorted(self._growing)]

@@ -1,0 +1,132 @@
+"""What a router tells of its ranks and of its choices. Field by field as in generation.proto, which says
+more."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isthmus.values.usage import RankId
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    max_context_tokens: int
+    prefill_ranks: int
+    decode_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    token_ids: tuple[int, ...]
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerm:
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way that a request could go, and its price; `excluded` says why it cannot be chosen."""
+
+    decode: RankId | None
+    prefill: RankId | None
+    plan: str
+    decode_hit_tokens: int
+    prefill_hit_tokens: int
+    terms: tuple[CostTerm, ...]
+    total_s: float
+    pinned: bool
+    chosen: bool
+    excluded: str
+    decode_indexed_tokens: int
+    prefill_indexed_tokens: int
+    decode_context_tokens: int
+    prefill_context_tokens: int
+    decode_resume_tokens: int | None
+    prefill_resume_tokens: int | None
+    decode_indexed_resume_tokens: int | None
+    prefill_indexed_resume_tokens: int | None
+    decode_tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a request would go; `candidates` come cheapest first, then those without a price."""
+
+    prompt_tokens: int
+    candidates: tuple[Candidate, ...]
+    reason: str
+    degraded: str
+    pinned: RankId | None
+    carried_bytes: int
+    constraint: str
+    past_answers: Mapping[str, int]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        return next((candidate for candidate in self.candidates if candidate.chosen), None)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPath:
+    kind: str
+    reach: str
+    lanes: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    running: int
+    waiting: int
+    pending_tokens: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    quarantined_pages: int
+    total_pages: int
+    step_s: float
+    prefill_tokens_per_s: float
+    draining: bool
+    waiting_tokens: int
+    admitted_per_s: float
+    stalled: bool
+    kv_paths: tuple[KvPath, ...]
+    tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """`role`: prefill or decode; `state`: live, suspect or draining."""
+
+    rank: RankId
+    role: str
+    state: str
+    endpoint: str
+    model: str
+    index_blocks: int
+    epoch: int
+    next_sequence: int
+    record_age_s: float
+    current: bool
+    trust: float
+    load: RankLoad
+    pending_tokens: int
+    prefill_tokens_per_s: float
+    excluded: str
+    unregistered_s: float
+    staleness_s: float
+    resumable_blocks: int | None
+    resume_trust: float | None
+    pair_blocks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """`degraded`: why the router places by what it remembers; empty: it does not."""
+
+    ranks: tuple[RankStatus, ...]
+    staleness_s: float
+    degraded: str

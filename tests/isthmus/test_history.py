@@ -1,0 +1,77 @@
+"""The turns of a conversation."""
+
+import pytest
+
+from isthmus import InvalidRequest, Message, ToolCall
+from isthmus.history import History, check_options
+from isthmus.values.answer import Growing
+from router.scripted_router import finished
+from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
+
+
+def answered(*responses):
+    growing = Growing()
+    for response in responses:
+        growing.add(response)
+    return growing.answer()
+
+
+def test_a_plain_answer_comes_back_as_its_ids():
+    history = History([Message("system", "Be brief.")])
+    history.keep(history.asked("Hello"), answered(finished("Hi", 5, 6)), {})
+    assert [message.role for message in history.messages] == ["system", "user", "assistant"]
+    assert history.messages[-1] == Message("assistant", "Hi", token_ids=(5, 6))
+    assert history.asked("More")[-1] == Message("user", "More")
+    assert len(history.messages) == 3, "what is asked is not said before it is answered"
+
+
+@pytest.mark.parametrize(
+    ("response", "options"),
+    [
+        (finished("Hi", 5, 6), {"stop": ["\n"]}),
+        (finished("Hi", 5, 6), {"stop_token_ids": [6]}),
+        (finished("Hi", 5, 6, reasoning="well"), {}),
+    ],
+)
+def test_others_come_back_by_name(response, options):
+    """With a stop string, which was not said; or with thinking, which the template may leave out."""
+    response.finish.answer_id = "a"
+    history = History()
+    history.keep(history.asked("Hello"), answered(response), options)
+    last = history.messages[-1]
+    assert last.answer_id == "a" and not last.token_ids and last.reasoning == response.reasoning
+
+
+def test_an_answer_that_was_stopped_was_not_said():
+    history = History()
+    history.keep(
+        history.asked("Hello"), answered(finished("H", 5, reason=common_pb2.FINISH_REASON_ABORTED)), {}
+    )
+    assert history.messages == []
+
+
+def test_results_are_of_calls_that_wait():
+    pieces = [
+        finished("", 5, tool_calls=[ToolCallDelta(index=0, id="c1", name="f", arguments='{"a"')]),
+        finished(
+            "", 6, tool_calls=[ToolCallDelta(index=0, arguments=": 1}"), ToolCallDelta(index=1, id="c2")]
+        ),
+    ]
+    history, answer = History(), answered(*pieces)
+    assert answer.tool_calls == (ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "", ""))
+    assert answer.tool_calls[0].arguments == {"a": 1}
+    history.keep(history.asked("Hello"), answer, {})
+    with pytest.raises(InvalidRequest, match="nothing to answer"):
+        history.asked(None)
+    history.add_result(answer.tool_calls[0], "21")
+    assert list(history.waiting) == ["c2"]
+    assert history.asked(None)[-1] == Message("tool", "21", tool_call_id="c1", name="f")
+    with pytest.raises(InvalidRequest, match="c1"):
+        history.add_result("c1", "22")
+
+
+def test_a_conversation_goes_on_from_one_answer():
+    check_options({"n": 1})
+    with pytest.raises(InvalidRequest, match="leave n out"):
+        check_options({"n": 2})
