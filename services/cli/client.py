@@ -1,7 +1,8 @@
 """A terminal's end of the gRPC Generate API."""
 
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import grpc
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
 from services.settings.flags import setting
-from services.values.errors import ConfigError, InvalidRequest
+from services.values.errors import ConfigError, InvalidRequest, Unavailable
 from services.values.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -65,15 +66,34 @@ async def responses(
     request: generation_pb2.GenerateRequest,
     timeout_s: float | None = None,
     metadata: Sequence[tuple[str, str]] = (),
+    router: str = "",
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-    """The answer as it comes. Raises the router's error as one of ours."""
+    """The answer as it comes. Raises as `naming`."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     bounded_s = None if timeout_s is None else min(timeout_s, MAX_TIMEOUT_S)
     call = stub.Generate(request, timeout=bounded_s, metadata=tuple(metadata))
     try:
-        async for response in call:
-            yield response
-    except grpc.aio.AioRpcError as error:
-        raise grpc_errors.error_from(error) from error
+        with naming(router):
+            async for response in call:
+                yield response
     finally:
         call.cancel()
+
+
+# As gRPC's own sentences begin where nobody was reached.
+_NOBODY = ("failed to connect to all addresses", "errors resolving")
+
+
+@contextmanager
+def naming(router: str) -> Iterator[None]:
+    """Around a call to the router: raises its error as one of ours. Unavailable says what to do where nobody
+    answers on that HOST:PORT."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or ""
+        if router and details.startswith(_NOBODY):
+            why = details.rpartition(": ")[2].strip("]")
+            hint = "`isthmus up MODEL` starts one here, --router names another"
+            raise Unavailable(f"no router answers on {router} ({why}): {hint}") from error
+        raise grpc_errors.error_from(error) from error

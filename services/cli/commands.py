@@ -21,6 +21,7 @@ _MODELS, _OPERATE, _SHELL = "Models", "Operate", "This command"
 COMMANDS = {
     "up": Command(_HERE, ".local", "start one; Ctrl-C stops it"),
     "demo": Command(_HERE, ".local", "watch a conversation go through one"),
+    "chat": Command(_ASK, ".chat", "talk to a model; /stats and /explain tell what its turns cost"),
     "generate": Command(_ASK, "", "send a prompt and stream the answer"),
     "explain": Command(_LOOK, ".look", "where a prompt would go, and why"),
     "index": Command(_LOOK, ".look", "what every rank holds"),

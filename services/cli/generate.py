@@ -41,7 +41,8 @@ async def _generate(config: GenerateConfig, prompt: str) -> int:
         raise InvalidRequest("TEXT is empty, and so is standard input")
     metadata = key_metadata(config.api_key_file)
     async with config.open_channel() as channel:
-        async for response in responses(channel, _request(config, prompt), config.timeout_s, metadata):
+        request = _request(config, prompt)
+        async for response in responses(channel, request, config.timeout_s, metadata, config.router):
             print(response.text, end="", flush=True)
             if response.HasField("finish"):
                 print()

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
-from services.cli.client import key_metadata
-from services.net import channels, grpc_errors
+from services.cli.client import key_metadata, naming
+from services.net import channels
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import setting
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
@@ -27,11 +25,9 @@ async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
     metadata = key_metadata(config.api_key_file)
     async with channels.open_channel(config.router, config.tls()) as channel:
         list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks
-        try:
+        with naming(config.router):
             answer = await list_ranks(
                 generation_pb2.ListRanksRequest(), timeout=_ANSWER_TIMEOUT_S, metadata=metadata
             )
-        except grpc.aio.AioRpcError as error:
-            raise grpc_errors.error_from(error) from error
     assert isinstance(answer, generation_pb2.ListRanksResponse)
     return answer

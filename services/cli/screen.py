@@ -5,6 +5,8 @@ import shutil
 import sys
 from typing import Literal, TextIO
 
+from rich.console import Console
+
 Color = Literal["auto", "always", "never"]
 COLOR_HELP = "whether to use colours; auto: at a terminal, unless NO_COLOR is set"
 
@@ -20,3 +22,15 @@ def is_colored(choice: Color, stream: TextIO) -> bool:
     if choice != "auto":
         return choice == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def console(stream: TextIO, choice: Color) -> Console:
+    """To write to it with styles; without colours there are none at all."""
+    colored = is_colored(choice, stream)
+    return Console(
+        file=stream,
+        force_terminal=colored or None,
+        color_system="auto" if colored else None,
+        width=width(stream),
+        soft_wrap=not stream.isatty(),
+    )

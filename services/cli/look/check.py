@@ -94,7 +94,8 @@ async def _ask(
         conversation_id=conversation_id,
     )
     text, finish = "", generation_pb2.Finish()
-    async for response in responses(channel, request, metadata=key_metadata(config.api_key_file)):
+    metadata = key_metadata(config.api_key_file)
+    async for response in responses(channel, request, metadata=metadata, router=config.router):
         text += response.text
         if response.HasField("finish"):
             finish = response.finish

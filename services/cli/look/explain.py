@@ -4,12 +4,9 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import grpc
-
 from services.cli import screen
-from services.cli.client import ClientConfig, given_prompt, key_metadata
+from services.cli.client import ClientConfig, given_prompt, key_metadata, naming
 from services.cli.table import fold, format_bytes, format_table
-from services.net import grpc_errors
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError
 from services.wire import convert
@@ -59,12 +56,10 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
     metadata = key_metadata(config.api_key_file)
     async with config.open_channel() as channel:
         explain = generation_pb2_grpc.GenerationStub(channel).Explain
-        try:
+        with naming(config.router):
             answer = await explain(
                 generation_pb2.ExplainRequest(request=request), timeout=10, metadata=metadata
             )
-        except grpc.aio.AioRpcError as error:
-            raise grpc_errors.error_from(error) from error
     print(format_explanation(answer, screen.width()))
     return 0 if any(candidate.chosen for candidate in answer.candidates) else 1
 

@@ -1,0 +1,1 @@
+"""`isthmus chat`: a conversation at a terminal, or through a pipe."""

@@ -1,0 +1,125 @@
+"""What a person sees of an answer as it comes, and what a program reads of it."""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Protocol, TextIO
+
+from rich.console import Console
+
+from services.cli import screen
+from services.cli.chat.answer import Answer
+from services.cli.chat.figures import summary
+from services.wire.isthmus.v1 import generation_pb2
+
+_THINKING, _CALL, _ASIDE, _ERROR = "dim italic", "cyan", "dim", "red"
+
+
+class Display(Protocol):
+    @property
+    def width(self) -> int | None:
+        """Columns; None: no terminal."""
+
+    def piece(self, response: generation_pb2.GenerateResponse) -> None:
+        """Show what has come."""
+
+    def end(self, answer: Answer) -> None:
+        """That was the answer."""
+
+    def say(self, text: str) -> None:
+        """What a command has to say."""
+
+    def aside(self, text: str) -> None:
+        """What is said of the chat, not in it."""
+
+    def error(self, text: str) -> None:
+        """What went wrong."""
+
+
+@dataclass(slots=True)
+class Plain:
+    """The answers alone, one after the other; thinking is left out."""
+
+    width: int | None = None
+
+    def piece(self, response: generation_pb2.GenerateResponse) -> None:
+        print(response.text, end="", flush=True)
+
+    def end(self, answer: Answer) -> None:
+        print("\n".join(["", *(shown_call(call) for _, call in sorted(answer.calls.items()))]), flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def aside(self, text: str) -> None:
+        """Nobody reads along."""
+
+    def error(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class Terminal:
+    """Thinking dim before the answer, calls in a line each, a line of figures behind it."""
+
+    stream: TextIO
+    color: screen.Color
+    _console: Console = field(init=False)
+    _section: object = None  # of which the last piece was
+
+    def __post_init__(self) -> None:
+        self._console = screen.console(self.stream, self.color)
+
+    @property
+    def width(self) -> int | None:
+        return screen.width(self.stream)
+
+    def piece(self, response: generation_pb2.GenerateResponse) -> None:
+        if response.reasoning:
+            self._write("thinking", response.reasoning, _THINKING)
+        if response.text:
+            self._write("text", response.text)
+        for piece in response.tool_calls:
+            head = f"calls {piece.name} " if piece.name else ""
+            self._write(("call", piece.index), head + piece.arguments, _CALL)
+
+    def end(self, answer: Answer) -> None:
+        if self._section is not None:
+            self._out("\n")
+        self._section = None
+        self.aside(summary(answer))
+
+    def say(self, text: str) -> None:
+        self._out(f"{text}\n")
+
+    def aside(self, text: str) -> None:
+        if text:
+            self._console.print(visible(text), style=_ASIDE, markup=False, highlight=False)
+
+    def error(self, text: str) -> None:
+        if self._section is not None:
+            self._out("\n")
+        self._section = None
+        self._console.print(visible(text), style=_ERROR, markup=False, highlight=False)
+
+    def _write(self, section: object, text: str, style: str | None = None) -> None:
+        if self._section not in (None, section):
+            self._out("\n\n" if "thinking" in (self._section, section) else "\n")
+        self._section = section
+        self._out(visible(text), style)
+
+    def _out(self, text: str, style: str | None = None) -> None:
+        self._console.out(text, end="", style=style, highlight=False)
+        self.stream.flush()
+
+
+def shown_call(call: generation_pb2.ToolCall) -> str:
+    return f"calls {call.name} {call.arguments}"
+
+
+def visible(text: str) -> str:
+    """Without what would command the terminal: a model may write any character."""
+    return text.translate(_CONTROLS)
+
+
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}

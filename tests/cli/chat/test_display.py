@@ -1,0 +1,54 @@
+"""What is seen of an answer."""
+
+import io
+
+import pytest
+
+from cli.chat.turns import answered, finish
+from services.cli.chat.display import Plain, Terminal, visible
+from services.wire.isthmus.v1 import generation_pb2
+from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
+
+PIECES = (
+    {"reasoning": "Let me "},
+    {"reasoning": "see.", "token_ids": [1]},
+    {"text": "It is ", "token_ids": [2]},
+    {"text": "warm."},
+    {"tool_calls": [ToolCallDelta(index=0, name="add", arguments='{"a": ')], "token_ids": [3]},
+    {"tool_calls": [ToolCallDelta(index=0, arguments="1}"), ToolCallDelta(index=1, name="sub")]},
+    {"finish": finish()},
+)
+
+
+def shown(display):
+    for fields in PIECES:
+        display.piece(generation_pb2.GenerateResponse(**fields))
+    display.end(answered(*PIECES))
+
+
+def test_thinking_the_answer_and_calls_stand_apart():
+    stream = io.StringIO()
+    shown(Terminal(stream, "never"))
+    assert stream.getvalue().splitlines()[:5] == [
+        *("Let me see.", "", "It is warm.", 'calls add {"a": 1}', "calls sub "),
+    ]
+    assert "192 of 255 tokens found" in stream.getvalue()
+
+
+def test_thinking_is_dim():
+    stream = io.StringIO()
+    shown(Terminal(stream, "always"))
+    assert "\x1b[2;3mLet me \x1b[0m" in stream.getvalue() and "\x1b[2;3mIt is" not in stream.getvalue()
+
+
+def test_piped_the_answer_comes_alone(capsys):
+    shown(Plain())
+    assert capsys.readouterr().out == 'It is warm.\ncalls add {"a": 1}\ncalls sub \n'
+
+
+@pytest.mark.parametrize(
+    "text,seen",
+    [("a\tb\nc", "a\tb\nc"), ("\x1b[2J", "␛[2J"), ("a\rb\x07", "a␍b␇"), ("\x9b31m", "�31m"), ("für", "für")],
+)
+def test_a_model_does_not_command_the_terminal(text, seen):
+    assert visible(text) == seen

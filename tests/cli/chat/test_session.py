@@ -1,0 +1,53 @@
+"""Stopping an answer."""
+
+import asyncio
+
+import pytest
+
+from cli.chat.test_conversation import conversation
+from services.cli.chat import session as sessions
+from services.cli.chat.display import Plain
+from services.cli.chat.session import Session
+from services.net import channels
+from services.wire.isthmus.v1 import generation_pb2
+
+
+async def never():
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture
+async def session(monkeypatch):
+    """With a router that neither answers nor aborts."""
+
+    async def responses(*arguments, **fields):
+        yield generation_pb2.GenerateResponse(text="Hi", token_ids=[1])
+        await never()
+
+    monkeypatch.setattr(sessions, "responses", responses)
+    async with channels.open_channel("127.0.0.1:1") as channel:
+        yield Session(channel, conversation(), Plain(), "127.0.0.1:1", 5.0)
+
+
+async def test_a_second_interrupt_leaves_whatever_the_router_does(session, monkeypatch):
+    asked = asyncio.Event()
+
+    async def send_abort(session):
+        asked.set()
+        await never()
+
+    monkeypatch.setattr(Session, "_send_abort", send_abort)
+    turn = asyncio.create_task(session.turn("Hello"))
+    await asyncio.sleep(0)
+    session.interrupt()
+    await asked.wait()
+    assert not turn.done()
+    session.interrupt()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    assert not session.conversation.turns
+
+
+async def test_an_interrupt_between_turns_does_nothing(session):
+    session.interrupt()
+    assert session._abort is None
