@@ -96,7 +96,7 @@ def cache() -> Dashboard:
                         "reqps",
                         "Decisions by plan and reason. pinned and longest_prefix keep a conversation at home; "
                         "cheapest means that home was too busy or there was none; share, that of several "
-                        "routers this one prefers that rank.",
+                        "routers this one prefers that rank; same_prompt, that it is a further answer.",
                         Query(_rate("isthmus_placements_total", "plan, reason"), "{{plan}}: {{reason}}"),
                         stacked=True,
                     ),

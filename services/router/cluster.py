@@ -8,7 +8,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from services.index.pins import PinWriter
@@ -48,12 +48,14 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A prompt, the names of its full index blocks, and how long the request may become."""
+    """A prompt, the names of its full index blocks, how long the request may become, and how many answers it
+    asks for."""
 
     ids: "array[int]"  # "I"
     seed: int
     chains: BlockChains
     most_tokens: int | None = None  # with the answer; None: nobody says
+    answers: int = 1
 
 
 _SHORTEST = HashedPrompt(array("I", [0]), 0, BlockChains(()))
@@ -229,10 +231,11 @@ class Cluster:
             return self._hash(ids, tenant, more_tokens)
         return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
 
-    def check_room(self, max_wait_s: float) -> None:
-        """Raises NoCapacity if requests wait longer than that wherever they can go."""
+    def check_room(self, max_wait_s: float, answers: int = 1) -> None:
+        """Raises NoCapacity if a request for so many would wait longer than that wherever it can go."""
         self._refresh()
-        self._placer.check_waits(Asked(_SHORTEST.chains, 1, self._known_plans, max_wait_s=max_wait_s))
+        plans = self._known_plans
+        self._placer.check_waits(Asked(_SHORTEST.chains, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
@@ -255,6 +258,13 @@ class Cluster:
             Unavailable: no rank can take it now; the message says why.
         """
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
+        return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
+
+    def place_at(
+        self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankId], rank: RankId
+    ) -> Placed:
+        """As `place`, at that decode rank alone, however long it waits there. Raises Unavailable."""
+        asked = replace(self._asked(prompt, conversation_id, excluded), at=rank)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
 
     def siblings(self, ranks: Iterable[RankId]) -> frozenset[RankId]:
@@ -338,6 +348,7 @@ class Cluster:
             tried=excluded,
             max_wait_s=max_wait_s,
             most_tokens=self._most_tokens(prompt),
+            answers=prompt.answers,
         )
 
     def _most_tokens(self, prompt: HashedPrompt) -> int | None:

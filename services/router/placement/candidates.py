@@ -20,6 +20,8 @@ class Asked:
     max_wait_s: float = inf  # for its turn
     most_tokens: int | None = None  # prompt and output together; None: nobody says
     must_hold: int = 0  # tokens of it, for a decode rank to be chosen
+    at: RankId | None = None  # the one decode rank that may be chosen: it holds the prompt for another answer
+    answers: int = 1  # that will be asked for there
 
 
 @dataclass(frozen=True, slots=True)

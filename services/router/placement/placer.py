@@ -131,6 +131,8 @@ class Placer:
     def place(self, asked: Asked, tie: float) -> Decision:
         """Choose the ranks and the plan. Raises as placement.place."""
         self.check_waits(asked)
+        if asked.at is not None:
+            return replace(self._place(asked, tie, self._few), reason="same_prompt")
         try:
             return self._place(self._where_it_fits(asked), tie, self._few)
         except IsthmusError:
@@ -158,7 +160,8 @@ class Placer:
         """Of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
         able = (key for key in keys if not self._exclusion(side.ranks[key], asked))
-        return (_Queue(self._balance, key, key not in self._apart) for key in able)
+        others = asked.answers - 1
+        return (_Queue(self._balance, key, key not in self._apart, others) for key in able)
 
     def exclusion(self, rank: Registration) -> str:
         """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
@@ -194,7 +197,7 @@ class Placer:
             longest_tokens=self._longest_tokens,
             carried_bytes=self.carried_bytes(asked.prompt_tokens),
         )
-        receivers = list(find(self._decodes, asked))
+        receivers = list(find(self._receiving(asked), asked))
         senders = list(find(self._prefills, asked)) if Plan.REMOTE in asked.plans else []
         decodes = [
             self._decode_candidate(rank, asked, hit)
@@ -205,6 +208,12 @@ class Placer:
             for (_, rank, _), hit in zip(senders, self._hits(senders, asked), strict=True)
         ]
         return request, decodes, prefills
+
+    def _receiving(self, asked: Asked) -> _Side:
+        if (at := asked.at) is None:
+            return self._decodes
+        rank = self._decodes.ranks.get(at.key)
+        return _Side() if rank is None or rank.id != at else _Side({at.key: rank})
 
     def _hits(self, found: Sequence[_Found], asked: Asked) -> list[_Hit]:
         telling = {key: blocks for key, _, blocks in found if key in self._telling} if self._telling else {}
@@ -330,7 +339,7 @@ class Placer:
             matched_tokens=hit.matched,
             waiting_tokens=now.load.waiting_tokens,
             own=key in self._decodes.own,
-            queue_wait_s=self._balance.queue_wait_s(key),
+            queue_wait_s=self._balance.queue_wait_s(key, asked.answers - 1),
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
             receives=key not in self._apart,
@@ -364,7 +373,7 @@ class Placer:
         """As far as can be told of it alone: its own part of the wait comes whatever the other rank adds."""
         if self._exclusion(rank, asked):
             return False
-        queue = _Queue(self._balance, rank.id.key)
+        queue = _Queue(self._balance, rank.id.key, others=asked.answers - 1)
         wait_s = queue.queue_wait_s if rank.role is Role.DECODE else queue.compute_wait_s
         return wait_s <= asked.max_wait_s
 
@@ -444,14 +453,15 @@ class Placer:
 class _Queue:
     """A rank's waits, looked up when they are asked for: where all are full, a thousand are."""
 
-    __slots__ = ("_balance", "_rank", "receives")
+    __slots__ = ("_balance", "_others", "_rank", "receives")
 
-    def __init__(self, balance: Balance, rank: RankKey, receives: bool = True) -> None:
-        self._balance, self._rank, self.receives = balance, rank, receives
+    def __init__(self, balance: Balance, rank: RankKey, receives: bool = True, others: int = 0) -> None:
+        """`others`: requests that come with the next one."""
+        self._balance, self._rank, self.receives, self._others = balance, rank, receives, others
 
     @property
     def queue_wait_s(self) -> float:
-        return self._balance.queue_wait_s(self._rank)
+        return self._balance.queue_wait_s(self._rank, self._others)
 
     @property
     def compute_wait_s(self) -> float:

@@ -165,12 +165,13 @@ class Balance:
             is_measured=load.prefill_tokens_per_s > 0 or self._speeds.knows(rank),
         )
 
-    def queue_wait_s(self, rank: RankKey) -> float:
-        """Until a decode rank has room for the next request; 0: nobody waits there, or it is not known."""
+    def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
+        """Until a decode rank has room for the next request and for so many others behind it; 0: nobody waits
+        there, or it is not known."""
         known = self._ranks.get(rank)
         if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
             return 0.0
-        return (known.load.waiting + len(known.arriving_s)) / known.load.admitted_per_s
+        return (known.load.waiting + len(known.arriving_s) + others) / known.load.admitted_per_s
 
     def _of(self, rank: RankKey) -> "_KnownRank":
         known = self._ranks.get(rank)

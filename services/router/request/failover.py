@@ -22,6 +22,7 @@ from dataclasses import replace
 from services.observe import log_lines, traces
 from services.router.cluster import Cluster, HashedPrompt, Placed
 from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.metrics import RouterMetrics
 from services.router.request.progress import Checked, Progress
 from services.values.errors import (
@@ -90,12 +91,10 @@ class FailoverStream:
             try:
                 if self._progress.outgrown_s is not None and (reason := self._moved_on()):
                     return Output(finished=reason)
-                if self._progress.stream is None:
-                    prompt = await self._hashed()
-                    if self._progress.aborted:  # while it was with no rank
+                while self._progress.stream is None:
+                    await self._place()
+                    if self._progress.stream is None and self._progress.aborted:
                         return Output(finished=FinishReason.ABORTED)
-                    self._place(prompt)
-                assert self._progress.stream is not None
                 return self._judged(await self._read(self._progress.stream))
             except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
                 if self._may_wait(error):
@@ -136,6 +135,16 @@ class FailoverStream:
 
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
+        turns, output_ids = self._progress.turns, self._progress.output_ids
+        if turns is None:
+            return await self._hash()
+        if output_ids:
+            return replace(await self._hash(), answers=self._checked.answers)
+        if turns.prompt is None:
+            turns.prompt = replace(await self._hash(), answers=self._checked.answers)
+        return turns.prompt
+
+    async def _hash(self) -> HashedPrompt:
         began = self._clock()
         output_ids, most = self._progress.output_ids, self._checked.sampling.max_tokens
         ids = self._prompt.ids + array("I", output_ids)
@@ -144,41 +153,73 @@ class FailoverStream:
         self._progress.route_s += self._clock() - began
         return prompt
 
-    def _place(self, prompt: HashedPrompt) -> None:
-        """Choose ranks and send the request there. Raises as `Cluster.place`."""
-        progress, checked = self._progress, self._checked
+    async def _place(self) -> None:
+        """Send the request to ranks, unless it is aborted or another answer's turn comes first: of several
+        that lack the prompt one has it computed, and the others wait for that.
+
+        Raises as `Cluster.place`.
+        """
+        progress = self._progress
+        while (turns := progress.turns) is not None and not self._has_turn(turns):
+            await turns.changed(self._remaining_s())
+            if progress.aborted:
+                return
+        prompt = await self._hashed()
+        if progress.aborted:
+            return
         began = self._clock()
-        # What was begun is not refused any more.
-        is_first, remaining_s = progress.attempts == 0, self._remaining_s()
-        max_wait_s = self._allowed_wait_s(remaining_s) if is_first else math.inf
-        progress.attempts += 1
+        if turns is not None and (placed := self._at_holder(prompt, turns)) is not None:
+            self._send(placed, began)
+        elif turns is None or turns.lead(self._checked.index):
+            self._send(self._placed(prompt), began)
+        else:
+            await turns.changed(self._remaining_s())
+
+    def _has_turn(self, turns: PromptTurns) -> bool:
+        return bool(turns.holders(self._progress.excluded)) or turns.lead(self._checked.index)
+
+    def _send(self, placed: Placed, began: float) -> None:
+        progress, checked = self._progress, self._checked
         progress.tokens_when_placed = len(progress.output_ids)
-        placed = self._placed(prompt, max_wait_s)
         progress.placed = placed
         progress.stream = placed.client.start(self._command(placed), self._prompt)
         progress.outgrown_s = None
-        self._cluster.sent(checked.request_id, checked.memory_key, placed)
+        self._cluster.sent(checked.answer_key, checked.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
         progress.route_s += now - began
         progress.sent_s = now - progress.began_s
 
-    def _placed(self, prompt: HashedPrompt, max_wait_s: float) -> Placed:
+    def _placed(self, prompt: HashedPrompt) -> Placed:
         """Raises as `Cluster.place`.
 
         Where a rank failed this request, ranks of other workers come first: what ends one often ends all of
         its worker, and the router hears of one after the other.
         """
         key, failed = self._checked.memory_key, frozenset(self._progress.excluded)
+        # What was begun is not refused any more.
+        is_first = self._progress.attempts == 0 and self._checked.index == 0
+        self._progress.attempts += 1
+        max_wait_s = self._allowed_wait_s(self._remaining_s()) if is_first else math.inf
         if failed:
             with suppress(Unavailable, NoCapacity):
                 return self._cluster.place(prompt, key, self._cluster.siblings(failed), max_wait_s)
         return self._cluster.place(prompt, key, failed, max_wait_s)
 
+    def _at_holder(self, prompt: HashedPrompt, turns: PromptTurns) -> Placed | None:
+        """Where another answer has the prompt already. None: nowhere, or no such rank can take it now."""
+        key, failed = self._checked.memory_key, frozenset(self._progress.excluded)
+        for holder in turns.holders(failed):
+            with suppress(Unavailable):
+                placed = self._cluster.place_at(prompt, key, failed, holder)
+                self._progress.attempts += 1
+                return placed
+        return None
+
     def _command(self, placed: Placed) -> StartCommand:
         checked = self._checked
         request = GenerationRequest(
-            request_id=checked.request_id,
+            request_id=checked.answer_name,
             prompt_ids=(),  # they go as they came
             sampling=checked.sampling,
             output_ids_so_far=tuple(self._progress.output_ids),
@@ -197,7 +238,7 @@ class FailoverStream:
         progress.stream = progress.placed = None
         if stream is not None:
             stream.close()
-        self._cluster.ended(self._checked.request_id)
+        self._cluster.ended(self._checked.answer_key)
         if placed is not None and len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
             progress.begin_anew()
         return placed
@@ -209,9 +250,11 @@ class FailoverStream:
         progress, placed = self._progress, self._withdraw()
         assert placed is not None
         left, num_tokens = placed.decision.chosen.decode.id, len(self._prompt.ids) + len(progress.output_ids)
-        progress.span.add_event("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
+        progress.note("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
         self._metrics.outgrew()
-        log_lines.event(log, "request_moved_on", request_id=progress.request_id, left=left, tokens=num_tokens)
+        log_lines.event(
+            log, "request_moved_on", request_id=self._checked.answer_name, left=left, tokens=num_tokens
+        )
         return None
 
     def _leave(self, error: IsthmusError) -> None:
@@ -228,7 +271,9 @@ class FailoverStream:
             failed = chosen.prefill.id
         progress.excluded.add(failed)
         self._cluster.failed(failed)
-        progress.span.add_event("rank_failed", {"rank": str(failed), "error": str(error)})
+        if progress.turns is not None:
+            progress.turns.lost(failed)
+        progress.note("rank_failed", {"rank": str(failed), "error": str(error)})
         if progress.output_ids and not self._can_move(placed):
             raise Unavailable(
                 "the answer was cut off and cannot go on elsewhere: this engine heeds its own output alone "
@@ -241,7 +286,7 @@ class FailoverStream:
             log,
             "request_moved",
             level=logging.WARNING,
-            request_id=progress.request_id,
+            request_id=self._checked.answer_name,
             left=failed,
             error=repr(str(error)),
         )

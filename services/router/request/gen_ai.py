@@ -42,6 +42,8 @@ def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
     }
     if request.conversation_id:
         attributes["gen_ai.conversation.id"] = request.conversation_id[:MAX_ID_CHARS]
+    if request.n > 1:
+        attributes["gen_ai.request.choice.count"] = request.n
     sampling = request.sampling
     if sampling.constraint.WhichOneof("kind") in ("json_object", "json_schema"):
         attributes["gen_ai.output.type"] = "json"
@@ -55,12 +57,14 @@ def answered(progress: Progress, model: str) -> Attributes:
     attributes: Attributes = {
         "gen_ai.response.id": progress.request_id,
         "gen_ai.response.model": model,
-        "gen_ai.usage.output_tokens": len(progress.output_ids),
+        "gen_ai.usage.output_tokens": progress.completion_tokens,
     }
-    if progress.reasoning_tokens:
-        attributes["gen_ai.usage.reasoning.output_tokens"] = progress.reasoning_tokens
-    if progress.finish_reason is not None:
-        attributes["gen_ai.response.finish_reasons"] = (progress.finish_reason.value,)
+    if reasoning_tokens := sum(answer.reasoning_tokens for answer in progress.answers):
+        attributes["gen_ai.usage.reasoning.output_tokens"] = reasoning_tokens
+    reasons = [answer.finish_reason for answer in progress.answers]
+    if any(reasons):
+        told = (reason.value for reason in reasons if reason is not None)
+        attributes["gen_ai.response.finish_reasons"] = tuple(told)
     if progress.first_token_s is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = progress.first_token_s
     if (admitted := progress.admitted) is not None:
@@ -103,7 +107,7 @@ class GenAiMetrics:
         labels = self._labels(progress)
         error_type = "" if outcome in _ENDED_WELL else outcome
         self._duration.labels(*labels, error_type).observe(took_s, traces.exemplar(progress.span))
-        later_tokens = len(progress.output_ids) - 1
+        later_tokens = max(len(answer.output_ids) for answer in progress.answers) - 1
         if outcome == "finished" and later_tokens > 0 and progress.first_token_s is not None:
             self._per_token.labels(*labels).observe((took_s - progress.first_token_s) / later_tokens)
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,8 @@ from services.router.cluster import Cluster, Explained
 from services.router.parsing.choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
 from services.router.request import gen_ai
-from services.router.request.answers.response_stream import Means, ResponseStream
+from services.router.request.answers.answers import answers_to, counts_of
+from services.router.request.answers.response_stream import Means
 from services.router.request.metrics import RouterMetrics
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress
@@ -141,9 +142,12 @@ class Generator:
         progress = self._running.get(request_id)
         if progress is None:
             return False
-        progress.aborted = True
-        if progress.stream is not None:
-            progress.stream.abort()
+        for answer in progress.answers:
+            answer.aborted = True
+            if answer.stream is not None:
+                answer.stream.abort()
+        if progress.turns is not None:
+            progress.turns.look()
         return True
 
     async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
@@ -195,8 +199,8 @@ class Generator:
         *,
         tells_prompt: bool = True,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Responses as they come; the last one has `finish`, and when it comes nothing is held any more. The
-        first one has the prompt's ids, if it `tells_prompt`.
+        """Responses as they come. Each answer's last one has `finish`; with the last of all nothing is held
+        any more. The first one has the prompt's ids, if it `tells_prompt`.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
@@ -220,14 +224,15 @@ class Generator:
                 progress.prompt_tokens = len(prompt.ids)
                 progress.past_answers = past.outcomes if past is not None else {}
                 self._metrics.past_answers(progress.past_answers)
-                answer = ResponseStream(self._means, checked, prompt, past, progress, deadline)
-                response = await answer.next_response()
-                response.answer_id = answer.answer_id
-                if tells_prompt:
-                    response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
-                while not response.HasField("finish"):
-                    yield response
-                    response = await answer.next_response()
+                answers = answers_to(self._means, checked, prompt, past, progress, deadline)
+                async with aclosing(answers):
+                    response = await answers.next_response()
+                    if tells_prompt:
+                        response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
+                    unfinished = checked.answered
+                    while unfinished := unfinished - response.HasField("finish"):
+                        yield response
+                        response = await answers.next_response()
         # A client that leaves with its last word in hand has not cancelled anything.
         yield response
 
@@ -243,7 +248,7 @@ class Generator:
             checked = await self._check(request)
             if checked.request_id in self._running:
                 raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
-            self._cluster.check_room(self._allowed_wait_s(checked, timeout_s))
+            self._cluster.check_room(self._allowed_wait_s(checked, timeout_s), checked.answers)
         except IsthmusError as error:
             self._metrics.rejected(error)
             raise
@@ -275,11 +280,16 @@ class Generator:
                 f"{request.priority}"
             )
         refuse_unread(request)
+        answers, answered = counts_of(request)
         tools = self._parsers.read_tools(request)
         sampling = request.sampling
+        tells_logprobs = sampling.HasField("logprobs") or answers == answered
         if not sampling.HasField("seed"):
             sampling = type(sampling).FromString(sampling.SerializeToString())
             sampling.seed = secrets.randbits(64)
+        if not tells_logprobs:
+            sampling = type(sampling).FromString(sampling.SerializeToString())
+            sampling.logprobs = 0
         return Checked(
             request_id=request.request_id or secrets.token_hex(8),
             sampling=convert_request.sampling_from_proto(sampling),
@@ -288,6 +298,9 @@ class Generator:
             priority=request.priority,
             operation=gen_ai.operation_of(request),
             tools=tools,
+            answers=answers,
+            answered=answered,
+            tells_logprobs=tells_logprobs,
         )
 
     async def _obliged(self, checked: Checked, prompt: PackedIds) -> Checked:

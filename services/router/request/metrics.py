@@ -101,7 +101,14 @@ class RouterMetrics:
             for reason in REASONS.values():
                 self._unauthenticated.labels(front, reason)
         self._placements = counter("isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"])
-        self._prompt = counter("isthmus_prompt_tokens", "Prompt tokens of admitted requests.")
+        self._answers = counter(
+            "isthmus_answers",
+            "Answers that a rank began: more than requests where these ask for several.",
+        )
+        self._prompt = counter(
+            "isthmus_prompt_tokens",
+            "Prompt tokens of admitted requests; for each further answer those that a rank computed again.",
+        )
         self._reused = counter("isthmus_reused_tokens", "Prompt tokens that no rank had to compute.")
         self._computed = counter("isthmus_computed_tokens", "Prompt tokens that a rank computed.")
         self._drift = counter(
@@ -205,8 +212,14 @@ class RouterMetrics:
         """A request left a rank whose pool held no more of it."""
         self._moves.labels("outgrown").inc()
 
-    def admitted(self, placed: Placed, admitted: Admitted) -> None:
-        """Account for the first placement of a request, as its usage does."""
+    def admitted(self, placed: Placed, admitted: Admitted, *, is_further: bool = False) -> None:
+        """Account for the first placement of an answer, as its usage does; of a further one to the same
+        prompt what its rank computed is all that is new."""
+        self._answers.inc()
+        if is_further:
+            self._prompt.inc(admitted.computed_tokens)
+            self._computed.inc(admitted.computed_tokens)
+            return
         self._prompt.inc(admitted.prompt_tokens)
         self._prompt_length.observe(admitted.prompt_tokens)
         self._computed.inc(admitted.computed_tokens)
@@ -223,16 +236,17 @@ class RouterMetrics:
         self._gen_ai.ended(progress, outcome, took_s)
         self._requests.labels(outcome).inc()
         if progress.admitted is not None:
-            self._output_length.observe(len(progress.output_ids))
+            self._output_length.observe(progress.completion_tokens)
         # "finished" without a token: aborted.
         if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
             self._abandoned.observe(took_s)
-        self._reasoning.inc(progress.reasoning_tokens)
-        self._calls.labels("read").inc(progress.num_calls)
-        self._calls.labels("broken").inc(progress.num_broken_calls)
+        for answer in progress.answers:
+            self._reasoning.inc(answer.reasoning_tokens)
+            self._calls.labels("read").inc(answer.num_calls)
+            self._calls.labels("broken").inc(answer.num_broken_calls)
+            self._cut_off.inc(answer.finish_reason is FinishReason.CAPACITY)
         if progress.constraint:
             self._constrained.labels(progress.constraint).inc()
-        self._cut_off.inc(progress.finish_reason is FinishReason.CAPACITY)
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()
         self._duration.observe(took_s, traces.exemplar(progress.span))

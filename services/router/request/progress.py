@@ -1,4 +1,4 @@
-"""One request on the router: what was asked, and what has become of it so far."""
+"""One request on the router: what was asked, and what has become of its answers so far."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from opentelemetry.trace import Span
 
 from services.router.cluster import Placed
 from services.router.links.decode_client import OutputStream
+from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.stages import Stages
 from services.router.request.tools import ChatTools
 from services.values.rank import RankId
@@ -25,6 +26,20 @@ class Checked:
     priority: int
     operation: str = "text_completion"  # or chat
     tools: ChatTools = field(default_factory=ChatTools)
+    answers: int = 1  # that are generated, and
+    answered: int = 1  # of them, those that the client gets: the best
+    index: int = 0  # of this answer
+    tells_logprobs: bool = True  # False: they are asked for to rank the answers
+
+    @property
+    def answer_name(self) -> str:
+        """What ranks and log lines call this answer."""
+        return f"{self.request_id}#{self.index}" if self.index else self.request_id
+
+    @property
+    def answer_key(self) -> str:
+        """Names it among all that are in flight; no client's id has a NUL."""
+        return f"{self.request_id}\0{self.index}" if self.index else self.request_id
 
     @property
     def constraint(self) -> str:
@@ -54,7 +69,7 @@ class Served:
 
 @dataclass(slots=True)
 class Progress:
-    """What has become of one request so far."""
+    """What has become of one answer so far. The first one's is the request's, too."""
 
     request_id: str
     began_s: float
@@ -88,6 +103,18 @@ class Progress:
     num_calls: int = 0
     num_broken_calls: int = 0
     past_answers: Mapping[str, int] = field(default_factory=dict)  # of a chat: how many of them were what
+    index: int = 0  # of the answer
+    turns: PromptTurns | None = None  # where there are several
+    others: list["Progress"] = field(default_factory=list)  # of the request's other answers, by index
+
+    @property
+    def answers(self) -> tuple["Progress", ...]:
+        return self, *self.others
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(answer.output_ids) for answer in self.answers)
 
     @property
     def admitted(self) -> Admitted | None:
@@ -98,6 +125,24 @@ class Progress:
     def first_placed(self) -> Placed | None:
         """Where `admitted` was; where nobody has generated, where it is now."""
         return self.served[0].placed if self.served else self.placed
+
+    def another(self, index: int) -> "Progress":
+        """Of another answer to the same prompt."""
+        return Progress(
+            self.request_id,
+            self.began_s,
+            self.span,
+            tokenize_s=self.tokenize_s,
+            operation=self.operation,
+            constraint=self.constraint,
+            index=index,
+            turns=self.turns,
+        )
+
+    def note(self, event: str, attributes: Mapping[str, str | int] | None = None) -> None:
+        """In the request's trace, with the answer's index where there are several."""
+        which = {} if self.turns is None else {"answer": self.index}
+        self.span.add_event(event, {**(attributes or {}), **which})
 
     def begin_anew(self) -> None:
         """What failed before does not count any more."""

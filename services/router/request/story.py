@@ -1,6 +1,7 @@
-"""The line of the log that tells a whole request."""
+"""The line of the log that tells a whole request, and those that tell each of several answers."""
 
 import logging
+from typing import Any
 
 from services.observe import log_lines
 from services.router.request.progress import Progress
@@ -9,12 +10,40 @@ log = logging.getLogger(__name__)
 
 
 def tell(progress: Progress, outcome: str) -> None:
-    admitted, placed = progress.admitted, progress.first_placed
+    """Where it went is the first answer's; tokens and calls are those of all."""
     log_lines.event(
         log,
         "request_finished",
         request_id=progress.request_id,
+        answers=len(progress.answers),
         outcome=outcome,
+        **_placing(progress),
+        completion_tokens=progress.completion_tokens,
+        reasoning_tokens=sum(answer.reasoning_tokens for answer in progress.answers),
+        tool_calls=sum(answer.num_calls for answer in progress.answers),
+        constraint=progress.constraint or "-",
+        past_answers=",".join(f"{what}:{n}" for what, n in progress.past_answers.items()) or "-",
+        **_ending(progress),
+    )
+
+
+def tell_answer(progress: Progress, outcome: str) -> None:
+    """Of one of several; the request's own line comes behind."""
+    log_lines.event(
+        log,
+        "answer_finished",
+        request_id=progress.request_id,
+        answer=progress.index,
+        outcome=outcome,
+        **_placing(progress),
+        completion_tokens=len(progress.output_ids),
+        **_ending(progress),
+    )
+
+
+def _placing(progress: Progress) -> dict[str, Any]:
+    admitted, placed = progress.admitted, progress.first_placed
+    return dict(
         decode=placed.decision.chosen.decode.id if placed else "-",
         prefill=placed.prefill_name if placed else "-",
         plan=placed.plan.value if placed else "-",
@@ -23,14 +52,15 @@ def tell(progress: Progress, outcome: str) -> None:
         prompt_tokens=admitted.prompt_tokens if admitted else 0,
         decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
         prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
-        completion_tokens=len(progress.output_ids),
-        reasoning_tokens=progress.reasoning_tokens,
-        tool_calls=progress.num_calls,
-        constraint=progress.constraint or "-",
-        finish=progress.finish_reason.value if progress.finish_reason else "-",
         kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
+    )
+
+
+def _ending(progress: Progress) -> dict[str, Any]:
+    admitted = progress.admitted
+    return dict(
+        finish=progress.finish_reason.value if progress.finish_reason else "-",
         ttft_ms=round(1e3 * progress.first_token_s, 1) if progress.first_token_s else "-",
-        past_answers=",".join(f"{what}:{n}" for what, n in progress.past_answers.items()) or "-",
         transfer_ms=round(1e3 * admitted.transfer_s, 1) if admitted else "-",
         attempts=progress.attempts,
         moved_to=",".join(str(later.placed.decision.chosen.decode.id) for later in progress.served[1:])

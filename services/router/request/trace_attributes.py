@@ -1,7 +1,8 @@
 """What the router's span of a request tells: where it went, at what price, and what came of it.
 
 Words are the log's and the API's. The stages add up to `first_token_s`. All is of the first placement that
-generated, as in the usage; `placements` is how many did.
+generated, as in the usage; `placements` is how many did. Of several answers that is the first one's, and
+tokens and calls are those of all.
 """
 
 from services.router.cluster import Placed
@@ -15,10 +16,11 @@ def attributes_of(progress: Progress) -> Attributes:
     """Of a request that has ended, however it ended."""
     attributes: Attributes = {
         "request_id": progress.request_id,
-        "completion_tokens": len(progress.output_ids),
-        "reasoning_tokens": progress.reasoning_tokens,
-        "tool_calls": progress.num_calls,
-        "broken_tool_calls": progress.num_broken_calls,
+        "answers": len(progress.answers),
+        "completion_tokens": progress.completion_tokens,
+        "reasoning_tokens": sum(answer.reasoning_tokens for answer in progress.answers),
+        "tool_calls": sum(answer.num_calls for answer in progress.answers),
+        "broken_tool_calls": sum(answer.num_broken_calls for answer in progress.answers),
         "attempts": progress.attempts,
         "placements": len(progress.served),
     }

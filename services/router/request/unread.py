@@ -5,7 +5,6 @@ from google.protobuf.message import Message
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
-_OF_REQUESTS = ("n", "best_of")
 _OF_SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
@@ -17,7 +16,6 @@ _OF_CHATS = ("continue_final_message",)
 def refuse_unread(request: GenerateRequest) -> None:
     """Raises InvalidRequest, naming the first of them that is set."""
     parts: list[tuple[str, Message, tuple[str, ...]]] = [
-        ("", request, _OF_REQUESTS),
         ("sampling.", request.sampling, _OF_SAMPLING),
         ("chat.", request.chat, _OF_CHATS),
     ]

@@ -23,7 +23,8 @@ def running_request(progress: Progress, model: str, now: float) -> generation_pb
         model=model,
         age_s=now - progress.began_s,
         prompt_tokens=progress.prompt_tokens,
-        completion_tokens=len(progress.output_ids),
+        completion_tokens=progress.completion_tokens,
+        answers=len(progress.answers),
         decode=None if chosen is None else convert.rank_id_to_proto(chosen.decode.id),
         prefill=None if prefill is None else convert.rank_id_to_proto(prefill.id),
     )
@@ -42,7 +43,9 @@ def finished_request(
         ended_at_s=ended_at_s,
         duration_s=duration_s,
         finish=progress.finish,
-        tool_calls=progress.num_calls,
+        tool_calls=sum(answer.num_calls for answer in progress.answers),
+        answers=len(progress.answers),
+        completion_tokens=progress.completion_tokens,
         constraint=progress.constraint,
     )
     if progress.finish is not None:

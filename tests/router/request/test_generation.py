@@ -79,7 +79,7 @@ class LosingCluster:
         self._moves_penalties = moves_penalties
         self.excluded = []
 
-    def check_room(self, max_wait_s):
+    def check_room(self, max_wait_s, answers=1):
         pass
 
     def max_context_tokens(self):

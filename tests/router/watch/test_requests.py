@@ -100,3 +100,13 @@ def test_ranks_without_a_price_come_last(requests, placed):
     assert candidates[-1].excluded == "draining" and not candidates[-1].terms
     assert not any(each.excluded for each in candidates[:-1])
     assert all(a.total_s <= b.total_s for a, b in pairwise(candidates[:-1]))
+
+
+def test_of_several_answers_the_tokens_and_calls_of_all_are_told(requests):
+    progress = requests.begin("r")
+    progress.output_ids, progress.num_calls = [1, 2], 1
+    progress.others = [progress.another(index) for index in (1, 2)]
+    progress.others[1].output_ids, progress.others[1].num_calls = [3], 2
+    running, finished = running_request(progress, "m", 103.0), told(progress)
+    assert (running.answers, running.completion_tokens) == (3, 3)
+    assert (finished.answers, finished.completion_tokens, finished.tool_calls) == (3, 3, 3)

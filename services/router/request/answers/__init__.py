@@ -1,1 +1,1 @@
-"""The answers to one request."""
+"""The answers to one request: one, several to one prompt, the best of more."""

@@ -54,7 +54,8 @@ class ResponseStream:
         deadline: float,
     ) -> None:
         self._past = past
-        self.answer_id = secrets.token_hex(16) if past is not None else ""  # of a chat's answer
+        self._answer_id = secrets.token_hex(16) if past is not None else ""  # of a chat's answer
+        self._has_begun = False
         self._cluster = means.cluster
         self._tokenizer = means.tokenizer
         self._memory = means.memory
@@ -79,10 +80,14 @@ class ResponseStream:
         self._text = means.parsers.text_of(checked.tools, checked.sampling.stop, prompt.ids)
         remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
-        self._metrics.drifted(self._drift or 0)
+        if checked.index == 0:
+            self._metrics.drifted(self._drift or 0)
+
+    async def aclose(self) -> None:
+        """Who has made `progress` gives up what it holds."""
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
-        """Raises as FailoverStream.next."""
+        """The first one has the answer's id, if it is of a chat. Raises as FailoverStream.next."""
         while True:
             output = await self._stream.next()
             if output.admitted is not None:
@@ -95,17 +100,20 @@ class ResponseStream:
         assert progress.placed is not None
         progress.served.append(Served(progress.placed, admitted, progress.tokens_when_placed))
         if len(progress.served) == 1:
-            self._metrics.admitted(progress.placed, admitted)
+            self._metrics.admitted(progress.placed, admitted, is_further=progress.index > 0)
         self._metrics.transferred(admitted)
-        self._cluster.admitted(self._checked.request_id, progress.placed, admitted)
+        self._cluster.admitted(self._checked.answer_key, progress.placed, admitted)
+        if progress.turns is not None:
+            progress.turns.held(progress.index, progress.placed.decision.chosen.decode.id)
 
     def _note_tokens(self, num_tokens: int) -> None:
         progress, now = self._progress, self._clock()
         if progress.first_token_s is None:
             progress.first_token_s = now - progress.began_s
             progress.stages = self._stages()
-            progress.span.add_event("first_token")
-            self._metrics.first_token(progress)
+            progress.note("first_token")
+            if progress.index == 0:  # what the client waits for
+                self._metrics.first_token(progress)
         else:
             self._metrics.next_tokens(num_tokens, now - progress.last_tokens_at_s)
         self._metrics.generated(num_tokens)
@@ -132,12 +140,15 @@ class ResponseStream:
         progress.output_ids.extend(output.token_ids[:num_tokens])
         response = generation_pb2.GenerateResponse(
             request_id=self._checked.request_id,
+            index=self._checked.index,
             text=said.content,
             reasoning=said.reasoning,
             tool_calls=said.calls,
             token_ids=output.token_ids[:num_tokens],
             logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs[:num_tokens]],
         )
+        if not self._has_begun:
+            response.answer_id, self._has_begun = self._answer_id, True
         if reason is not None and output.finished is None:
             assert progress.stream is not None
             progress.stream.close()  # the rank would go on
@@ -146,7 +157,7 @@ class ResponseStream:
             has_called = reason is FinishReason.STOP and self._text.num_called
             self._finish(response, FinishReason.TOOL_CALLS if has_called else reason, matched)
             if reason is not FinishReason.ABORTED and self._remember(said.matched):
-                response.finish.answer_id = self.answer_id
+                response.finish.answer_id = self._answer_id
         return response
 
     def _note_text(self) -> None:
@@ -186,7 +197,9 @@ class ResponseStream:
         response.finish.CopyFrom(progress.finish)
         all_ids = self._prompt.ids + array("I", progress.output_ids)
         if self._checked.memory_key:
-            self._memory.remember(self._checked.memory_key, all_ids)
+            # Of several answers the conversation goes on with any one: not known with which.
+            known = all_ids if self._checked.answers == 1 else self._prompt.ids
+            self._memory.remember(self._checked.memory_key, known)
         if progress.placed is not None and reason is not FinishReason.ABORTED:
             self._cluster.finished(progress.placed, all_ids)
 
@@ -197,7 +210,7 @@ class ResponseStream:
         ids, message = self._own_ids(stop_string), self._text.message()
         is_told_apart = message.reasoning or _THINKING_ENDS not in message.content
         return bool(ids and is_told_apart) and self._past.remember(
-            self._prompt.ids, array("I", ids), message, self.answer_id
+            self._prompt.ids, array("I", ids), message, self._answer_id
         )
 
     def _own_ids(self, stop_string: str) -> Sequence[int]:

@@ -228,7 +228,7 @@ class Totals(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "matched_stop", "usage", "placement", "stages", "placements", "totals", "answer_id")
+    __slots__ = ("reason", "matched_stop", "usage", "placement", "stages", "placements", "totals", "answer_id", "left_out")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,7 @@ class Finish(_message.Message):
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     matched_stop: str
     usage: Usage
@@ -245,7 +246,8 @@ class Finish(_message.Message):
     placements: _containers.RepeatedCompositeFieldContainer[Placement]
     totals: Totals
     answer_id: str
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., answer_id: _Optional[str] = ...) -> None: ...
+    left_out: Totals
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., answer_id: _Optional[str] = ..., left_out: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")
@@ -497,7 +499,7 @@ class WatchClusterResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[_common_pb2.RankId, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[FinishedRequest, _Mapping]]] = ..., dropped: _Optional[int] = ..., staleness_s: _Optional[float] = ..., degraded: _Optional[str] = ..., num_running: _Optional[int] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
-    __slots__ = ("request_id", "conversation_id", "model", "age_s", "prompt_tokens", "completion_tokens", "decode", "prefill", "tenant")
+    __slots__ = ("request_id", "conversation_id", "model", "age_s", "prompt_tokens", "completion_tokens", "decode", "prefill", "tenant", "answers")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -507,6 +509,7 @@ class RunningRequest(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     conversation_id: str
     model: str
@@ -516,10 +519,11 @@ class RunningRequest(_message.Message):
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    answers: int
+    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., tenant: _Optional[str] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class FinishedRequest(_message.Message):
-    __slots__ = ("request_id", "conversation_id", "model", "outcome", "ended_at_s", "duration_s", "finish", "candidates", "tool_calls", "constraint", "tenant")
+    __slots__ = ("request_id", "conversation_id", "model", "outcome", "ended_at_s", "duration_s", "finish", "candidates", "tool_calls", "constraint", "tenant", "answers", "completion_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -531,6 +535,8 @@ class FinishedRequest(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     conversation_id: str
     model: str
@@ -542,7 +548,9 @@ class FinishedRequest(_message.Message):
     tool_calls: int
     constraint: str
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_at_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., tool_calls: _Optional[int] = ..., constraint: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    answers: int
+    completion_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_at_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., tool_calls: _Optional[int] = ..., constraint: _Optional[str] = ..., tenant: _Optional[str] = ..., answers: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

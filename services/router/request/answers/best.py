@@ -1,0 +1,56 @@
+"""The best of several answers: those whose tokens are the most probable on average."""
+
+from collections.abc import Iterator, Sequence
+
+from services.router.request.answers.several import SeveralAnswers
+from services.router.request.progress import Checked
+from services.wire.isthmus.v1.generation_pb2 import GenerateResponse, Totals
+from services.wire.joined_responses import JoinedResponses
+
+
+class BestAnswers:
+    """As SeveralAnswers, but nothing is said before all of them have ended: each then in one response."""
+
+    def __init__(self, answers: SeveralAnswers, checked: Checked) -> None:
+        self._answers = answers
+        self._checked = checked
+        self._best: Iterator[GenerateResponse] | None = None
+
+    async def next_response(self) -> GenerateResponse:
+        if self._best is None:
+            self._best = iter(self._chosen(await self._all()))
+        return next(self._best)
+
+    async def aclose(self) -> None:
+        await self._answers.aclose()
+
+    async def _all(self) -> list[GenerateResponse]:
+        joined, unfinished = [JoinedResponses() for _ in range(self._checked.answers)], self._checked.answers
+        while unfinished:
+            response = await self._answers.next_response()
+            joined[response.index].add(response)
+            unfinished -= response.HasField("finish")
+        return [each.whole() for each in joined]
+
+    def _chosen(self, answers: Sequence[GenerateResponse]) -> list[GenerateResponse]:
+        """Numbered anew, best first; the last one says what the others took."""
+        ranked = sorted(answers, key=mean_logprob, reverse=True)  # those that are equal stay in their order
+        best, left_out = ranked[: self._checked.answered], ranked[self._checked.answered :]
+        best[0].prompt_logprobs.MergeFrom(answers[0].prompt_logprobs if best[0] is not answers[0] else [])
+        for index, answer in enumerate(best):
+            answer.index = index
+            if not self._checked.tells_logprobs:
+                del answer.logprobs[:]
+        best[-1].finish.left_out.CopyFrom(_sums([answer.finish.totals for answer in left_out]))
+        return best
+
+
+def mean_logprob(answer: GenerateResponse) -> float:
+    """Of its tokens; of one that has none it is as low as can be."""
+    logprobs = [token.chosen.logprob for token in answer.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _sums(totals: Sequence[Totals]) -> Totals:
+    names = [field.name for field in Totals.DESCRIPTOR.fields]
+    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})

@@ -1,0 +1,64 @@
+from services.router.request.answers.best import BestAnswers
+from services.router.request.progress import Checked
+from services.values.request import SamplingParams
+from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
+from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Totals
+
+TOLD = [
+    (0, "a", [-4.0], False),
+    (1, "b", [-1.0, -1.0, -1.0], True),  # the most probable on average, though not in sum
+    (0, "A", [-0.5], True),
+    (3, "", [], True),
+    (2, "c", [-2.25], True),  # as the first one's two
+]
+
+
+class Several:
+    def __init__(self):
+        self._responses = iter(
+            GenerateResponse(
+                index=index,
+                text=text,
+                token_ids=[7] * len(logprobs),
+                logprobs=[TokenLogprobs(chosen=TokenLogprob(logprob=each)) for each in logprobs],
+                finish=Finish(totals=Totals(completion_tokens=10**index)) if ends else None,
+            )
+            for index, text, logprobs, ends in TOLD
+        )
+        self.closed = False
+
+    async def next_response(self):
+        return next(self._responses)
+
+    async def aclose(self):
+        self.closed = True
+
+
+async def best(answered, **fields):
+    checked = Checked("r", SamplingParams(), "", "", 0, answers=4, answered=answered, **fields)
+    answers = BestAnswers(Several(), checked)
+    return [await answers.next_response() for _ in range(answered)]
+
+
+async def test_the_most_probable_on_average_come_first_and_equal_ones_in_their_order():
+    told = await best(4)
+    assert [(answer.index, answer.text) for answer in told] == [(0, "b"), (1, "aA"), (2, "c"), (3, "")]
+    assert [len(answer.logprobs) for answer in told] == [3, 2, 1, 0]
+    assert all(answer.HasField("finish") for answer in told)
+
+
+async def test_what_the_others_took_is_told_with_the_last():
+    first, second = await best(2)
+    assert not first.finish.HasField("left_out")
+    assert second.finish.left_out == Totals(completion_tokens=100 + 1000)
+
+
+async def test_log_probabilities_that_nobody_asked_for_are_not_told():
+    (told,) = await best(1, tells_logprobs=False)
+    assert list(told.token_ids) == [7, 7, 7] and not told.logprobs
+
+
+async def test_closing_closes_the_answers():
+    several = Several()
+    await BestAnswers(several, Checked("r", SamplingParams(), "", "", 0, answers=4)).aclose()
+    assert several.closed
