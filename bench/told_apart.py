@@ -15,6 +15,7 @@ from services.router.parsing.choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
 from services.router.request.tools import ChatTools
 from services.router.text.tokenizer import Tokenizer
+from services.values.request import SamplingParams
 
 _SENTENCE = "The canal of Corinth is narrow. "
 _CALL = '<tool_call>\n{"name": "f", "arguments": {"text": "%s"}}\n</tool_call>'
@@ -30,7 +31,7 @@ def answer_of(num_chars: int) -> str:
 def measure(tokenizer: Tokenizer, choice: ParserChoice, num_tokens: int) -> float:
     """Microseconds a token, each of which comes alone."""
     ids = tokenizer.encode(answer_of(num_tokens), special_tokens=False)
-    text = Parsers(tokenizer, choice).text_of(_TOOLS, (), [1])
+    text = Parsers(tokenizer, choice).text_of(_TOOLS, SamplingParams(), [1])
     began = time.perf_counter()
     for token_id in ids:
         text.push((token_id,))

@@ -33,6 +33,8 @@ def read_sampling(
         logprobs=logprobs,
         logit_bias=_read_logit_bias(body),
         bad_words=_read_bad_words(body),
+        # vLLM's name, and SGLang's.
+        include_stop_str_in_output=body.flag("include_stop_str_in_output") or body.flag("no_stop_trim"),
     )
 
 

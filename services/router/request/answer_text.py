@@ -38,7 +38,7 @@ class Said:
 
 class AnswerText:
     """`decoder`: shows the parser's markers. Without a parser all is content. Without `parallel_calls` the
-    answer ends with its first."""
+    answer ends with its first. `stop` is content where that `includes_stop`."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class AnswerText:
         stop: tuple[str, ...],
         parser: AnswerParser | None = None,
         parallel_calls: bool = True,
+        includes_stop: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(decoder)
-        self._stop = StopStrings(stop)
+        self._stop = StopStrings(stop, includes_stop)
         self._parser = parser
         self._parallel_calls = parallel_calls
         self._contents: list[str] = []

@@ -13,6 +13,7 @@ from services.router.text.detokenizer import TokenDecoder
 from services.router.text.marker_decoder import MarkerDecoder
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
+from services.values.request import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 # The prompt's last ids: what a template writes behind the last turn is shorter.
@@ -58,11 +59,12 @@ class Parsers:
         special = self._tokenizer.special_tokens if self._choice != ParserChoice() else {}
         return Obligations(self._choice, special, grammars, self.prompt_end)
 
-    def text_of(self, tools: ChatTools, stop: tuple[str, ...], prompt_ids: Sequence[int]) -> AnswerText:
+    def text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
         """Of an answer to that prompt."""
+        stop, includes_stop = sampling.stop, sampling.include_stop_str_in_output
         parser = None
         if tools.told_apart and self._choice != ParserChoice():
             parser = self._choice.parser(tools.callable, self.prompt_end(prompt_ids))
         if parser is None:
-            return AnswerText(self._tokenizer, stop)
-        return AnswerText(self._decoder, stop, parser, tools.parallel)
+            return AnswerText(self._tokenizer, stop, includes_stop=includes_stop)
+        return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop)

@@ -6,7 +6,6 @@ from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 _OF_SAMPLING = (
-    "include_stop_str_in_output",
     "prompt_logprobs",
     "prompt_logprobs_start",
 )

@@ -7,19 +7,23 @@ Knuth-Morris-Pratt automaton per stop string: a character costs the same however
 
 
 class StopStrings:
-    """Searches one stream of text. Raises ValueError for an empty stop string."""
+    """Searches one stream of text. `included`: what is found is released, too, so that nothing is held back.
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    Raises ValueError for an empty stop string.
+    """
+
+    def __init__(self, stop: tuple[str, ...], included: bool = False) -> None:
         if not all(stop):
             raise ValueError("a stop string is empty")
         self._automata = [_Automaton(pattern) for pattern in stop]
+        self._included = included
         self._held = ""
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that no stop string can begin in any more, and the stop string once one is complete.
 
-        Text from the match on is dropped, and so is everything pushed later.
+        Text from the match on, or behind it where that is included, is dropped; so is all that comes later.
         """
         if self._matched is not None or not self._automata:
             return ("" if self._matched is not None else text), self._matched
@@ -28,8 +32,8 @@ class StopStrings:
             matched = self._step(character)
             if matched is not None:
                 self._matched, self._held = matched, ""
-                return pending[: end - len(matched)], matched
-        held_len = max(automaton.matched_len for automaton in self._automata)
+                return pending[: end if self._included else end - len(matched)], matched
+        held_len = 0 if self._included else max(automaton.matched_len for automaton in self._automata)
         released_len = len(pending) - held_len
         self._held = pending[released_len:]
         return pending[:released_len], None

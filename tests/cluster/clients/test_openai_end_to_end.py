@@ -188,6 +188,15 @@ async def test_what_ends_an_answer(etcd_endpoint, model_dir, cluster_name, token
         chunks = await events_of(http, "/v1/completions", **body)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:begin]
 
+        shown = {**body, "include_stop_str_in_output": True, "logprobs": 0, "return_token_ids": True}
+        (choice,) = (await answer_of(http, "/v1/completions", **shown))["choices"]
+        assert choice["text"] == text[: begin + len(stop)] == tokenizer.decode(choice["token_ids"])
+        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
+        pieces = [chunk["choices"][0] for chunk in await events_of(http, "/v1/completions", **shown)]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        offsets = [offset for piece in pieces for offset in piece["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"] == list(range(begin + len(stop)))
+
         prompt, output, eos_at = prompt_that_meets_eos()
         before = output[:eos_at]
         for ignore_eos, reason, ids in ((False, "stop", [*before, EOS_ID]), (True, "length", output)):
@@ -203,6 +212,10 @@ async def test_what_ends_an_answer(etcd_endpoint, model_dir, cluster_name, token
         )
         assert whole["choices"][0]["token_ids"] == output[:1]
         assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == ("", "stop")
+        for stop_id, said in ((output[0], tokenizer.decode(output[:1])), (EOS_ID, tokenizer.decode(before))):
+            shown = {"prompt": prompt, "stop_token_ids": [stop_id], "include_stop_str_in_output": True}
+            whole = await answer_of(http, "/v1/completions", **shown)
+            assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (said, "stop")
         await cluster.assert_nothing_held()
 
 

@@ -62,6 +62,7 @@ async def qwen(etcd_endpoint, tmp_path, cluster_name):
 
 ASKED = [ChatMessage(role="user", content="What is it?")]
 NEXT = ChatMessage(role="user", content="And now?")
+SHOWN = {"include_stop_str_in_output": True}
 
 
 @pytest.mark.parametrize(
@@ -71,18 +72,21 @@ NEXT = ChatMessage(role="user", content="And now?")
         ({"stop": ["42"]}, "It is 42, enough.", "It is <|im_end|>\n"),
         ({"stop": ["s 4"]}, "It is 42, enough.", "It i<|im_end|>\n"),
         ({"stop_token_ids": ["<tool_response>"]}, "It is<tool_response>", "It is<|im_end|>\n"),
+        ({"stop": ["42"], **SHOWN}, "It is 42, enough.", "It is 42<|im_end|>\n"),
+        ({"stop_token_ids": [","], **SHOWN}, "It is 42,", "It is 42,<|im_end|>\n"),
     ],
 )
-async def test_what_ends_an_answer_is_no_part_of_it(qwen, script, sampling, said, kept):
+async def test_what_ends_an_answer_is_no_part_of_it_unless_it_is_wanted(qwen, script, sampling, said, kept):
     """Its ids are not those of its text, which shows that they are the ones: each character is a token."""
     tokenizer = Tokenizer(qwen.router_config.model)
     ids = [token for character in said.split("<")[0] for token in tokenizer.encode(character)]
     ids += [token for part in said.split("<")[1:] for token in tokenizer.encode(f"<{part}")]
     script.says([*ids, *tokenizer.encode("<|im_end|>")])
     if "stop_token_ids" in sampling:
-        sampling = {"stop_token_ids": tokenizer.encode(sampling["stop_token_ids"][0])}
+        sampling = {**sampling, "stop_token_ids": tokenizer.encode(sampling["stop_token_ids"][0])}
     answer, finish = await generate(qwen, ASKED, **sampling)
     assert finish.answer_id == answer.answer_id
+    assert answer.content == kept.removesuffix("<|im_end|>\n")
     text, prompt = await prompt_text(qwen, [*ASKED, answer, NEXT])
     before, own, _ = text.partition("What is it?<|im_end|>\n<|im_start|>assistant\n")
     assert text.startswith(before + own + kept)

@@ -20,6 +20,11 @@ def test_biases_are_by_ids_and_bad_words_are_texts() -> None:
     assert list(biased.bad_words) == ["a", "b c"]
 
 
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_what_ended_an_answer_is_shown_by_either_name(name: str) -> None:
+    assert read(**{name: True}).include_stop_str_in_output
+
+
 @pytest.mark.parametrize(
     "nothing", [{}, {"logit_bias": None, "bad_words": None}, {"logit_bias": {}}, {"logit_bias": []}]
 )

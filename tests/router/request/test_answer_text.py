@@ -110,6 +110,13 @@ def test_without_a_parser_all_is_content(ids, stop):
     assert content == (Characters().decode(ids).split(stop)[0] if stop else Characters().decode(ids))
 
 
+@given(st.lists(st.sampled_from([*SPECIAL, *map(ord, "ab.")]), max_size=30))
+def test_a_stop_string_is_content_where_it_is_included(ids):
+    plain, shown = (AnswerText(Characters(), ("a.",), includes_stop=includes) for includes in (False, True))
+    (before, *_, matched), (content, *_, again) = (told(answer, ids) for answer in (plain, shown))
+    assert again == matched and content == before + (matched or "")
+
+
 @given(st.text('<>/think tool_call{}"', max_size=40), st.integers(1, 5))
 def test_the_answer_is_the_same_however_its_tokens_come(text, step):
     ids = ids_of(text)

@@ -56,7 +56,7 @@ class Family:
         ends = self.parsers.end_ids(tools)
         matcher = self.grammars.matcher(await self.constraint(tools, constraint, prompt), (), ends)
         prompt_ids = self.tokenizer.encode(prompt, special_tokens=False)
-        text, maker = self.parsers.text_of(tools, (), prompt_ids), MaskMaker(SIZE)
+        text, maker = self.parsers.text_of(tools, SamplingParams(), prompt_ids), MaskMaker(SIZE)
         liked = {self.tokenizer.encode(each, special_tokens=False)[0] for each in hurry} | set(ends)
         for _ in range(500):
             (row,) = maker.make([Asked(matcher)]).expanded()

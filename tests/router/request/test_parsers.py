@@ -9,6 +9,7 @@ from services.router.parsing.choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
 from services.router.request.tools import CallMode, ChatTools
 from services.router.text.tokenizer import Tokenizer
+from services.values.request import SamplingParams
 
 CHOSEN = {
     "qwen3": ("hermes", "think"),
@@ -59,7 +60,7 @@ def read(format_, tokenizer, said, step):
         add_generation_prompt=True,
     )
     _, parsers = parsers_of(tokenizer)
-    text = parsers.text_of(tools, (), tokenizer.encode(prompt, special_tokens=False))
+    text = parsers.text_of(tools, SamplingParams(), tokenizer.encode(prompt, special_tokens=False))
     *ids, end = tokenizer.encode(format_.written(said), special_tokens=False)
     assert end in parsers.end_ids(tools)
     for begin in range(0, len(ids), step):
@@ -99,6 +100,6 @@ def test_the_end_of_a_harmony_call_ends_an_answer_that_may_call(tmp_path):
 
 def test_without_parsers_an_answer_is_decoded_as_ever(character_tokenizer):
     parsers = Parsers(character_tokenizer, ParserChoice())
-    text = parsers.text_of(ChatTools(told_apart=True), (), [1])
+    text = parsers.text_of(ChatTools(told_apart=True), SamplingParams(), [1])
     assert text._parser is None
     assert text._detokenizer._tokenizer is character_tokenizer

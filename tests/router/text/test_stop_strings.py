@@ -52,6 +52,20 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(stop: tuple[str, ...
         assert released == whole[: len(whole) - held_back(stop, whole)]
 
 
+@given(stops, pieces)
+def test_what_is_found_is_released_at_once_where_it_is_included(
+    stop: tuple[str, ...], pushed: list[str]
+) -> None:
+    strings, whole, released = StopStrings(stop, included=True), "", ""
+    for piece in pushed:
+        whole += piece
+        text, matched = strings.push(piece)
+        released += text
+        before, expected = oracle(stop, whole)
+        assert (released, matched) == (before + (expected or ""), expected)
+    assert strings.finish() == ""
+
+
 def test_nothing_is_released_after_a_match() -> None:
     strings = StopStrings(("\n\n",))
     assert strings.push("one\n") == ("one", None)

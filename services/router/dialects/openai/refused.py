@@ -111,8 +111,6 @@ _ANYWHERE: Refused = {
     "end_id": (),
     "stop_regex": ([], ""),
     "repetition_detection": (),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),

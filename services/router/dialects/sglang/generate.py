@@ -37,7 +37,6 @@ _SAMPLING_REFUSED: Refused = {
     "n": (1,),
     "structural_tag": (),
     "stop_regex": ([], ""),
-    "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "custom_params": ({},),
 }

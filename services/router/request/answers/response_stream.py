@@ -15,7 +15,7 @@ from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress, Served
 from services.router.request.stages import Stages, stages_of
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
-from services.router.text.chats.own_ids import before_stop_string, without_stop_token
+from services.router.text.chats.own_ids import until_stop_string, without_stop_token
 from services.router.text.chats.past_answers import PastAnswers
 from services.router.text.tokenizer import Tokenizer
 from services.values.request import Admitted, FinishReason, Output
@@ -77,7 +77,7 @@ class ResponseStream:
             allowed_wait_s=partial(means.allowed_wait_s, checked),
             clock=self._clock,
         )
-        self._text = means.parsers.text_of(checked.tools, checked.sampling.stop, prompt.ids)
+        self._text = means.parsers.text_of(checked.tools, checked.sampling, prompt.ids)
         remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
         if checked.index == 0:
@@ -171,7 +171,7 @@ class ResponseStream:
         ids, terminator = output.token_ids, ""
         if output.finished is FinishReason.STOP and ids and self._ends(ids[-1]):
             terminator = self._tokenizer.token_text(ids[-1])
-            ids = ids[:-1]  # its text is not part of the answer
+            ids = ids if self._shows(ids[-1]) else ids[:-1]
         said = self._text.push(ids)
         if said.ended or output.finished is None:
             return said, FinishReason.STOP if said.ended else None, said.matched
@@ -189,6 +189,11 @@ class ResponseStream:
         """Whether that is what ended the answer: under a constraint it may be that nothing could follow."""
         sampling = self._checked.sampling
         return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
+
+    def _shows(self, stop_token: int) -> bool:
+        """Whether its text is part of the answer."""
+        wanted = self._checked.sampling.include_stop_str_in_output
+        return wanted and not self._tokenizer.is_silent(stop_token)
 
     def _finish(self, response: generation_pb2.GenerateResponse, reason: FinishReason, matched: str) -> None:
         progress = self._progress
@@ -214,7 +219,10 @@ class ResponseStream:
         )
 
     def _own_ids(self, stop_string: str) -> Sequence[int]:
-        ids = self._progress.output_ids
+        ids, sampling = self._progress.output_ids, self._checked.sampling
         if stop_string:
-            return before_stop_string(self._tokenizer, ids, stop_string)
-        return without_stop_token(ids, self._checked.sampling.stop_token_ids, self._end_ids)
+            included = sampling.include_stop_str_in_output
+            return until_stop_string(self._tokenizer, ids, stop_string, included=included)
+        if ids and self._shows(ids[-1]):
+            return ids
+        return without_stop_token(ids, sampling.stop_token_ids, self._end_ids)

@@ -20,17 +20,20 @@ def without_stop_token(
     return ids[:-1] if is_stop else ids
 
 
-def before_stop_string(tokenizer: TextTokenizer, ids: Sequence[int], stop_string: str) -> Sequence[int]:
-    """Where the stop string begins within a token, what that has before it is encoded anew. Empty where the
-    string is not in the text, with special tokens written out."""
+def until_stop_string(
+    tokenizer: TextTokenizer, ids: Sequence[int], stop_string: str, *, included: bool = False
+) -> Sequence[int]:
+    """Up to its begin, or where it is `included` to its end. Where that is within a token, its part of the
+    text is encoded anew. Empty where the string is not in the text, with special tokens written out."""
     ids, last = ids[:-_STOP_IDS], ids[-_STOP_IDS:]
     text = tokenizer.text_of(last)
     begin, kept = _begin(text, stop_string, len(tokenizer.text_of(last[:-1]))), len(last)
     if begin < 0:
         return ()
-    while kept and len(tokenizer.text_of(last[:kept])) > begin:
+    end = begin + len(stop_string) if included else begin
+    while kept and len(tokenizer.text_of(last[:kept])) > end:
         kept -= 1
-    rest = text[len(tokenizer.text_of(last[:kept])) : begin]
+    rest = text[len(tokenizer.text_of(last[:kept])) : end]
     return [*ids, *last[:kept], *(tokenizer.encode(rest, special_tokens=False) if rest else ())]
 
 

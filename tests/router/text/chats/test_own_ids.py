@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats.own_ids import before_stop_string, without_stop_token
+from services.router.text.chats.own_ids import until_stop_string, without_stop_token
 
 PIECES = ["a", "b", "ab", "bc", "c", "bcbc", "<end>"]
 
@@ -18,16 +18,19 @@ class Pieces:
 ids = st.lists(st.integers(0, len(PIECES) - 2), max_size=8)
 
 
-@given(ids, st.sampled_from(["a", "bc", "abc", "cb"]))
-def test_what_is_left_is_the_text_before_the_stop_string(generated: list[int], stop: str) -> None:
+@given(ids, st.sampled_from(["a", "bc", "abc", "cb"]), st.booleans())
+def test_what_is_left_is_the_text_before_the_stop_string_or_with_it(
+    generated: list[int], stop: str, included: bool
+) -> None:
     text = Pieces().text_of(generated)
-    own = list(before_stop_string(Pieces(), generated, stop))
+    own = list(until_stop_string(Pieces(), generated, stop, included=included))
     before, found, _ = text.rpartition(stop)
     seen = len(Pieces().text_of(generated[:-1]))
     for end in range(seen + 1, len(text) + 1):
         if text[:end].endswith(stop):
             before = text[: end - len(stop)]
             break
+    before += stop if included else ""
     assert Pieces().text_of(own) == (before if found else "")
     # All whole tokens of it are those that were generated.
     whole = 0
@@ -38,7 +41,7 @@ def test_what_is_left_is_the_text_before_the_stop_string(generated: list[int], s
 
 def test_a_long_answer_keeps_its_beginning() -> None:
     generated = [0] * 5000 + [4]
-    assert list(before_stop_string(Pieces(), generated, "c")) == [0] * 5000
+    assert list(until_stop_string(Pieces(), generated, "c")) == [0] * 5000
 
 
 @pytest.mark.parametrize(
