@@ -35,6 +35,10 @@ class Unauthenticated(IsthmusError):
     """The router asks for an API key, and this one is none of its."""
 
 
+class Forbidden(IsthmusError):
+    """The API key is not good for this."""
+
+
 class NotFound(IsthmusError):
     """What the request names, a model for one, does not exist."""
 
@@ -74,7 +78,7 @@ class IncompleteAnswer(IsthmusError):
 _BY_STATUS: Mapping[grpc.StatusCode, type[IsthmusError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,

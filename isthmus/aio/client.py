@@ -1,7 +1,7 @@
 """The client, for asyncio."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -16,6 +16,7 @@ from isthmus.values.answer import Answer
 from isthmus.values.cluster import Explanation, Model, Ranks, TokenizedPrompt
 from isthmus.values.message import Message
 from isthmus.values.reading import read
+from isthmus.values.watch import ClusterNews
 from services.wire.isthmus.v1 import generation_pb2 as pb
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
@@ -141,6 +142,32 @@ class AsyncClient(BaseClient):
         """Stop that request: its stream ends, with finish_reason aborted. False: none such runs there."""
         request = pb.AbortRequest(request_id=request_id)
         return bool((await self._ask(self._stub.Abort, request, timeout or self._timeout_s)).found)
+
+    async def watch(
+        self,
+        *,
+        interval_s: float = 1.0,
+        tenant: str | None = None,
+        all_tenants: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[ClusterNews, None]:
+        """Ranks as they change, requests as they run and end, until the loop is left. `tenant` is the
+        client's own unless given; `all_tenants` needs an operator's key, where keys are asked for."""
+        whose = "" if all_tenants else self._defaults["tenant"] if tenant is None else tenant
+        request = pb.WatchClusterRequest(interval_s=interval_s, tenant=whose, all_tenants=all_tenants)
+        call = self._stub.WatchCluster(request, timeout=timeout, metadata=self._router.metadata)
+        try:
+            async for response in call:
+                yield read(ClusterNews, response)
+        except grpc.aio.AioRpcError as failure:
+            heed_cancellation()
+            raise error_from(failure) from failure
+        except asyncio.CancelledError as cancelled:
+            if is_cancelled():
+                raise
+            raise Cancelled("the client was closed") from cancelled
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         """Ends every call; those who wait get Cancelled."""

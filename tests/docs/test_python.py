@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def model(tmp_path_factory):
 
 
 async def test_every_example_runs(etcd_endpoint, cluster_name, model, monkeypatch):
-    monkeypatch.setattr(fake, "FakeRunner", partial(fake.FakeRunner, vocab_size=VOCAB_SIZE))
+    monkeypatch.setitem(fake.FakeRunner.__init__.__kwdefaults__, "vocab_size", VOCAB_SIZE)
     examples = [example for document in DOCUMENTS for example in _FENCED.findall(document.read_text())]
     assert len(examples) >= 8 and all(TARGET in example for example in examples)
     async with FakeCluster(etcd_endpoint, model, cluster_name, decode=(1,), model=str(model)) as cluster:

@@ -13,6 +13,7 @@ OF_THE_ROUTER = {
     errors.InvalidRequest: isthmus.InvalidRequest,
     errors.ContextExceeded: isthmus.ContextExceeded,
     errors.Unauthenticated: isthmus.Unauthenticated,
+    errors.Forbidden: isthmus.Forbidden,
     errors.NotFound: isthmus.NotFound,
     errors.AlreadyRunning: isthmus.AlreadyRunning,
     errors.NoCapacity: isthmus.Overloaded,

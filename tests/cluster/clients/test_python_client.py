@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 
 import pytest
 
 from cluster.harness import FakeCluster
-from isthmus import AsyncClient, Client, IncompleteAnswer, InvalidRequest
+from isthmus import AsyncClient, Cancelled, Client, IncompleteAnswer, InvalidRequest
 from services.cli.model.make_model import make_model
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
@@ -100,6 +101,14 @@ def operators(client):
     assert client.detokenize(prompt.token_ids) == "Hello"
     assert prompt.max_context_tokens == model.max_context_tokens
     assert not client.abort("nobody's")
+    client.generate("Hello", max_tokens=2, request_id="seen")
+    news = client.watch(interval_s=0.1)
+    assert len(next(news).ranks) == 3
+    client.generate("Hello", max_tokens=2, request_id="watched")
+    finished = next(each for told in news for each in told.finished)
+    assert (finished.request_id, finished.outcome) == ("watched", "ok")
+    assert finished.finish.reason == "length" and any(candidate.chosen for candidate in finished.candidates)
+    news.close()
 
 
 async def test_the_asynchronous_client(fake_cluster):
@@ -108,6 +117,7 @@ async def test_the_asynchronous_client(fake_cluster):
             await asyncio.gather(*(an_async_chat(client) for _ in range(2)))
             await an_async_tool(client)
             await aborted(client)
+            await watched(client)
         await cluster.assert_nothing_held()
 
 
@@ -136,3 +146,14 @@ async def aborted(client):
     async for _ in stream:
         await client.abort(stream.request_id)
     assert stream.answer.finish_reason == "aborted"
+
+
+async def watched(client):
+    async with aclosing(client.watch(interval_s=0.1)) as news:
+        assert len((await anext(news)).ranks) == 3
+        waiting = asyncio.create_task(anext(news))
+        await client.close()
+        with pytest.raises(Cancelled):
+            while True:
+                await waiting
+                waiting = asyncio.create_task(anext(news))

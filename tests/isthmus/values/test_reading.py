@@ -2,7 +2,7 @@
 
 import pytest
 
-from isthmus.values import cluster, usage
+from isthmus.values import cluster, usage, watch
 from isthmus.values.reading import enum_names, read
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -23,6 +23,10 @@ KINDS = {
     cluster.RankLoad: common_pb2.RankLoad,
     cluster.RankStatus: generation_pb2.RankStatus,
     cluster.Ranks: generation_pb2.ListRanksResponse,
+    watch.RunningRequest: generation_pb2.RunningRequest,
+    watch.Finish: generation_pb2.Finish,
+    watch.FinishedRequest: generation_pb2.FinishedRequest,
+    watch.ClusterNews: generation_pb2.WatchClusterResponse,
 }
 
 

@@ -1,0 +1,68 @@
+"""What happens on a router, as it happens. Field by field as in generation.proto, which says more."""
+
+from dataclasses import dataclass
+
+from isthmus.values.cluster import Candidate, RankStatus
+from isthmus.values.usage import Placement, RankId, Stages, Totals, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """`decode` is None while it waits for a rank."""
+
+    request_id: str
+    conversation_id: str
+    model: str
+    age_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    decode: RankId | None
+    prefill: RankId | None
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """As an Answer has it."""
+
+    reason: str
+    matched_stop: str
+    usage: Usage
+    placement: Placement | None
+    stages: Stages
+    placements: tuple[Placement, ...]
+    totals: Totals
+    answer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """`outcome`: ok, aborted, or the name of the status that it failed with. `ended_at_s` is Unix time;
+    `finish` is None where it failed before."""
+
+    request_id: str
+    conversation_id: str
+    model: str
+    outcome: str
+    ended_at_s: float
+    duration_s: float
+    finish: Finish | None
+    candidates: tuple[Candidate, ...]
+    tool_calls: int
+    constraint: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNews:
+    """`ranks`: first all, then those that changed; `gone` are not known any more. `running` is all that runs
+    now, at most 1,000 of `num_running`; `finished` since the news before, but for `dropped` in all."""
+
+    ranks: tuple[RankStatus, ...]
+    gone: tuple[RankId, ...]
+    running: tuple[RunningRequest, ...]
+    finished: tuple[FinishedRequest, ...]
+    dropped: int
+    staleness_s: float
+    degraded: str
+    num_running: int
