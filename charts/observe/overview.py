@@ -17,7 +17,7 @@ def _rate(metric: str, by: str = "", more: str = "") -> str:
 
 _HITS = f"{_rate('isthmus_reused_tokens_total')} / {_rate('isthmus_prompt_tokens_total')}"
 # Our failures: not what clients ask wrongly, or give up.
-_FAILED = ', outcome!~"finished|cancelled|Aborted|InvalidRequest|NotFound|AlreadyRunning"'
+_FAILED = ', outcome!~"finished|cancelled|Aborted|InvalidRequest|NotFound|AlreadyRunning|Forbidden"'
 _ERRORS = (
     f"({_rate('isthmus_requests_total', more=_FAILED)} or vector(0)) / {_rate('isthmus_requests_total')}"
 )
@@ -199,7 +199,7 @@ def overview() -> Dashboard:
                         "Rejected requests",
                         "reqps",
                         "Requests that ended before any rank had taken them, by the error's name. "
-                        "InvalidRequest and NotFound are the clients' mistakes.",
+                        "InvalidRequest, NotFound and Forbidden are the clients' mistakes.",
                         Query(_rate("isthmus_rejections_total", by="reason"), "{{reason}}"),
                     ),
                 ],

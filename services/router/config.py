@@ -122,7 +122,9 @@ class RouterConfig(ClusterConfig):
     )
 
     api_key_file: Path | None = setting(
-        None, "keys, one a line, of which each request must show one; read again when it changes"
+        None,
+        "keys, one a line, of which each request must show one; read again when it changes. KEY tenant=NAME: "
+        "its requests are that tenant's; KEY operator: it may watch everybody's",
     )
 
     def __post_init__(self) -> None:

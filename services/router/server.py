@@ -16,7 +16,7 @@ from services.router.shown.ranks import ranks_of
 from services.router.text.tokenizer import Tokenizer
 from services.router.watch.asked import read_asked
 from services.router.watch.watch import Watch
-from services.values.errors import InvalidRequest, IsthmusError
+from services.values.errors import Forbidden, InvalidRequest, IsthmusError
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -40,6 +40,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> None:
         traceparent = traces.traceparent_in(context.invocation_metadata())
         timeout_s = servers.remaining_s(context)
+        try:
+            request = _callers_own(request)
+        except Forbidden as error:
+            self._generator.rejected(error)
+            raise
         # A client may have stopped reading.
         async with asyncio.timeout(self.time_limit_s(timeout_s)):
             async with aclosing(self._generator.generate(request, timeout_s, traceparent)) as responses:
@@ -51,12 +56,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.AbortResponse:
         if not request.request_id:
             raise InvalidRequest("request_id must be set")
-        return generation_pb2.AbortResponse(found=self._generator.abort(request.request_id))
+        found = self._generator.abort(request.request_id, callers.current().tenant)
+        return generation_pb2.AbortResponse(found=found)
 
     async def Explain(
         self, request: generation_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ExplainResponse:
-        return _explanation(await self._generator.explain(request.request))
+        return _explanation(await self._generator.explain(_callers_own(request.request)))
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -94,10 +100,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         # OpenAI's answers have no place for the prompt's ids.
-        return self._generator.generate(request, timeout_s, traceparent, tells_prompt=False)
+        return self._generator.generate(_callers_own(request), timeout_s, traceparent, tells_prompt=False)
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
-        ids, context_tokens = await self._generator.tokenize(request)
+        ids, context_tokens = await self._generator.tokenize(_callers_own(request))
         return generation_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=context_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
@@ -139,6 +145,12 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     def _num_up(self, role: Role) -> int:
         return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
+
+
+def _callers_own(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
+    """With the tenant of the key that was shown, if it has one. Raises Forbidden where it names another."""
+    request.tenant = callers.current().tenant_of(request.tenant)
+    return request
 
 
 def _explanation(told: Explanation) -> generation_pb2.ExplainResponse:

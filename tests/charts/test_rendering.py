@@ -122,7 +122,7 @@ def test_notes_tell_how_to_send_the_first_request():
 def test_notes_show_the_key_where_one_is_asked_for():
     notes = render(merged(LEAST, {"router": {"apiKeysSecret": "llm-keys"}})).notes
     secret = f"kubectl -n {NAMESPACE} get secret llm-keys -o jsonpath='{{.data.keys}}'"
-    fetch = f"KEY=$({secret} | base64 -d | head -n 1)"
+    fetch = f"KEY=$({secret} | base64 -d | awk 'NF {{print $1; exit}}')"
     assert notes.index(fetch) < notes.index("curl ")
     (curl,) = [line for line in notes.splitlines() if "curl " in line]
     assert '-H "authorization: Bearer $KEY"' in curl

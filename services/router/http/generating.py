@@ -24,7 +24,8 @@ from services.router.http.answering import events, whole
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, read_timeout_s
 from services.router.http.event_stream import EventStream, until_disconnect
-from services.values.errors import InvalidRequest, NotFound
+from services.router.keys import callers
+from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,10 @@ class Generating(Generic[CallT]):
         try:
             timeout_s = read_timeout_s(request.headers)
             call = await self._bodies.read(request, self._dialect.read)
+            call.request.tenant = callers.current().tenant_of(call.request.tenant)
             answer = self._dialect.answer(call, await self._envelope(call))
-        except (InvalidRequest, NotFound) as error:
-            kind = InvalidRequest if isinstance(error, InvalidRequest) else NotFound
+        except (InvalidRequest, NotFound, Forbidden) as error:
+            (kind,) = (kind for kind in (InvalidRequest, NotFound, Forbidden) if isinstance(error, kind))
             self._generation.rejected(kind(str(error)))  # by the name that all fronts count it by
             raise
         _tell_left_out(call)

@@ -5,6 +5,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.router.dialects.call import TENANT
 from services.router.dialects.responses.store import ResponseStore
+from services.router.keys import callers
 
 
 class StoredResponses:
@@ -24,4 +25,5 @@ class StoredResponses:
 
 
 def _tenant_and_id(request: Request) -> tuple[str, str]:
-    return request.headers.get(TENANT, ""), request.path_params["id"]
+    """Raises Forbidden."""
+    return callers.current().tenant_of(request.headers.get(TENANT, "")), request.path_params["id"]

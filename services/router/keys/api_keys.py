@@ -1,6 +1,6 @@
-"""The keys of those who may use a router, and gRPC's door, which asks for one; HTTP's is http/key_door.py.
+"""The keys of those who may use a router, and gRPC's door, which asks for one; HTTP's is in http/door.
 
-    Authorization: Bearer KEY    in the file  -> let in
+    Authorization: Bearer KEY    in the file  -> let in, as what the key is good for (callers.py)
                                  otherwise    -> Unauthenticated, counted and logged (refusals.py)
 
 The file is read again when it has changed. One that is gone, cannot be read or holds no key lets nobody in: a
@@ -8,11 +8,10 @@ key that was taken out of it must not go on working. So a new file is moved into
 kubelet does; who writes into it refuses everybody for that moment.
 """
 
-import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +19,8 @@ import grpc
 import grpc.aio
 
 from services.observe import log_lines
+from services.router.keys.callers import Caller, calling
+from services.router.keys.key_file import digest, read_keys
 from services.router.keys.refusals import NO_KEY, WRONG_KEY, KeyRefusals
 from services.values.errors import ConfigError, Unauthenticated
 
@@ -29,38 +30,40 @@ _Stamp = tuple[int, int, int]
 
 
 class ApiKeys:
-    """Raises ConfigError when the file cannot be read or holds no key: one a line, of printable ASCII."""
+    """Raises ConfigError when the file cannot be read, or understood, or holds no key. It is ASCII."""
 
     def __init__(self, path: Path, refusals: KeyRefusals | None = None) -> None:
         self.refusals = refusals or KeyRefusals()
         self._path = path
         self._stamp: _Stamp | None = _stamp(path)  # of what was read; None: read again
-        self._digests = _read(path)
+        self._callers = _read(path)  # by their keys' digests
         self._problem = ""  # why there is no key
 
-    def check(self, authorization: str | None) -> None:
-        """Takes the same time for every key that is wrong. Raises Unauthenticated."""
+    def check(self, authorization: str | None) -> Caller:
+        """Whose key it is. Takes the same time for every key that is wrong. Raises Unauthenticated."""
         self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated(NO_KEY)
-        digest = _digest(key.strip())
-        if not any([hmac.compare_digest(digest, known) for known in self._digests]):  # a list: all of them
+        shown = digest(key.strip())
+        fitting = [known for known in self._callers if hmac.compare_digest(shown, known)]  # all are compared
+        if not fitting:
             raise Unauthenticated(WRONG_KEY)
+        return self._callers[fitting[0]]
 
     def _follow(self) -> None:
         stamp = _stamp(self._path)
         if stamp is not None and stamp == self._stamp:
             return
         try:
-            self._digests, self._stamp, self._problem = _read(self._path), stamp, ""
+            self._callers, self._stamp, self._problem = _read(self._path), stamp, ""
         except ConfigError as error:
             self._revoke(str(error))
         else:
-            log_lines.event(log, "api_keys_read", keys=len(self._digests))
+            log_lines.event(log, "api_keys_read", keys=len(self._callers))
 
     def _revoke(self, problem: str) -> None:
-        self._digests, self._stamp = (), None
+        self._callers, self._stamp = {}, None
         if problem != self._problem:
             log_lines.event(log, "api_keys_revoked", level=logging.ERROR, error=problem, keys=0)
         self._problem = problem
@@ -75,19 +78,16 @@ def _stamp(path: Path) -> _Stamp | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: Path) -> tuple[bytes, ...]:
+def _read(path: Path) -> Mapping[bytes, Caller]:
     try:
-        keys = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
+        callers = read_keys(path.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file: {error}") from error
-    if not any(keys):
+    except ConfigError as error:
+        raise ConfigError(f"--api-key-file: {path}: {error}") from error
+    if not callers:
         raise ConfigError(f"--api-key-file: {path} holds no key")
-    return tuple(_digest(key) for key in keys if key)
-
-
-def _digest(key: str) -> bytes:
-    """Of one length, whatever the key's."""
-    return hashlib.sha256(key.encode()).digest()
+    return callers
 
 
 class GrpcDoor(grpc.aio.ServerInterceptor):
@@ -103,13 +103,28 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        if handler_call_details.method.startswith(self._methods):
-            metadata = dict(handler_call_details.invocation_metadata or ())
-            try:
-                self._keys.check(metadata.get("authorization"))
-            except Unauthenticated as error:
-                return _refusing(error, self._keys.refusals)
-        return await continuation(handler_call_details)
+        if not handler_call_details.method.startswith(self._methods):
+            return await continuation(handler_call_details)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        try:
+            caller = self._keys.check(metadata.get("authorization"))
+        except Unauthenticated as error:
+            return _refusing(error, self._keys.refusals)
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _as(caller, handler)
+
+
+def _as(caller: Caller, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """The same, in whose calls `callers.current` is the caller. Its behavior is a coroutine."""
+    answers = "stream" if handler.response_streaming else "unary"
+    behavior = getattr(handler, f"unary_{answers}")
+
+    async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        with calling(caller):
+            return await behavior(request, context)
+
+    make_handler = getattr(grpc, f"unary_{answers}_rpc_method_handler")
+    return make_handler(behave, handler.request_deserializer, handler.response_serializer)
 
 
 def _refusing(error: Unauthenticated, refusals: KeyRefusals) -> grpc.RpcMethodHandler:

@@ -137,10 +137,11 @@ class Generator:
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def abort(self, request_id: str) -> bool:
-        """Stop a running request; False when there is none of that id."""
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Stop a running request; False when there is none of that id, or it is not the tenant's. None: whose
+        it is does not matter."""
         progress = self._running.get(request_id)
-        if progress is None:
+        if progress is None or tenant not in (None, progress.tenant):
             return False
         for answer in progress.answers:
             answer.aborted = True

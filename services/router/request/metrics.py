@@ -16,7 +16,7 @@ from services.router.request.progress import Progress
 from services.router.request.stages import STAGES
 from services.router.text.chats.past_answers import OUTCOMES
 from services.values.constraint import ConstraintKind
-from services.values.errors import Aborted, AlreadyRunning, InvalidRequest, IsthmusError, NotFound
+from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRequest, IsthmusError, NotFound
 from services.values.rank import RankId, Role
 from services.values.request import Admitted, FinishReason
 
@@ -28,7 +28,7 @@ _STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
 _LENGTHS = (1, *(2**power for power in range(3, 21)))
 _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
 # Of clients: which requests they ask wrongly.
-MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning))
+MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning, Forbidden))
 _RANK = ("role", "worker", "rank")
 # Held: what need not cross, of a decode rank under plan remote. Resumable: what need not be computed, of the
 # rank that computes. They differ where tails or states are carried.

@@ -159,7 +159,12 @@ async def test_a_request_that_waits_is_counted_and_one_that_is_given_up_is_timed
         await stopped
         router = await until(cluster, "isthmus_abandoned_seconds_count", 2)
     assert value(router, "isthmus_requests_received_total") == 2
-    for mistake in ("InvalidRequest", "NotFound", "AlreadyRunning"):  # series from the start: rates are right
+    for mistake in (
+        "InvalidRequest",
+        "NotFound",
+        "AlreadyRunning",
+        "Forbidden",
+    ):  # series from the start: rates are right
         assert value(router, "isthmus_rejections_total", reason=mistake) == 0
 
 

@@ -3,6 +3,7 @@
 import hmac
 import os
 import re
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.http.backend import FakeBackend, client, complete
+from router.http.test_leaving import PROMPTS
 from services.cli.client import key_metadata
 from services.net import channels, grpc_errors, servers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
 from services.router.request.metrics import RouterMetrics
 from services.router.server import GenerationService
-from services.values.errors import ConfigError, Unauthenticated
+from services.values.errors import ConfigError, Forbidden, Unauthenticated
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -165,6 +167,73 @@ def test_refusals_have_series_from_the_start():
     assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 1
 
 
+# -- what a key is good for --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spoil", ["third-key tenant=", "third-key operators", "third-key\nthird-key operator"]
+)
+def test_a_file_that_cannot_be_understood_lets_nobody_in(keys, file, spoil, caplog):
+    (new := file.with_name("new")).write_text(f"first-key\n{spoil}\n")
+    os.replace(new, file)
+    assert not is_let_in(keys, "Bearer first-key")
+    assert "line 2" in caplog.text or "line 3" in caplog.text
+    assert "third" not in caplog.text and "first" not in caplog.text
+    with pytest.raises(ConfigError, match=r"--api-key-file: .*keys: line"):
+        ApiKeys(file)
+
+
+@pytest.fixture
+def of_tenants(file):
+    file.write_text("bare-key\nacme-key tenant=acme\nb-key tenant=b\nours-key operator\n")
+    return ApiKeys(file)
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}-key"}
+
+
+TENANT_CALLS = [
+    # Key, tenant that is named, and whose request it is; None: it is refused.
+    ("bare", "", ""),
+    ("bare", "b", "b"),
+    ("ours", "b", "b"),
+    ("acme", "", "acme"),
+    ("acme", "acme", "acme"),
+    ("acme", "b", None),
+]
+
+
+@pytest.mark.parametrize(("key", "named", "tenant"), TENANT_CALLS)
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("by", ["header", "salt"])
+async def test_over_http_a_key_says_whose_a_request_is(of_tenants, key, named, tenant, path, by):
+    backend = FakeBackend()
+    headers = bearer(key) | ({"x-isthmus-tenant": named} if named and by == "header" else {})
+    body = PROMPTS[path] | ({"cache_salt": named} if named and by == "salt" else {})
+    async with client(backend, keys=of_tenants) as http:
+        answer = await http.post(path, json=body, headers=headers)
+    if tenant is None:
+        assert answer.status_code == 403 and "'b' is not this API key's" in answer.text
+        assert backend.rejections == ["Forbidden"] and not backend.requests
+    else:
+        assert answer.status_code == 200
+        assert [request.tenant for request in backend.requests] == [tenant]
+
+
+async def test_a_stored_response_is_its_tenants_whichever_key_shows(of_tenants):
+    of_b = bearer("bare") | {"x-isthmus-tenant": "b"}
+    async with client(FakeBackend(), keys=of_tenants) as http:
+        stored = (await http.post("/v1/responses", json={"input": "Hi"}, headers=bearer("acme"))).json()["id"]
+        statuses = {}
+        for who, headers in (("acme", bearer("acme")), ("bare", bearer("bare")), ("b", of_b)):
+            statuses[who] = (await http.get(f"/v1/responses/{stored}", headers=headers)).status_code
+        refused = await http.get(f"/v1/responses/{stored}", headers=bearer("acme") | of_b | bearer("acme"))
+        again = {"input": "And?", "previous_response_id": stored}
+        assert (await http.post("/v1/responses", json=again, headers=bearer("acme"))).status_code == 200
+    assert statuses == {"acme": 200, "bare": 404, "b": 404} and refused.status_code == 403
+
+
 # -- HTTP --------------------------------------------------------------------------------------------
 
 
@@ -207,14 +276,27 @@ class Player:
         return 60.0
 
     async def generate(self, request, timeout_s, traceparent):
-        yield generation_pb2.GenerateResponse(text="Hi")
+        yield generation_pb2.GenerateResponse(text=f"Hi {request.tenant}")
+
+    async def tokenize(self, request):
+        return [len(request.tenant)], 9
+
+    def abort(self, request_id, tenant):
+        return tenant in (None, "acme")
+
+    def rejected(self, error):
+        self.rejections.append(type(error).__name__)
+
+    def __init__(self):
+        self.rejections = []
 
 
-@pytest.fixture
-async def channel(keys):
+@asynccontextmanager
+async def serving(keys, player):
     ranks = {Role.DECODE: [], Role.PREFILL: []}
+    watch = SimpleNamespace(responses=told_of)
     service = GenerationService(
-        "m", None, Player(), SimpleNamespace(ranks=ranks.__getitem__, is_up=None), None
+        "m", None, player, SimpleNamespace(ranks=ranks.__getitem__, is_up=None), watch
     )
     server = await servers.open_server(
         "127.0.0.1:0",
@@ -225,6 +307,17 @@ async def channel(keys):
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
     await server.stop()
+
+
+async def told_of(asked):
+    """A watch that says whose requests it shows."""
+    yield generation_pb2.WatchClusterResponse(degraded=repr(asked.tenant))
+
+
+@pytest.fixture
+async def channel(keys):
+    async with serving(keys, Player()) as channel:
+        yield channel
 
 
 async def list_models(channel, metadata):
@@ -249,6 +342,55 @@ async def test_calls_of_every_kind_ask_for_a_key(channel, call, counted, caplog)
         assert isinstance(grpc_errors.error_from(refusal.value), Unauthenticated)
     assert counted == [("grpc", "no_key"), ("grpc", "wrong_key")]
     assert re.search(r"unauthenticated front=grpc peer=ipv4:127\.0\.0\.1:\d+ reason=no_key", caplog.text)
+
+
+@pytest.mark.parametrize(("key", "named", "tenant"), TENANT_CALLS)
+async def test_over_grpc_a_key_says_whose_a_request_is(of_tenants, key, named, tenant):
+    request = generation_pb2.GenerateRequest(tenant=named)
+    metadata, player = tuple(bearer(key).items()), Player()
+    async with serving(of_tenants, player) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        generating = stub.Generate(request, timeout=20, metadata=metadata)
+        tokenize = generation_pb2.TokenizeRequest(request=request)
+        watching = stub.WatchCluster(
+            generation_pb2.WatchClusterRequest(tenant=named), timeout=20, metadata=metadata
+        )
+        if tenant is None:
+            for call in (generating.read(), stub.Tokenize(tokenize, metadata=metadata), watching.read()):
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await call
+                assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert isinstance(grpc_errors.error_from(refusal.value), Forbidden)
+            assert player.rejections == ["Forbidden"]
+        else:
+            assert [response.text async for response in generating] == [f"Hi {tenant}"]
+            assert list((await stub.Tokenize(tokenize, metadata=metadata)).token_ids) == [len(tenant)]
+            assert [response.degraded async for response in watching] == [repr(tenant)]
+
+
+@pytest.mark.parametrize(("key", "sees_all"), [("bare", False), ("acme", False), ("ours", True)])
+async def test_all_tenants_are_an_operators_to_watch(of_tenants, key, sees_all):
+    async with serving(of_tenants, Player()) as channel:
+        watching = generation_pb2_grpc.GenerationStub(channel).WatchCluster(
+            generation_pb2.WatchClusterRequest(all_tenants=True),
+            timeout=20,
+            metadata=tuple(bearer(key).items()),
+        )
+        if sees_all:
+            assert [response.degraded async for response in watching] == ["None"]
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await watching.read()
+            assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_key_with_a_tenant_aborts_its_own_alone(of_tenants):
+    async with serving(of_tenants, Player()) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        request = generation_pb2.AbortRequest(request_id="r")
+        for key, found in (("acme", True), ("b", False), ("bare", True)):
+            answer = await stub.Abort(request, timeout=20, metadata=tuple(bearer(key).items()))
+            assert answer.found is found
 
 
 async def test_health_checks_show_no_key(channel):

@@ -71,6 +71,36 @@ def test_how_a_request_ended(error, deadline, outcome):
     assert generator.num_running == 0
 
 
+@pytest.fixture
+def generator():
+    cluster = SimpleNamespace(ended=lambda request_id: None)
+    limits = {"max_attempts": 1, "max_wait_s": 1.0, "request_timeout_s": 9.0}
+    return Generator("m", None, cluster, Outcomes(), **limits)
+
+
+def tracked(generator):
+    return generator._track(Checked("r", SamplingParams(), "", "acme", 0), INVALID_SPAN, None)
+
+
+def test_a_tenants_key_aborts_its_own_requests_alone(generator):
+    with tracked(generator) as progress:
+        assert not generator.abort("r", "another") and not generator.abort("other")
+        assert not progress.aborted
+        assert generator.abort("r", "acme") and progress.aborted
+        assert generator.abort("r")
+
+
+def test_who_listens_is_told_how_requests_end_until_it_stops(generator):
+    told = []
+    stop = generator.listen(lambda progress, outcome: told.append((progress.tenant, outcome)))
+    with tracked(generator):
+        assert [progress.request_id for progress in generator.running] == ["r"] and not told
+    stop()
+    with tracked(generator):
+        pass
+    assert told == [("acme", "finished")] and not generator.running
+
+
 class LosingCluster:
     """Each of its ranks is lost after `num_tokens` of a request; the sixth placement is refused."""
 

@@ -6,11 +6,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.router.http.error_answer import answer_error
 from services.router.keys.api_keys import ApiKeys
+from services.router.keys.callers import calling
 from services.values.errors import Unauthenticated
 
 
 class HttpDoor:
-    """ASGI middleware that asks every request for a key, but for those to `open_paths`."""
+    """ASGI middleware that asks every request for a key, but for those to `open_paths`. What it wraps asks
+    `callers.current` whose it was."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -18,15 +20,18 @@ class HttpDoor:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            try:
-                self._keys.check(_key_of(Headers(scope=scope)))
-            except Unauthenticated as error:
-                self._keys.refusals.note("http", _peer_of(scope), error)
-                answer = await answer_error(Request(scope), error)
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._keys.check(_key_of(Headers(scope=scope)))
+        except Unauthenticated as error:
+            self._keys.refusals.note("http", _peer_of(scope), error)
+            answer = await answer_error(Request(scope), error)
+            await answer(scope, receive, send)
+            return
+        with calling(caller):
+            await self._app(scope, receive, send)
 
 
 def _key_of(headers: Headers) -> str | None:
