@@ -4,7 +4,7 @@
 """
 
 import sys
-from functools import partial
+from typing import Any
 
 from bench.router.sizes import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 from services.decode.role import decode_roles
@@ -12,10 +12,16 @@ from services.engine import fake
 from services.prefill.role import prefill_roles
 from services.rank.main import main
 
-# Where the engine is chosen it is looked up by this name; of itself it has 4,096 tokens and 512 ids.
-vars(fake)["FakeRunner"] = partial(
-    fake.FakeRunner, max_context_tokens=MAX_CONTEXT_TOKENS, vocab_size=VOCAB_SIZE
-)
+
+class LargeRunner(fake.FakeRunner):
+    """Of itself it has 4,096 tokens and 512 ids."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": VOCAB_SIZE})
+
+
+# Where the engine is chosen it is looked up by this name.
+vars(fake)["FakeRunner"] = LargeRunner
 
 if __name__ == "__main__":
     main("bench.router.rank", decode_roles if "--worker=decode" in sys.argv else prefill_roles)
