@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.router import decisions, served
+from bench.router import decisions, saturated, served
 
 
 def test_a_request_is_so_much_by_itself_and_so_much_for_each_token():
@@ -35,3 +35,29 @@ def test_decisions_are_measured_by_their_parts(monkeypatch):
         assert 0 < row["hash p50"] <= row["hash p99"]
         assert 0 < row["refuse p50"] <= row["refuse p99"]
     assert len(decisions.goals(rows)) == 2
+
+
+def test_a_token_is_the_slope_and_a_request_the_rest_by_process():
+    kind = {"front": "grpc", "streams": 32, "prompt": 100}
+    rows = [
+        kind
+        | {"answer": n, "router ms": 1 + 0.05 * n, "decode ms": 2.0, "req/s": 100 / n, "tokens/s": 100.0 + n}
+        for n in (1, 64, 256)
+    ]
+    alone = rows[0] | {"streams": 1}  # of one length no slope can be told
+    (part,) = saturated.parts([*rows, alone], ("router", "decode"))
+    assert part["router ms/request"] == pytest.approx(1) and part["router us/token"] == pytest.approx(50)
+    assert part["decode ms/request"] == pytest.approx(2) and part["decode us/token"] == pytest.approx(0)
+    assert (part["most req/s"], part["most tokens/s"]) == (100, 356)
+
+
+def test_what_a_router_adds_is_told_of_one_request_at_a_time():
+    names = ("TTFT p50", "TTFT p99", "E2E p50")
+    rows = [
+        {"front": front, "streams": streams, "prompt": 100, "answer": 1} | dict.fromkeys(names, ms)
+        for front, streams, ms in (("grpc", 1, 5.0), ("grpc", 32, 50.0), ("http", 1, 7.0), ("decode", 1, 2.0))
+    ]
+    assert [(row["front"], row["added TTFT p50"]) for row in saturated.added(rows)] == [
+        ("grpc", 3),
+        ("http", 5),
+    ]

@@ -7,6 +7,7 @@ import pytest
 
 from bench import decode_cache, engine, told_apart, tool_loops, transfer
 from bench.hybrid import __main__ as hybrid
+from bench.router import __main__ as router
 from services.engine.fake import FakeRunner
 
 pytestmark = pytest.mark.long
@@ -46,6 +47,32 @@ def test_hybrid_quickly(tmp_path, monkeypatch):
     assert all(row["rejected"] == row["wrong_bytes"] == 0 for row in written["sides"])
     assert all(row["of_attention"] == 1 for row in written["hits"])
     assert {row["workload"] for row in written["sides"]} == {"conversations", "documents"}
+
+
+def test_router_saturated_quickly(tmp_path, monkeypatch):
+    """With ranks of its own and clients in a process."""
+    figures = tmp_path / "figures.json"
+    load = [
+        "--fronts",
+        "grpc",
+        "--streams",
+        "2",
+        "--prompts",
+        "100",
+        "--answers",
+        "1",
+        "8",
+        "--seconds",
+        "0.5",
+    ]
+    shape = ["--only", "saturated", "--decode-ranks", "2", f"--json={figures}"]
+    monkeypatch.setattr(sys, "argv", ["router", *shape, *load])
+    router.main()
+    rows = json.loads(figures.read_text())["rows"]
+    asked = [row for row in rows if row["part"] == "saturated"]
+    assert {(row["front"], row["streams"]) for row in asked} == {("grpc", 2), ("decode", 1)}
+    assert all(row["errors"] == 0 and row["requests"] > 0 for row in asked)
+    assert all(row["tokens/s"] == pytest.approx(row["req/s"] * row["answer"]) for row in asked)
 
 
 def test_told_apart_quickly(monkeypatch, capsys):

@@ -1,0 +1,236 @@
+"""Clients that cost little: they count what comes, and read only the last of it.
+
+    python -m bench.router.asked < ASKED as JSON > TOLD as JSON
+
+A process of its own, so that its time is not the benchmark's. Each stream asks, reads its answer to the end,
+and asks again, until the time is over; what has begun is finished.
+"""
+
+import asyncio
+import json
+import random
+import resource
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import grpc
+
+from bench.router.sizes import VOCAB_SIZE
+from services.net import channels
+from services.wire.isthmus.v1 import common_pb2, decode_pb2, decode_pb2_grpc, generation_pb2
+
+_GENERATE = "/isthmus.v1.Generation/Generate"
+_KNOWN_SHARE = 0.9  # of a prompt, that was asked before
+_TIMEOUT_S = 120.0
+_WORDS = ("alpha ", "beta ", "gamma ", "delta ", "for ", "while ", "return ", "self ")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`front`: grpc (ids), http (ids as JSON), text (HTTP), generate (SGLang's own door, ids), or decode: a
+    decode rank itself, of that life."""
+
+    front: str
+    address: str  # HOST:PORT
+    streams: int
+    prompt_tokens: int
+    max_tokens: int
+    seconds: float
+    conversations: int = 16
+    seed: int = 0
+    generation: int = 0
+
+
+@dataclass(slots=True)
+class Told:
+    """Of answers that ended; times in seconds."""
+
+    requests: int = 0
+    tokens: int = 0
+    messages: int = 0
+    took_s: float = 0.0
+    cpu_s: float = 0.0
+    ttft_s: list[float] = field(default_factory=list)
+    e2e_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class Prompts:
+    """Turns of a few conversations, each with a new end."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._rng = random.Random(asked.seed)
+        num_known = int(_KNOWN_SHARE * asked.prompt_tokens)
+        self._known = [self._ids(num_known) for _ in range(asked.conversations)]
+        self._num_new = asked.prompt_tokens - num_known
+
+    def _ids(self, count: int) -> "array[int]":
+        return array("I", self._rng.choices(range(1, VOCAB_SIZE), k=count))
+
+    def next(self) -> tuple[int, "array[int]"]:
+        """The conversation's number, and the prompt."""
+        number = self._rng.randrange(len(self._known))
+        return number, self._known[number] + self._ids(self._num_new)
+
+
+async def run(asked: Asked) -> Told:
+    told, began = Told(), time.monotonic()
+    ask = {"grpc": _grpc, "decode": _decode}.get(asked.front, _http)
+    async with asyncio.timeout(asked.seconds + _TIMEOUT_S):
+        await ask(asked, told, began + asked.seconds)
+    told.took_s = time.monotonic() - began
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    told.cpu_s = used.ru_utime + used.ru_stime
+    return told
+
+
+async def _grpc(asked: Asked, told: Told, until_s: float) -> None:
+    prompts = Prompts(asked)
+    async with channels.open_channel(asked.address) as channel:
+        call = channel.unary_stream(_GENERATE, request_serializer=None, response_deserializer=None)
+        await _streams(asked, until_s, lambda: _grpc_turn(call, asked, prompts, told))
+
+
+async def _grpc_turn(call: Any, asked: Asked, prompts: Prompts, told: Told) -> None:
+    number, ids = prompts.next()
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=ids),
+        sampling=common_pb2.SamplingParams(temperature=0, max_tokens=asked.max_tokens, ignore_eos=True),
+        conversation_id=f"c{asked.seed}-{number}",
+    ).SerializeToString()
+    began, first, last, messages = time.monotonic(), 0.0, b"", 0
+    try:
+        async for message in call(request, timeout=_TIMEOUT_S):
+            messages, last = messages + 1, message
+            first = first or time.monotonic()
+    except grpc.aio.AioRpcError as error:
+        told.errors.append(f"{error.code().name}: {error.details()}")
+        return
+    finish = generation_pb2.GenerateResponse.FromString(last).finish
+    _note(told, began, first, messages, finish.usage.completion_tokens)
+
+
+async def _decode(asked: Asked, told: Told, until_s: float) -> None:
+    """One at a time, as a router asks for them."""
+    prompts = Prompts(asked)
+    async with channels.open_channel(asked.address) as channel:
+        attached = decode_pb2_grpc.DecodeStub(channel).Attach()
+        number = 0
+        while time.monotonic() < until_s:
+            began, first, messages, number = time.monotonic(), 0.0, 0, number + 1
+            await attached.write(decode_pb2.Command(start=_start(asked, prompts, f"direct-{number}")))
+            while not (output := _output(await attached.read())) or not output.HasField("finished"):
+                messages += output is not None
+                first = first or (time.monotonic() if output is not None else 0.0)
+            _note(told, began, first or time.monotonic(), messages + 1, asked.max_tokens)
+        await attached.done_writing()
+
+
+def _start(asked: Asked, prompts: Prompts, request_id: str) -> decode_pb2.Start:
+    return decode_pb2.Start(
+        request_id=request_id,
+        prompt_ids=prompts.next()[1],
+        sampling=common_pb2.SamplingParams(
+            temperature=0, max_tokens=asked.max_tokens, ignore_eos=True, seed=1
+        ),
+        plan=common_pb2.PLAN_LOCAL,
+        decode_generation=asked.generation,
+    )
+
+
+def _output(step: Any) -> decode_pb2.RequestOutput | None:
+    """None: only the rank's load."""
+    if step is grpc.aio.EOF:
+        raise RuntimeError("the decode rank has ended the stream")
+    outputs: list[decode_pb2.RequestOutput] = list(step.outputs)
+    if outputs and outputs[0].HasField("error"):
+        raise RuntimeError(outputs[0].error.message)
+    return outputs[0] if outputs else None
+
+
+async def _http(asked: Asked, told: Told, until_s: float) -> None:
+    prompts, host_port = Prompts(asked), asked.address.rpartition(":")
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def turn() -> None:
+        connection = idle.pop() if idle else await asyncio.open_connection(host_port[0], int(host_port[2]))
+        if await _http_turn(connection, asked, prompts, told):
+            idle.append(connection)
+        else:
+            connection[1].close()
+
+    await _streams(asked, until_s, turn)
+    for _, writer in idle:
+        writer.close()
+
+
+async def _http_turn(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], asked: Asked, prompts: Prompts, told: Told
+) -> bool:
+    """Whether the connection can be used again."""
+    reader, writer = connection
+    path, body = _body(asked, prompts)
+    head = f"POST {path} HTTP/1.1\r\nhost: {asked.address}\r\ncontent-type: application/json\r\n"
+    began = time.monotonic()
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    status = await reader.readuntil(b"\r\n\r\n")
+    first, events, tail = 0.0, 0, b""
+    if b" 200 " not in status.partition(b"\r\n")[0]:
+        told.errors.append((status + await reader.read(500)).decode(errors="replace"))
+        return False
+    while not tail.endswith(b"0\r\n\r\n"):
+        piece = await reader.read(1 << 16)
+        if not piece:
+            told.errors.append("the connection was closed")
+            return False
+        first = first or time.monotonic()
+        events += piece.count(b"data:")
+        tail = (tail + piece)[-8:]
+    _note(told, began, first, events - 1, asked.max_tokens)  # [DONE] brings nothing
+    return True
+
+
+def _body(asked: Asked, prompts: Prompts) -> tuple[str, bytes]:
+    number, ids = prompts.next()
+    if asked.front == "generate":
+        sampling = {"temperature": 0, "max_new_tokens": asked.max_tokens, "ignore_eos": True}
+        body = {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
+        return "/generate", json.dumps(body).encode()
+    prompt: object = list(ids)
+    if asked.front == "text":
+        prompt = "".join(_WORDS[token % len(_WORDS)] for token in ids)
+    body = {
+        "prompt": prompt,
+        "max_tokens": asked.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "conversation_id": f"c{asked.seed}-{number}",
+    }
+    return "/v1/completions", json.dumps(body).encode()
+
+
+def _note(told: Told, began: float, first: float, messages: int, tokens: int) -> None:
+    told.requests += 1
+    told.tokens += tokens
+    told.messages += messages
+    told.ttft_s.append(first - began)
+    told.e2e_s.append(time.monotonic() - began)
+
+
+async def _streams(asked: Asked, until_s: float, turn: Callable[[], Any]) -> None:
+    async def stream() -> None:
+        while time.monotonic() < until_s:
+            await turn()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(asked.streams):
+            group.create_task(stream())
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(asyncio.run(run(Asked(**json.load(sys.stdin)))))))

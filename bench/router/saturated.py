@@ -1,0 +1,190 @@
+"""What a request and a token cost when as much is asked as can be answered: a closed loop.
+
+    clients (a process) -> router -> decode ranks, engine fake      the CPU of each process, apart
+    client -> decode rank, without a router                         what a router adds, one request at a time
+    clients -> sglang-router -> workers that only answer            the peer, in the same run (peer.py)
+
+Nine tenths of a prompt are a conversation's, which the ranks hold. A token's cost is the slope over answers
+of different lengths, a request's what is left.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import linear_regression
+
+import numpy as np
+
+from bench.report import Row
+from bench.router.asked import Asked, Told
+from bench.router.process import tree_cpu_s
+from bench.router.served import _Cluster
+from bench.router.text import make_checkpoint
+from services.cli.local.cluster import LocalCluster, Shape
+from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+STREAMS = (1, 32, 256, 1_000)
+PROMPTS = (100, 1_000, 32_000)
+ANSWERS = (1, 64, 256)
+_COMMON_FLAGS = ("--model-name=bench", "--log-level=warning")
+_RANK_FLAGS = (
+    "--engine=fake",
+    "--transport=local",
+    "--page-size=64",
+    "--kv-pages=24000",
+    "--chunk-size=8192",
+    "--max-running-requests=512",
+)
+_MOST_TOKENS = 1_000_000  # of prompts that are asked at once: more would measure memory
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    fronts: Sequence[str] = ("grpc", "http")
+    streams: Sequence[int] = STREAMS
+    prompts: Sequence[int] = PROMPTS
+    answers: Sequence[int] = ANSWERS
+    seconds: float = 6.0
+    step_s: float = 0.01
+    decode_ranks: int = 8
+
+    def asked(self, address: Mapping[str, str]) -> list[Asked]:
+        """`address` by front."""
+        return [
+            Asked(front, address[front], streams, prompt, answer, self.seconds, seed=index)
+            for front in self.fronts
+            for streams in self.streams
+            for index, prompt in enumerate(self.prompts)
+            if streams * prompt <= _MOST_TOKENS
+            for answer in self.answers
+        ]
+
+
+Spent = Callable[[], dict[str, float]]  # CPU seconds so far, by process
+
+
+async def saturated(grid: Grid) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="isthmus-limit-") as folder:
+        make_checkpoint(Path(folder) / "model")
+        shape = Shape(
+            model=Path(folder) / "model",
+            data_dir=Path(folder) / "data",
+            decode_dp_size=grid.decode_ranks,
+            common_flags=_COMMON_FLAGS,
+            rank_flags=(*_RANK_FLAGS, f"--fake-step-s={grid.step_s}"),
+            router_flags=("--chunk-size=8192",),
+        )
+        async with _Cluster(shape, lambda name, line: print(name, line, file=sys.stderr)) as cluster:
+            http = f"127.0.0.1:{cluster.http_ports[0]}"
+            address = {"grpc": cluster.router_endpoint(), "http": http, "text": http}
+            rows = [await row(asked, _spent(cluster)) for asked in grid.asked(address)]
+            return rows + [await row(asked, _spent(cluster)) for asked in await _direct(grid, cluster)]
+
+
+async def _direct(grid: Grid, cluster: LocalCluster) -> list[Asked]:
+    """One decode rank, asked as a router asks it."""
+    async with cluster.open_channel() as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        ranks = (await stub.ListRanks(generation_pb2.ListRanksRequest(), timeout=10)).ranks
+    rank = next(rank for rank in ranks if rank.role == common_pb2.ROLE_DECODE)
+    return [
+        replace(asked, generation=rank.rank.generation)
+        for asked in replace(grid, fronts=("decode",), streams=(1,)).asked({"decode": rank.endpoint})
+    ]
+
+
+def _spent(cluster: LocalCluster) -> Spent:
+    return lambda: {name: tree_cpu_s(child.process.pid) for name, child in cluster.children.items()}
+
+
+async def row(asked: Asked, spent: Spent) -> Row:
+    await ask(
+        replace(asked, seconds=1.0, max_tokens=4, streams=min(asked.streams, 16))
+    )  # the ranks hold them
+    before = spent()
+    told = await ask(asked)
+    took = {name: after - before[name] for name, after in spent().items()}
+    told_row = row_of(asked, told, took)
+    print(told_row, file=sys.stderr, flush=True)
+    return told_row
+
+
+async def ask(asked: Asked) -> Told:
+    """In a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.router.asked",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+    out, _ = await process.communicate(json.dumps(asdict(asked)).encode())
+    if process.returncode:
+        raise RuntimeError(f"the clients ended with {process.returncode}")
+    return Told(**json.loads(out))
+
+
+def row_of(asked: Asked, told: Told, took: Mapping[str, float]) -> Row:
+    if not told.requests:
+        raise RuntimeError(f"nothing was answered: {told.errors[:3]}")
+    ttft_ms, e2e_ms = 1e3 * np.asarray(told.ttft_s), 1e3 * np.asarray(told.e2e_s)
+    return {
+        "front": asked.front,
+        "streams": asked.streams,
+        "prompt": asked.prompt_tokens,
+        "answer": asked.max_tokens,
+        "requests": told.requests,
+        "errors": len(told.errors),
+        "req/s": told.requests / told.took_s,
+        "tokens/s": told.tokens / told.took_s,
+        "tokens/message": told.tokens / max(1, told.messages),
+        "TTFT p50": float(np.percentile(ttft_ms, 50)),
+        "TTFT p99": float(np.percentile(ttft_ms, 99)),
+        "E2E p50": float(np.percentile(e2e_ms, 50)),
+        "E2E p99": float(np.percentile(e2e_ms, 99)),
+        **{f"{name} ms": 1e3 * seconds / told.requests for name, seconds in took.items()},
+        "client ms": 1e3 * told.cpu_s / told.requests,
+    }
+
+
+def parts(rows: Sequence[Row], processes: Sequence[str] = ("router",)) -> list[Row]:
+    """Of each kind of load, a request's cost and a token's, by process."""
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row["front"], row["streams"], row["prompt"]), []).append(row)
+    return [_part(kind, of_kind, processes) for kind, of_kind in kinds.items() if len(of_kind) > 1]
+
+
+def _part(kind: tuple[object, ...], rows: Sequence[Row], processes: Sequence[str]) -> Row:
+    part: Row = dict(zip(("front", "streams", "prompt"), kind, strict=True))
+    for name in processes:
+        answers, spent = ([float(str(row[key])) for row in rows] for key in ("answer", f"{name} ms"))
+        line = linear_regression(answers, spent)
+        part |= {f"{name} ms/request": line.intercept, f"{name} us/token": 1e3 * line.slope}
+    return part | {
+        f"most {name}": max(float(str(row[name])) for row in rows) for name in ("req/s", "tokens/s")
+    }
+
+
+def added(rows: Sequence[Row]) -> list[Row]:
+    """What the router adds to one request at a time, ms: of each front over asking the rank."""
+    alone = [row for row in rows if row["streams"] == 1]
+    direct = {(row["prompt"], row["answer"]): row for row in alone if row["front"] == "decode"}
+    return [
+        {
+            **{name: row[name] for name in ("front", "prompt", "answer")},
+            **{f"added {name}": _less(row, asked, name) for name in ("TTFT p50", "TTFT p99", "E2E p50")},
+        }
+        for row in alone
+        if (asked := direct.get((row["prompt"], row["answer"]))) is not None and row["front"] != "decode"
+    ]
+
+
+def _less(row: Row, direct: Row, name: str) -> float:
+    return float(str(row[name])) - float(str(direct[name]))
