@@ -2,7 +2,8 @@
 
 It has a real pool. The slot of position i holds mix(token_i, i), and the next token is drawn from the
 sum of all slots, read back from the pages. So one wrong, missing or stale page anywhere changes the
-output, and `continuation` says what it should have been.
+output, and `continuation` says what it should have been. Likewise how probable a token is of a prompt that is
+asked about its own (`scores`): the next one is so for certain, and of the others each less.
 
 With carried groups each token is mixed with what its windows hold and with the state, as of the tokens
 before it, and it is that which is stored: so whatever was wrong once stays wrong. It has real pools of them.
@@ -23,10 +24,12 @@ from services.engine.paged.runner import (
     keep_accepted,
     masks_asked,
 )
+from services.engine.paged.scores import Scoring
 from services.engine.torch.draft_tokens import single_tokens
 from services.grammar.masks import MaskCounts, MaskMaker, Masks
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.request import TokenLogprobs
 
 _SLOT_BYTES = 8
@@ -113,6 +116,8 @@ class FakeRunner:
             if position >= chunk.store_from:
                 self.slots[chunk.pages[position // page_size], position % page_size] = value
             states.append([int(pool[chunk.slot, -1]) for pool in self._pools_of(GroupKind.RECURRENT)])
+        if chunk.scoring is not None:
+            self._tell(chunk, chunk.scoring)
         if not chunk.sample:
             return ()
         first = chunk.end - chunk.num_drafts
@@ -125,11 +130,23 @@ class FakeRunner:
             pool[chunk.slot] = state
         return kept
 
+    def _total(self, chunk: Chunk, end: int) -> int:
+        """Of the first `end` slots of its sequence."""
+        slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
+        return int(slots.sum(dtype=np.uint64))
+
+    def _tell(self, chunk: Chunk, asked: Scoring) -> None:
+        following = enumerate(asked.token_ids, start=asked.first)
+        told = [
+            scores(self._total(chunk, end), end, token, self.vocab_size, asked.num_top)
+            for end, token in following
+        ]
+        asked.tell(PromptLogprobs.joined(told, asked.num_top))
+
     def _choose(self, chunk: Chunk, end: int, masks: Masks, row: int) -> Sampled:
         """After `end` tokens, the last of which is the chunk's. A row of `masks`, where there are any, allows
         some."""
-        slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
-        total = int(slots.sum(dtype=np.uint64))
+        total = self._total(chunk, end)
         banned, biases = chunk.banned_ids, chunk.sampling.logit_bias
         if len(masks) or banned or biases:
             allowed = masks.expanded()[row].copy() if len(masks) else np.ones(self.vocab_size, bool)
@@ -213,6 +230,10 @@ class FakeModel:
     def next_token(self) -> int:
         return draw(self.total, len(self.values[0]), VOCAB_SIZE)
 
+    def scores(self, token: int, num_top: int) -> PromptLogprobs:
+        """Of a token that follows."""
+        return scores(self.total, len(self.values[0]), token, VOCAB_SIZE, num_top)
+
     def take(self, token: int) -> None:
         position = len(self.values[0])
         value = mix(token, position)
@@ -234,6 +255,18 @@ def continuation(ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup]
         tokens.append(model.next_token)
         model.take(tokens[-1])
     return tokens
+
+
+def prompt_scores(
+    ids: Sequence[int], start: int, num_top: int, carried: Sequence[KvGroup] = ()
+) -> PromptLogprobs:
+    """What a FakeRunner must tell of a prompt's tokens from `start` on, at least 1."""
+    model = FakeModel(ids[:start], carried)
+    told = []
+    for token in ids[start:]:
+        told.append(model.scores(token, num_top))
+        model.take(token)
+    return PromptLogprobs.joined(told, num_top)
 
 
 def first_seen(group: KvGroup, position: int) -> int:
@@ -271,3 +304,18 @@ def choose(total: int, length: int, allowed: NDArray[np.bool], logit_bias: Biase
         logits[token_id] += bias
     highest = np.flatnonzero(logits == logits.max())
     return int(highest[draw(total, length, len(highest))])
+
+
+def scores(total: int, length: int, token: int, vocab_size: int, num_top: int) -> PromptLogprobs:
+    """Of a token after so many. They are no distribution, but a float32 holds them as they are."""
+    behind = (np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ np.uint64(
+        mix(total, length)
+    )
+    logprobs = -1 - (behind >> np.uint64(40)).astype(np.float64) / 2**20
+    logprobs[draw(total, length, vocab_size)] = 0.0
+    order = np.argsort(-logprobs, kind="stable")[:num_top]
+    rank = 1 + np.count_nonzero(logprobs > logprobs[token])
+    top_ids, top = np.zeros(num_top, "<u4"), np.full(num_top, np.nan, "<f4")
+    top_ids[: len(order)], top[: len(order)] = order, logprobs[order]
+    own = np.array([logprobs[token]], "<f4").tobytes()
+    return PromptLogprobs(num_top, own, np.array([rank], "<u4").tobytes(), top_ids.tobytes(), top.tobytes())

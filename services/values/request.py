@@ -6,7 +6,7 @@ from enum import Enum
 
 from services.values.constraint import Constraint
 from services.values.errors import InvalidRequest
-from services.values.prompt_logprobs import PromptLogprobs
+from services.values.prompt_logprobs import MAX_BYTES, PromptLogprobs, size_bytes
 from services.values.rank import Plan, RankAddress
 
 MAX_ID_CHARS = 128
@@ -133,6 +133,23 @@ class SamplingParams:
         return self.penalizes or looks_back or self.constraint is not None
 
 
+def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
+    """Positions of a prompt whose tokens' log-probabilities are asked for.
+
+    Raises InvalidRequest, naming the field, where they are not in the prompt, or too many.
+    """
+    num_top, start = sampling.prompt_logprobs, sampling.prompt_logprobs_start
+    if num_top is None:
+        return range(0)
+    expected = f"less than the prompt's {prompt_len} tokens"
+    _require(start < max(1, prompt_len), "prompt_logprobs_start", expected, start)
+    scored = range(max(1, start), prompt_len)
+    size, most = size_bytes(len(scored), num_top), MAX_BYTES >> 20
+    expected = f"so small, or prompt_logprobs_start so large, that they take {most} MiB"
+    _require(size <= MAX_BYTES, "prompt_logprobs", expected, num_top)
+    return scored
+
+
 def is_id(text: str) -> bool:
     """Whether a request, a conversation or a tenant may be called so."""
     return len(text) <= MAX_ID_CHARS and text.isprintable()
@@ -166,6 +183,11 @@ class GenerationRequest:
         """Any of which ends the answer; there may be a thousand."""
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         return frozenset((*self.sampling.stop_token_ids, *eos))
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt's tokens whose log-probabilities are asked for. Raises as `scored_of`."""
+        return scored_of(self.sampling, len(self.prompt_ids))
 
     @property
     def all_ids(self) -> tuple[int, ...]:

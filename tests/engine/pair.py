@@ -16,6 +16,7 @@ from services.net import servers
 from services.net.tls import TlsConfig
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import PrefillService
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, RankAddress, RankId
 from services.values.request import Admitted, FinishReason, GenerationRequest, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
@@ -60,6 +61,7 @@ class Answer:
     tokens: list[int]
     admitted: Admitted
     finished: FinishReason
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Pair:
@@ -141,14 +143,16 @@ class Pair:
     async def generate(
         self, prompt, max_tokens=8, plan=Plan.REMOTE, decode: int = 0, prefill: int = 0, **fields
     ) -> Answer:
-        tokens, admitted, finished = [], None, None
+        tokens, admitted, finished, told = [], None, None, None
         request = self.request(prompt, max_tokens, plan, **fields)
         async with self.outputs(request, decode, prefill) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
+                assert output.prompt_logprobs is None or output.admitted is not None
+                told = told or output.prompt_logprobs
                 admitted = admitted or output.admitted
                 finished = output.finished
-        return Answer(tokens, admitted, finished)
+        return Answer(tokens, admitted, finished, told)
 
     async def assert_nothing_held(self) -> None:
         """Wait until all ranks hold nothing for anyone, then walk their books."""

@@ -21,9 +21,10 @@ import pytest_asyncio
 
 from engine.pair import FAKE, Pair, eager
 from exactness.checkpoints import tiny_checkpoint
+from exactness.prompt_scores import check_scores
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from net.certificates import make_certificates
-from services.engine.fake import continuation, parse_carried
+from services.engine.fake import continuation, parse_carried, prompt_scores
 from services.engine.settings import EngineSettings
 from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -61,6 +62,10 @@ class Fake:
     def expected(self, prompt, count):
         return continuation(prompt, count, parse_carried(self.settings.fake_carried))
 
+    def check_scores(self, prompt, start, told):
+        carried = parse_carried(self.settings.fake_carried)
+        assert told == prompt_scores(prompt, max(1, start), told.num_top, carried)
+
 
 @dataclass(frozen=True)
 class Torch(Fake):
@@ -69,6 +74,9 @@ class Torch(Fake):
 
     def expected(self, prompt, count):
         return list(self._reference(prompt, count).token_ids)
+
+    def check_scores(self, prompt, start, told):
+        check_scores(Path(self.settings.model), prompt, start, told)
 
     def _reference(self, prompt, count):
         return reference_generation(Path(self.settings.model), tuple(prompt), count)
@@ -186,6 +194,26 @@ async def test_the_next_turn_reuses_the_last_one_with_its_answer(engine, plan):
         due = pages * layout.page_bytes + carried_bytes(layout, len(turn))
         moved = due if plan is Plan.REMOTE else 0
         assert second.admitted.kv_bytes_moved == moved
+        await pair.assert_nothing_held()
+
+
+async def test_what_is_told_of_a_prompts_tokens_is_the_oracles(engine, plan):
+    """From anywhere on. Who computes uses nothing that is cached behind that; only the delta moves."""
+    async with engine.pair() as pair:
+        prompt = prompt_of(50)
+        for start in (0, 1, 17, 33, 49, 0):
+            sampling = SamplingParams(temperature=0, prompt_logprobs=3, prompt_logprobs_start=start)
+            answer = await pair.generate(prompt, 3, plan, sampling=sampling)
+            engine.check(prompt, answer.tokens)
+            assert answer.prompt_logprobs.num_top == 3
+            engine.check_scores(prompt, start, answer.prompt_logprobs)
+            assert answer.admitted.reused_tokens <= max(0, start - 1)
+            assert answer.admitted.computed_tokens == 50 - answer.admitted.reused_tokens
+        if plan is Plan.REMOTE:
+            assert answer.admitted.decode_prefix_len == 48
+        sampling = SamplingParams(temperature=0, prompt_logprobs=0, prompt_logprobs_start=50)
+        with pytest.raises(InvalidRequest, match="prompt_logprobs_start must be less than the prompt's 50"):
+            await pair.generate(prompt, 3, plan, sampling=sampling)
         await pair.assert_nothing_held()
 
 

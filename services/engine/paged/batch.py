@@ -28,6 +28,7 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
         num_drafts=len(drafts),
         matcher=seq.matcher if last else None,
         generated=seq.computed >= len(seq.request.prompt_ids),
+        scoring=None if seq.scores is None else seq.scores.asked_of(seq.computed, end),
     )
 
 
@@ -59,7 +60,7 @@ def lacks_slot(seq: Sequence, page_size: int) -> bool:
 
 def computes_towards(other: Sequence, seq: Sequence) -> bool:
     """Whether `other`, who computes as well, will keep a resume point that saves `seq` what is before it."""
-    common = other.common.get(seq, 0)
+    common = min(other.common.get(seq, 0), seq.scorable_from)
     return any(seq.computed < border <= common for border in other.borders)
 
 
@@ -74,6 +75,6 @@ def computes_next_page_of(other: Sequence, seq: Sequence, page_size: int) -> boo
         return False
     first = seq.pages.num_published * page_size
     end = first + page_size
-    if end > min(len(seq.ids) - 1, len(other.ids)):
+    if end > min(len(seq.ids) - 1, seq.scorable_from, len(other.ids)):
         return False
     return seq.ids[first:end] == other.ids[first:end]

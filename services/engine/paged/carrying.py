@@ -25,7 +25,7 @@ class Carrying:
 
     def estimate(self, seq: Sequence) -> None:
         """What it would lack if it came in now, for the load report."""
-        found = self._cache.look_up(seq.ids, seq.request.cache_salt)
+        found = self._cache.look_up(seq.ids, seq.request.cache_salt, seq.scorable_from)
         matched = found.cached_pages * self._cache.page_size
         seq.uncached_tokens = len(seq.ids) - matched
         resumed = self._books.resumable(found.deepest, matched)

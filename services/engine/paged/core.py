@@ -26,13 +26,13 @@ from services.engine.paged.carrying import Carrying
 from services.engine.paged.drafts.counts import DraftCounts
 from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.events import Carried, Event, Failed, Offered, Reserved, Token
+from services.engine.paged.events import Carried, Event, Failed, Offered, Reserved
 from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import place_in_line
 from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
-from services.engine.paged.sequence import Phase, Sequence, finish_reason, follow_choice
+from services.engine.paged.sequence import Phase, Sequence, finish_reason, follow_choice, token_said
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
@@ -547,18 +547,7 @@ class EngineCore:
         if seq.single_token and finished is None:
             finished = FinishReason.LENGTH
         compute_s = self._clock() - seq.admitted_s if first else 0.0
-        self._emit(
-            seq,
-            Token(
-                sampled.token_id,
-                sampled.logprobs,
-                finished,
-                drafted,
-                accepted,
-                compute_s,
-                seq.reused_tokens,
-            ),
-        )
+        self._emit(seq, token_said(seq, sampled, finished, (drafted, accepted), compute_s))
         if finished is not None:
             self._active.remove(seq)
             self._gate.note_end(seq)

@@ -22,6 +22,7 @@ from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
 from services.engine.paged.events import Reserved, Token
 from services.engine.paged.legs import both
 from services.engine.paged.runner import ModelRunner, Sampled
+from services.engine.paged.scores import check_told
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
 from services.grammar.matcher import Matcher
@@ -147,7 +148,9 @@ class PagedDecodeEngine(PagedEngine):
                     received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
                 admitted = self._admitted(seq, reserved, queue_s, received, token)
-                yield _output([token], replace(admitted, constraint_s=constraint_s))
+                told = token.prompt_logprobs if received is None else received.prefill.prompt_logprobs
+                first = _output([token], replace(admitted, constraint_s=constraint_s))
+                yield replace(first, prompt_logprobs=told)
                 while token.finished is None:
                     tokens = [await _next(mailbox, Token), *mailbox.take_tokens()]
                     token = tokens[-1]
@@ -184,6 +187,7 @@ class PagedDecodeEngine(PagedEngine):
                 patience_s=_ANSWER_PATIENCE_S,
             )
             _check_token(prefill.first_token_id, self.vocab_size, seq.matcher)
+            check_told(prefill.prompt_logprobs, seq.request)
         except BaseException:
             delta.give_up()
             raise

@@ -15,6 +15,7 @@ from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.drafts.speculation import Speculation
 from services.engine.paged.events import Event, Failed, Token
 from services.engine.paged.runner import ModelRunner
+from services.engine.paged.scores import scores_of
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import CheckBooks, Command, EngineThread, StepReport, Submit
 from services.engine.paged.warm_up import warm_up
@@ -253,8 +254,11 @@ class PagedEngine:
     def _sequence(
         self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None
     ) -> Sequence:
+        """Raises InvalidRequest where what is asked of its prompt is not in it."""
         self._arrivals += 1
-        return Sequence(request, self._arrivals, receives=receives, matcher=matcher)
+        scores = scores_of(request)
+        scores = None if receives else scores
+        return Sequence(request, self._arrivals, receives=receives, matcher=matcher, scores=scores)
 
     async def _matcher(self, request: GenerationRequest) -> Matcher | None:
         """Raises InvalidRequest where its constraint cannot be kept to."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.values.errors import IsthmusError
 from services.values.kv import PageId
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Room
 from services.values.request import FinishReason, TokenLogprobs
 
@@ -35,6 +36,7 @@ class Token:
     # On the first token only:
     compute_s: float = 0.0  # admission until now
     reused_tokens: int = 0  # of the prompt, computed by others: when it was admitted, or since then
+    prompt_logprobs: PromptLogprobs | None = None  # where they were asked for and computed here
 
 
 @dataclass(frozen=True, slots=True)

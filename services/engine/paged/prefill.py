@@ -113,6 +113,7 @@ class PagedPrefillEngine(PagedEngine):
             kv_bytes_moved=end.bytes_moved,
             queue_s=reserved.queue_s,
             compute_s=token.compute_s,
+            prompt_logprobs=token.prompt_logprobs,
         )
 
     def _open_room(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[RoomEnd]:

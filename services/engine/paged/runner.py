@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.engine.paged.scores import Scoring
 from services.grammar.masks import Asked, MaskCounts
 from services.grammar.matcher import Matcher
 from services.values.kv import KvLayout, PageId, PoolMemory
@@ -52,6 +53,7 @@ class Chunk:
     matcher: Matcher | None = None  # where it samples: of its constraint, as far as `history`
     # Its tokens were chosen here or elsewhere, one by one: recurrent layers compute them so again.
     generated: bool = False
+    scoring: Scoring | None = None  # what else its rows are asked, of its prompt's next tokens
 
     @property
     def end(self) -> int:
@@ -159,7 +161,8 @@ class ModelRunner(Protocol):
         behind in its pages; whoever writes these positions next writes over it.
 
         A chunk gets none of its banned ids, and with a matcher only what that allows; the matcher stays where
-        it is.
+        it is. What its scoring asks is told before it returns, unless it raises; of all chunks together that
+        takes little memory.
         """
 
     @property

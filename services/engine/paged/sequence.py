@@ -24,7 +24,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.engine.paged.drafts.proposal import Proposal
+from services.engine.paged.events import Token
 from services.engine.paged.runner import NO_TOKEN, Sampled
+from services.engine.paged.scores import PromptScores
 from services.grammar.matcher import Matcher
 from services.kv.carried.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
@@ -85,6 +87,9 @@ class Sequence:
     looked_up_at: int = -1  # the gate's count of news
     ending_ids: frozenset[int] = frozenset()  # the request's
     matcher: Matcher | None = None  # of its constraint, as far as its output ids
+    scores: PromptScores | None = (
+        None  # where its prompt's are asked for and computed here, until they are said
+    )
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.all_ids)
@@ -104,15 +109,35 @@ class Sequence:
     def matchable_tokens(self) -> int | None:
         """How many of its ids may be matched; None: all.
 
-        Where the next token is computed here, its logits need the last id to be computed too.
+        Where the next token is computed here, its logits need the last id to be computed too; and what is
+        asked of the prompt's tokens those before each of them.
         """
-        return self.prefix_limit if self.receives else len(self.ids) - 1
+        if self.receives:
+            return self.prefix_limit
+        return min(len(self.ids) - 1, self.scorable_from)
+
+    @property
+    def scorable_from(self) -> int:
+        """Where it must begin to compute to tell of its prompt's tokens; all its ids where nobody asks."""
+        return len(self.ids) if self.scores is None else self.scores.matchable_tokens
 
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.request.request_id} {self.phase.name} ids={len(self.ids)} "
             f"computed={self.computed} pages={self.pages!r}>"
         )
+
+
+def token_said(
+    seq: Sequence,
+    sampled: Sampled,
+    finished: FinishReason | None,
+    drafts: tuple[int, int],
+    compute_s: float,
+) -> Token:
+    """Its newest token, and once what was told of its prompt's. `drafts` of its step: verified, accepted."""
+    told, seq.scores = None if seq.scores is None else seq.scores.whole(), None
+    return Token(sampled.token_id, sampled.logprobs, finished, *drafts, compute_s, seq.reused_tokens, told)
 
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:

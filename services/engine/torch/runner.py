@@ -16,6 +16,7 @@ from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import Pools
+from services.engine.torch.prompt_scores import tell_scores
 from services.engine.torch.sampling import sample
 from services.engine.torch.step_masks import NO_MASKS, StepMasks
 from services.grammar.masks import MaskCounts
@@ -146,7 +147,11 @@ class TorchRunner:
         tokens = [each for chunk in chunks for each in single_tokens(chunk)]
         masks = self._masks.begin(chunks)
         with torch.inference_mode():
-            computed = self._model.compute(self._pools, chunks, _sampled_offsets(tokens))
+            scores = any(chunk.scoring is not None for chunk in chunks)
+            rows = _sampled_offsets(tokens)
+            computed = self._model.compute(self._pools, chunks, rows, asks_more=scores)
+            if scores:
+                tell_scores(chunks, computed.logits_of, self._vocab_size)
             allowed = masks.end() if masks is not None else NO_MASKS
             sampled = iter(sample(computed.logits, [each for each in tokens if each.sample], allowed))
             kept = [_keep_accepted(chunk, sampled) for chunk in chunks]

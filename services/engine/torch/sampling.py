@@ -13,7 +13,6 @@ rows with top_k or top_p, and for logprobs, only the few ids that may be among t
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
 from services.engine.torch.adjusting import adjust, is_adjusted
+from services.engine.torch.highest import Floats, Ids, at_least, floors, highest
 from services.engine.torch.step_masks import NO_MASKS, RowMasks
 from services.values.request import SamplingParams, TokenLogprobs
 
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
 _Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]  # logits, peaks [num_rows, 1], chunks
 
 _MASK64 = 2**64 - 1
@@ -36,7 +34,6 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 # by one. The device's are as many as make its calls worth while and need little memory beside the pool.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24
-_STRIPES = 64  # see _floors
 _SORTED = 256  # weights, see _nucleus
 
 
@@ -47,7 +44,7 @@ def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) 
     mask and bans leave nothing, NO_TOKEN is chosen.
     """
     plain = [_takes_the_highest(chunk) for chunk in chunks]
-    highest = _argmax(logits) if any(plain) and len(masks.rows) < len(chunks) else []
+    most_probable = _argmax(logits) if any(plain) and len(masks.rows) < len(chunks) else []
     rest = [row for row, is_plain in enumerate(plain) if not is_plain or row in masks.rows]
     sampled: dict[int, Sampled] = {}
     block = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
@@ -55,7 +52,7 @@ def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) 
     for start in range(0, len(rest), num_rows):
         rows = rest[start : start + num_rows]
         sampled |= zip(rows, _sample_block(logits, rows, plain, chunks, masks), strict=True)
-    return [sampled[row] if row in sampled else Sampled(highest[row]) for row in range(len(chunks))]
+    return [sampled[row] if row in sampled else Sampled(most_probable[row]) for row in range(len(chunks))]
 
 
 def _sample_block(
@@ -170,10 +167,10 @@ def _draw_from_all(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> li
 
 def _draw_from_highest(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """Those with top_k, be there top_p or not."""
-    candidates = _at_least(_floors(logits, [chunk.sampling.top_k for chunk in chunks]), logits)
+    candidates = at_least(floors(logits, [chunk.sampling.top_k for chunk in chunks]), logits)
     token_ids = []
     for chunk, peak, (ids, high) in zip(chunks, peaks[:, 0].tolist(), candidates, strict=True):
-        kept = np.sort(_highest(high, chunk.sampling.top_k))
+        kept = np.sort(highest(high, chunk.sampling.top_k))
         weights = np.exp((high[kept] - peak) / chunk.sampling.temperature)
         token_ids.append(_choose(ids[kept], weights, weights.sum(), chunk))
     return token_ids
@@ -184,9 +181,9 @@ def _draw_from_nucleus(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -
     weights = _weights(logits, peaks, chunks)
     totals = _sums(weights)
     # Weights below this hold together less than 1 - top_p, so none of them is needed.
-    floors = _column([1 - chunk.sampling.top_p for chunk in chunks], weights) * totals / weights.shape[1]
-    floors = floors.maximum(_column([chunk.sampling.min_p for chunk in chunks], weights))
-    candidates = _at_least(floors, weights)
+    lowest = _column([1 - chunk.sampling.top_p for chunk in chunks], weights) * totals / weights.shape[1]
+    lowest = lowest.maximum(_column([chunk.sampling.min_p for chunk in chunks], weights))
+    candidates = at_least(lowest, weights)
     return [
         _choose(ids, held, total, chunk)
         for chunk, total, (ids, held) in zip(chunks, totals[:, 0].tolist(), candidates, strict=True)
@@ -234,6 +231,12 @@ def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
     return kept
 
 
+def log_sums_of(logits: Tensor) -> Tensor:
+    """[num_rows, 1]: what makes log-probabilities of float64 logits."""
+    peaks = logits.amax(1, keepdim=True)
+    return peaks + _sums((logits - peaks).exp_()).log_()
+
+
 def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:
     """By row, of those who want them."""
     counts = {row: c.sampling.logprobs for row, c in enumerate(chunks) if c.sampling.logprobs is not None}
@@ -241,53 +244,16 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk])
         return {}
     rows = list(counts)
     logits = _rows(logits, rows)
-    peaks = logits.amax(1, keepdim=True)
-    log_sums = peaks + _sums((logits - peaks).exp_()).log_()
+    log_sums = log_sums_of(logits)
     chosen = torch.tensor([token_ids[row] for row in rows], device=logits.device)[:, None]
     own = torch.cat((log_sums, logits.gather(1, chosen) - log_sums), 1).tolist()
-    candidates = _at_least(_floors(logits, list(counts.values())), logits)
+    candidates = at_least(floors(logits, list(counts.values())), logits)
     found = {}
     for row, (log_sum, logprob), (ids, high) in zip(rows, own, candidates, strict=True):
         if not math.isfinite(log_sum):  # the model overflowed: nothing is as probable as anything
             found[row] = TokenLogprobs(token_ids[row], -math.inf, ())
             continue
-        top = _highest(high, counts[row])
+        top = highest(high, counts[row])
         pairs = zip(ids[top].tolist(), (high[top] - log_sum).tolist(), strict=True)
         found[row] = TokenLogprobs(token_ids[row], logprob, tuple(pairs))
     return found
-
-
-def _floors(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each row a value that at least counts[row] are not below, and few more: [num_rows, 1].
-
-    So many of the stripes that a row is cut into have a highest value at least as high.
-    """
-    width, most = values.shape[1] // _STRIPES, max(1, *counts)
-    if width < most:
-        return values.new_full((len(values), 1), -torch.inf)
-    highest = values[:, : _STRIPES * width].unflatten(1, (_STRIPES, width)).amax(1).topk(most).values
-    which = torch.tensor([max(1, count) - 1 for count in counts], device=values.device)
-    return highest.gather(1, which[:, None])
-
-
-def _at_least(floors: Tensor, values: Tensor) -> list[tuple[Ids, Floats]]:
-    """For each row the ids, ascending, whose value is not below the floor, and these values."""
-    num_rows, vocab_size = values.shape
-    if values.device.type == "cpu":  # numpy takes a fourth of torch's time
-        hits = np.flatnonzero(values.numpy() >= floors.numpy())
-        high = values.numpy().ravel()[hits]
-    else:
-        on_device = (values >= floors).flatten().nonzero()[:, 0]
-        hits, high = on_device.cpu().numpy(), values.flatten()[on_device].cpu().numpy()
-    bounds = np.searchsorted(hits, np.arange(num_rows + 1) * vocab_size).tolist()
-    ids = hits % vocab_size
-    return [(ids[start:end], high[start:end]) for start, end in pairwise(bounds)]
-
-
-def _highest(values: Floats, count: int) -> Ids:
-    """Indices of the `count` highest values, highest first, the lower one first among equals."""
-    count = min(count, len(values))
-    if count == 0:
-        return np.empty(0, np.int64)
-    candidates = np.flatnonzero(values >= np.partition(values, -count)[-count])
-    return candidates[np.argsort(-values[candidates], kind="stable")][:count]

@@ -7,12 +7,14 @@ from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Offered, Reserved, Token
 from services.engine.paged.runner import Sampled
+from services.engine.paged.scores import scores_of
 from services.engine.paged.sequence import Sequence
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.carried.pool_sizes import units_for
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tails import tail_pages
 from services.values.kv import GroupKind
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.request import FinishReason, GenerationRequest, SamplingParams
 
 
@@ -88,6 +90,7 @@ class Rank:
         self.core = EngineCore(CountingRunner(self), prefix_cache, limits, self._clock, books, drafting)
         self.carried: dict[Sequence, Carried] = {}
         self.tokens: dict[Sequence, list[int]] = {}
+        self.told: dict[Sequence, PromptLogprobs] = {}
         self.finished: dict[Sequence, FinishReason] = {}
         self.reserved: dict[Sequence, Reserved] = {}
         self.offered: dict[Sequence, list[Offered]] = {}
@@ -97,12 +100,15 @@ class Rank:
         self.now += 0.001
         return self.now
 
-    def submit(self, prompt, max_tokens=5, *, receives=False, room=None, **request) -> Sequence:
+    def submit(self, prompt, max_tokens=5, *, receives=False, room=None, scored=None, **request) -> Sequence:
+        """`scored`: what is asked of its prompt's tokens, of SamplingParams."""
         self._arrivals += 1
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, **(scored or {}))
+        asked = GenerationRequest(f"r{self._arrivals}", tuple(prompt), sampling, **request)
         seq = Sequence(
-            GenerationRequest(f"r{self._arrivals}", tuple(prompt), sampling, **request),
+            asked,
             self._arrivals,
+            scores=scores_of(asked),
             receives=receives,
             room=room,
             single_token=room is not None,
@@ -128,6 +134,9 @@ class Rank:
                     self.check_room(seq)
                 case Token():
                     assert seq not in self.finished
+                    assert event.prompt_logprobs is None or seq not in self.tokens
+                    if event.prompt_logprobs is not None:
+                        self.told[seq] = event.prompt_logprobs
                     self.tokens.setdefault(seq, []).append(event.token_id)
                     if event.finished is not None:
                         self.finished[seq] = event.finished

@@ -1,7 +1,10 @@
 """A model definition over a packed step: what the runner computes with, and checks at start."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +26,16 @@ from services.kv.carried.borders import scan_tokens
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's `logits` [num_rows, vocab_size], and what of it waits for the choices."""
+    """A step's `logits` [num_rows, vocab_size], what makes others, and what of it waits for the choices."""
 
     logits: Tensor
     _cache: StepCache
+    _head: "_Head | None" = None
+
+    def logits_of(self, rows: Sequence[int]) -> Tensor:
+        """After other rows; where `compute` was told that they will be asked for."""
+        assert self._head is not None, "nothing was kept to compute them from"
+        return self._head.logits_of(rows)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Let states take in so many tokens of each chunk with drafts; they have taken in none of them."""
@@ -70,8 +79,12 @@ class PackedModel:
         device: torch.device = self.model.device
         return device
 
-    def compute(self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed:
+    def compute(
+        self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int], *, asks_more: bool = False
+    ) -> Computed:
         """Compute a step, store what it keeps, and give the logits after some rows: [len(rows), vocab_size].
+
+        Those of others can be had afterwards if it `asks_more`: a model's layers are then not computed again.
 
         Raises ProtocolError where a chunk lacks pages or a slot.
         """
@@ -82,18 +95,19 @@ class PackedModel:
             self._place_mixers(cache, pools.slots, chunks)
         queries = [each for chunk in chunks for each in single_tokens(chunk)]
         cache.view = view_step(pools.layers, queries, cache)
-        kept = self._tensor(rows)
-        outputs = self.model(
+        call = partial(
+            self.model,
             input_ids=self._tensor(token_ids)[None],
             position_ids=positions[None],
             past_key_values=cache,
             use_cache=False,
-            logits_to_keep=kept,
             paged=cache.view,
         )
-        logits: Tensor = outputs.logits[0]
-        # Some definitions give all of them.
-        return Computed(logits if len(logits) == len(rows) else logits[kept], cache)
+        if asks_more:
+            head = _Head(_layers_of(self.model), call, self.device)
+            return Computed(head.logits_of(rows), cache, head)
+        kept = self._tensor(rows)
+        return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)
 
     def close(self) -> None:
         """End the threads."""
@@ -107,3 +121,54 @@ class PackedModel:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _layers_of(model: PreTrainedModel) -> torch.nn.Module:
+    """All of it but what makes logits."""
+    layers: torch.nn.Module = model.base_model
+    if layers is model:  # some say no name for it
+        layers = model.get_submodule("model")
+    return layers
+
+
+class _Head:
+    """What makes logits of what a step's layers gave: a model's definition, whose layers are computed at the
+    first call and repeat what they gave at others. So scales and caps on logits are the definition's own."""
+
+    def __init__(self, layers: torch.nn.Module, call: Callable[..., Any], device: torch.device) -> None:
+        self._layers = layers
+        self._call = call
+        self._device = device
+        self._given: Any = None
+
+    def logits_of(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), vocab_size]"""
+        kept = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        with self._keeping() if self._given is None else self._repeating():
+            return _kept(self._call(logits_to_keep=kept).logits[0], kept)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        def keep(_module: object, _arguments: object, given: Any) -> None:
+            self._given = given
+
+        hook = self._layers.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def _repeating(self) -> Iterator[None]:
+        """A method of the instance's own stands before its class's."""
+        assert "forward" not in vars(self._layers), "somebody else has replaced it"
+        self._layers.forward = lambda *_arguments, **_named: self._given
+        try:
+            yield
+        finally:
+            del self._layers.forward
+
+
+def _kept(logits: Tensor, rows: Tensor) -> Tensor:
+    """Some definitions give all of them."""
+    return logits if len(logits) == len(rows) else logits[rows]

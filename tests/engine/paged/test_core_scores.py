@@ -1,0 +1,163 @@
+"""What is told of a prompt's tokens is what one computes who caches nothing, and each is told once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.paged.core_rank import Rank
+from services.engine.fake import fake_state, fake_window, prompt_scores
+from services.engine.paged.scores import PromptScores, scores_of
+from services.engine.paged.sequence import Phase
+from services.values.errors import InvalidRequest
+from services.values.prompt_logprobs import MAX_BYTES
+from services.values.request import GenerationRequest, SamplingParams
+
+CARRIED = [(), (fake_state(),), (fake_window(6),), (fake_window(3), fake_state())]
+STEM = [(i * 7) % 500 for i in range(24)]
+
+
+def asked(start, num_top=2):
+    return {"prompt_logprobs": num_top, "prompt_logprobs_start": start}
+
+
+def check(rank, seq, start, num_top=2):
+    prompt = seq.request.prompt_ids
+    assert rank.told.pop(seq) == prompt_scores(prompt, max(1, start), num_top, rank.groups)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 15, 16, 17, 39])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_from_any_position_on_cached_or_not(start, is_cached):
+    rank, prompt = Rank(chunk_size=7), [*STEM, *range(16)]
+    if is_cached:
+        rank.run([rank.submit(prompt, 1)])
+    before = rank.computed_tokens
+    seq = rank.submit(prompt, 1, scored=asked(start))
+    rank.run([seq])
+    check(rank, seq, start)
+    # Whole pages of 4 may come from the cache, up to the row that tells of the first.
+    reused = max(0, start - 1) // 4 * 4 if is_cached else 0
+    assert (rank.computed_tokens - before, seq.reused_tokens) == (40 - reused, reused)
+    assert rank.core.check().private == 0
+
+
+def test_a_prompt_of_one_token_tells_of_none():
+    rank = Rank()
+    seq = rank.submit([5], 1, scored=asked(0, 3))
+    rank.run([seq])
+    check(rank, seq, 0, 3)
+    assert rank.tokens[seq] == rank.expected([5], 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_cached_carried_and_retracted(data):
+    """In a pool that is too small for all of them at once."""
+    rank = Rank(
+        num_pages=data.draw(st.sampled_from([18, 40])),
+        chunk_size=data.draw(st.sampled_from([3, 8, 64])),
+        carried=data.draw(st.sampled_from(CARRIED)),
+        expected_output=0.0,
+    )
+    seqs, starts = [], {}
+    for _ in range(data.draw(st.integers(2, 6))):
+        stem = STEM[: data.draw(st.integers(1, len(STEM)))]
+        prompt = stem + data.draw(st.lists(st.integers(0, 3), max_size=9))
+        start = data.draw(st.none() | st.integers(0, len(prompt) - 1))
+        is_prefill = data.draw(st.booleans())
+        seq = rank.submit(
+            prompt,
+            data.draw(st.integers(1, 20)),
+            scored=None if start is None else asked(start),
+            room=100 + len(seqs) if is_prefill else None,
+        )
+        seqs.append(seq)
+        if start is not None:
+            starts[seq] = start
+        for _ in range(data.draw(st.integers(0, 6))):
+            _step(rank, seqs)
+    for _ in range(600):
+        if all(seq in rank.finished for seq in seqs):
+            break
+        _step(rank, seqs)
+    for seq in seqs:
+        assert rank.tokens[seq] == rank.expected(seq.request.prompt_ids, len(rank.tokens[seq]))
+    for seq, start in starts.items():
+        check(rank, seq, start)
+    assert not rank.told
+    assert rank.core.check().private == 0
+
+
+def _step(rank, seqs):
+    rank.step()
+    for seq in seqs:
+        if seq.room is not None and seq in rank.finished and seq.room_open:
+            rank.core.room_ended(seq)
+
+
+@pytest.mark.parametrize(
+    ("carried", "computed_again"), [(CARRIED[0], 0), (CARRIED[1], 16)], ids=["attention", "state"]
+)
+def test_who_was_retracted_in_its_prompt_goes_on_from_what_it_has_told(carried, computed_again):
+    """Where there is a state and no resume point yet, all is computed again, and told no second time."""
+    rank = Rank(num_pages=64, chunk_size=8, carried=carried)
+    seq = rank.submit(STEM, 1, scored=asked(4))
+    while seq.computed < 16:
+        rank.step()
+    rank.core._retract(seq)
+    assert seq.phase is Phase.WAITING
+    before, told = rank.computed_tokens, len(seq.scores.pieces)
+    rank.run([seq])
+    check(rank, seq, 4)
+    assert told == 2
+    assert rank.computed_tokens - before == len(STEM) - 16 + computed_again
+
+
+def test_who_asks_of_its_prompt_does_not_wait_for_who_computes_the_same():
+    """And who follows it takes what it computes."""
+    rank, prompt = Rank(num_pages=64, chunk_size=8), STEM
+    plain, scored = rank.submit(prompt, 1), rank.submit(prompt, 1, scored=asked(9))
+    rank.run([plain, scored])
+    check(rank, scored, 9)
+    assert scored.reused_tokens == 8
+
+
+def test_what_was_told_is_not_told_again_after_a_retraction():
+    rank = Rank(num_pages=64)
+    seq = rank.submit(STEM, 9, scored=asked(0))
+    rank.submit(range(5), 40)
+    while len(rank.tokens.get(seq, ())) < 2:
+        rank.step()
+    check(rank, seq, 0)
+    rank.core._retract(seq)
+    rank.run([seq])
+    assert not rank.told
+
+
+def test_a_row_that_would_be_skipped_is_found_out():
+    scores = PromptScores((1, 2, 3, 4), 2, 0)
+    with pytest.raises(AssertionError, match="token 2"):
+        scores.asked_of(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "problem"),
+    [
+        (asked(4), "sampling.prompt_logprobs_start must be less than the prompt's 4 tokens, got 4"),
+        (asked(2**31), "prompt_logprobs_start"),
+    ],
+)
+def test_what_is_not_in_the_prompt_is_refused(sampling, problem):
+    with pytest.raises(InvalidRequest, match=problem):
+        scores_of(GenerationRequest("r", (1, 2, 3, 4), SamplingParams(**sampling)))
+
+
+def test_more_than_a_message_holds_is_refused():
+    prompt_len = 1 + MAX_BYTES // 8 // 21
+
+    def ask(prompt_len):
+        return scores_of(GenerationRequest("r", (1,) * prompt_len, SamplingParams(prompt_logprobs=20)))
+
+    assert ask(prompt_len).next == 1
+    with pytest.raises(InvalidRequest, match="48 MiB, got 20"):
+        ask(prompt_len + 1)

@@ -1,0 +1,28 @@
+"""What transformers says of a prompt's tokens, to hold what an engine tells against."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from exactness.reference import forced_logits
+from services.values.prompt_logprobs import PromptLogprobs
+
+_TOLERANCE = 5e-4  # of float32, and experts that mix
+
+
+def check_scores(
+    directory: Path, prompt: Sequence[int], start: int, told: PromptLogprobs, *, ranks: bool = True
+) -> None:
+    """Raises AssertionError unless each of the prompt's tokens from `start` on, or from 1, is as probable."""
+    first = max(1, start)
+    logits = forced_logits(directory, prompt[:first], prompt[first:])
+    rows = logits.float().log_softmax(-1)
+    assert len(told) == len(prompt) - first
+    for token, row, scored in zip(prompt[first:], rows, told.tokens(), strict=True):
+        assert scored.logprob == pytest.approx(float(row[token]), abs=_TOLERANCE)
+        if ranks:
+            assert scored.rank == 1 + int((row > row[token]).sum())
+        best = row.topk(told.num_top)
+        assert [token_id for token_id, _ in scored.top] == best.indices.tolist()
+        assert [logprob for _, logprob in scored.top] == pytest.approx(best.values.tolist(), abs=_TOLERANCE)
