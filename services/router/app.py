@@ -39,6 +39,7 @@ from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
+from services.router.page.serving import Page
 from services.router.parsing.choice import ParserChoice, choose
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
@@ -290,6 +291,7 @@ async def _serve_http(
             service,
             defaults=defaults,
             model_path=config.model,
+            page=Page() if config.page == "on" else None,
             keys=api_keys,
             allowed_origins=config.allowed_origins,
             count=metrics.asked,

@@ -121,6 +121,10 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(pattern=r"\*|https?://[^/ ]+", form="SCHEME://HOST or *"),
     )
 
+    page: Literal["on", "off"] = setting(
+        "on", "a page for people at / of the HTTP API: a chat, and what the cluster does with it"
+    )
+
     api_key_file: Path | None = setting(
         None,
         "keys, one a line, of which each request must show one; read again when it changes. KEY tenant=NAME: "

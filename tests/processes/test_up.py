@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from bench.chaos.left_behind import marked_processes
@@ -32,7 +33,7 @@ class Up:
 
     def __init__(self, folder, process, mark):
         self.folder, self.process, self.mark = folder, process, mark
-        self.ready = ""
+        self.ready = self.page = ""
 
     @property
     def endpoint(self):
@@ -70,6 +71,7 @@ async def started(folder, model_dir, *flags):
     try:
         up.ready = await up.line()
         assert up.ready.startswith("ready: gRPC on "), up.said
+        up.page = (await up.line()).partition(", open ")[2].strip()
         yield up
     finally:
         for pid in up.processes():
@@ -97,6 +99,7 @@ async def test_nothing_outlives_it(tmp_path, model_dir, number):
         async with channels.open_channel(up.endpoint) as channel:
             call = generation_pb2_grpc.GenerationStub(channel).Generate(ids_request([1, 2, 3]))
             assert [token async for r in call for token in r.token_ids] == continuation([1, 2, 3], 8)
+        assert "<title>Isthmus</title>" in httpx.get(up.page, verify=False).text
         # up, etcd, a router, and a supervisor and a rank for each role
         assert len(up.processes()) == 7, up.processes()
         await a_second_one_is_told_what_is_in_its_way(up, model_dir)

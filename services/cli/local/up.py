@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.cli.local.cluster import LocalCluster, Shape
-from services.host.ports import check_port, host_port
+from services.host.ports import check_port, host_port, is_wildcard
 from services.observe import json_lines
 from services.settings.flags import load, setting
 
@@ -145,14 +145,22 @@ async def _serve(config: UpConfig, cluster: LocalCluster) -> int:
     """Until a process ends unasked."""
     async with cluster:
         scheme = "http" if cluster.router_config.tls() is None else "https"
-        http = f"{scheme}://{host_port(config.host, cluster.http_ports[0])}/v1"
+        http_port = cluster.http_ports[0]
+        http = f"{scheme}://{host_port(config.host, http_port)}/v1"
         _say(
             f"ready: gRPC on {cluster.router_endpoint()}, OpenAI API on {http}, "
             f"etcd on {cluster.etcd_endpoints[0]}"
         )
+        if cluster.router_config.page == "on":
+            _say(f"to talk to it and watch it, open {scheme}://{_host_to_open(config.host, http_port)}/")
         child = await cluster.wait_for_exit()
         print(f"{child.name} ended with exit code {child.process.returncode}; stopping", file=sys.stderr)
         return 1
+
+
+def _host_to_open(host: str, port: int) -> str:
+    """As a browser on this machine takes it."""
+    return host_port("localhost" if is_wildcard(host) else host, port)
 
 
 def _say(line: str) -> None:

@@ -36,6 +36,7 @@ from services.router.http.stored import StoredResponses
 from services.router.http.tokenizing import Tokenizing
 from services.router.http.watching import Watching
 from services.router.keys.api_keys import ApiKeys
+from services.router.page.serving import Page
 from services.values.errors import IsthmusError
 
 _STORED_RESPONSES = 10_000
@@ -47,6 +48,7 @@ def http_app(
     *,
     defaults: SamplingDefaults = OPENAI,
     model_path: str = "",
+    page: Page | None = None,
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
@@ -57,6 +59,7 @@ def http_app(
 
     `clock` gives seconds since the epoch, for the `created` fields. `count` is told each call's dialect.
     `model_path`: the model's directory on this machine, for SGLang's /model_info.
+    `page`: what people see at /.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
     bodies = BodyReader(max_body_bytes)
@@ -71,12 +74,14 @@ def http_app(
         *_models_routes(Models(generation, int(clock()))),
         Route("/v1/cluster/watch", Watching(generation).stream, methods=["GET"]),
         *_about_routes(About(generation, model_path)),
+        *(page.routes() if page is not None else ()),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
     # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
     if keys is not None:
-        app = HttpDoor(app, keys, open_paths=frozenset({HEALTH}))
+        open_paths = frozenset({HEALTH}) | (page.paths if page is not None else frozenset())
+        app = HttpDoor(app, keys, open_paths=open_paths)
     if allowed_origins:  # outside of the door: a browser asks beforehand, and shows no key then
         app = CORSMiddleware(
             app,

@@ -1,0 +1,76 @@
+"""The page's files as they lie: self-contained, without markup that a text could become, and packaged."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+import services
+from services.router.page.files import STATIC, page_files
+
+ROOT = Path(services.__file__).parents[1]
+VENDOR = STATIC / "vendor"
+OWN = [path for path in STATIC.rglob("*") if path.is_file() and VENDOR not in path.parents]
+SCRIPTS = [path for path in OWN if path.suffix == ".js"]
+NAMESPACE = "http://www.w3.org/2000/svg"  # of SVG: a name, which nobody asks for
+
+
+def of(path):
+    return str(path.relative_to(STATIC))
+
+
+@pytest.mark.parametrize("path", [path for path in OWN if path.suffix != ".ico"], ids=of)
+def test_nothing_comes_from_elsewhere(path):
+    text = path.read_text().replace(NAMESPACE, "")
+    assert not re.search(r"https?:|wss?:|[\"'(]//|@import|url\(", text)
+
+
+def test_the_markup_has_no_scripts_and_no_styles():
+    text = (STATIC / "index.html").read_text()
+    assert not re.search(r"<style|style=|\son\w+=|javascript:", text)
+    assert re.findall(r"<script[^>]*>([^<]*)</script>", text) == ["", ""]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=of)
+def test_text_never_becomes_markup(path):
+    sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc"
+    assert not re.search(sinks, path.read_text())
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=of)
+def test_scripts_import_files_that_are_there(path):
+    names = re.findall(r"""(?:from|import) "([^"]+)";""", path.read_text())
+    assert all(name.startswith(".") and (path.parent / name).resolve().is_file() for name in names)
+    assert (
+        len(names) == len(re.findall(r"^import |^} from ", path.read_text(), re.M)) or path.name == "theme.js"
+    )
+
+
+def test_pure_scripts_ask_nobody():
+    """core/ is values in, values out: no network, no document, no clock, no chance."""
+    impure = (
+        r"fetch\(|document|window|Date\.|Math\.random|setTimeout|setInterval|Storage|\.\./(io|parts|vendor)"
+    )
+    for path in (STATIC / "core").iterdir():
+        assert not re.search(impure, path.read_text()), path
+
+
+def test_what_is_vendored_is_what_was_published():
+    said = (VENDOR / "VENDORED.txt").read_text()
+    files = re.findall(r"^(\S+)$.*?sha256 +([0-9a-f]{64})$", said, re.M | re.S)
+    assert {name for name, _ in files} == {path.name for path in VENDOR.iterdir() if path.suffix == ".js"}
+    for name, digest in files:
+        assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest
+    for licence in re.findall(r"\((\S+LICENSE\.txt)\)", said):
+        assert "icense" in (VENDOR / licence).read_text()
+
+
+def test_the_wheel_has_them():
+    packed = {Path(file.path) for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert {path for path in STATIC.rglob("*") if path.is_file()} <= packed
+
+
+def test_the_page_is_small():
+    assert sum(len(file.content) for file in page_files().values()) < 150_000
