@@ -11,6 +11,7 @@ from services.engine.paged.drafts.speculation import Mode, Speculation
 from services.engine.paged.engine import CacheSettings
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
+from services.settings.hub import MODEL_HELP
 from services.transfer.nixl_settings import NixlSettings, parameters_of
 from services.values.errors import ConfigError
 from services.values.rank import Role
@@ -22,7 +23,7 @@ _CATCH_UP_BY_TARGET = 64  # tokens
 class EngineSettings(ClusterConfig):
     """Of one rank, or of all in its process. Raises ConfigError when they do not go together."""
 
-    model: str = setting("", "directory of the checkpoint")
+    model: str = setting("", MODEL_HELP)
     dp_size: int = setting(
         1, "number of DP ranks; a process each, but with engine sglang", bounds=Bounds(at_least=1)
     )

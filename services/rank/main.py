@@ -45,6 +45,7 @@ from services.rank.config import RankConfig
 from services.rank.intake import Intake
 from services.rank.metrics import EngineCollector
 from services.settings.flags import load, refusing, to_flags
+from services.settings.hub import resolved
 from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.registration import PAIR_BLOCKS, Registration
@@ -112,6 +113,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
     config = load(RankConfig, prog=prog)
     notifier = Notifier()
     with refusing(prog, notifier.ends):
+        config = resolved(config, weights=config.engine != "fake")
         descriptors.raise_limit()
         if config.rank_index is None:
             sys.exit(supervise(config, module))

@@ -17,6 +17,7 @@ from services.process.notify import Notifier
 from services.router.app import OpenRouter, open_router
 from services.router.config import RouterConfig
 from services.settings.flags import load, refusing
+from services.settings.hub import resolved
 
 _PROG = "isthmus-router"
 
@@ -26,6 +27,7 @@ log = logging.getLogger("services.router")
 def main() -> None:
     config = load(RouterConfig, prog=_PROG)
     with refusing(_PROG):
+        config = resolved(config, weights=False)
         name = config.name or f"router-{secrets.token_hex(3)}"
         log_lines.log_service(name, config.log_level, config.log_format)
         _do_without_torch()

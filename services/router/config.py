@@ -7,6 +7,7 @@ from typing import Literal
 from services.host.ports import check_port
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
+from services.settings.hub import MODEL_HELP
 from services.values.errors import ConfigError
 from services.values.rank import Plan
 
@@ -31,7 +32,7 @@ ReasoningParsers = Literal["auto", "none", "template", "think", "mistral", "harm
 class RouterConfig(ClusterConfig):
     """Settings of a router."""
 
-    model: str = setting(help="directory with the model's tokenizer and config")
+    model: str = setting(help=f"{MODEL_HELP}; its weights are not needed")
     name: str = setting("", "name of this router, unique in the cluster; default: a random one")
     port: int = setting(0, "gRPC port; 0: a free one")
     http_port: int = setting(0, "port of the OpenAI-compatible API; 0: a free one")

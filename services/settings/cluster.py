@@ -18,7 +18,9 @@ from services.values.errors import ConfigError
 class ClusterConfig:
     """What a router and a rank have in common; each has a config of its own that extends it."""
 
-    model_name: str = setting("", "name the model is served under; default: the checkpoint's directory name")
+    model_name: str = setting(
+        "", "name the model is served under; default: that of --model, or its directory's"
+    )
     cluster: str = setting(
         "default",
         "name of the cluster in etcd",

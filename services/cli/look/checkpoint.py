@@ -15,6 +15,7 @@ from services.model.draft import draft_groups
 from services.model.layer_groups import LayerGroups, RecurrentGroup, layer_groups, text_config
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.settings.flags import Bounds, check_bounds, load, setting
+from services.settings.hub import MODEL_HELP, resolved
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind
 
@@ -37,7 +38,7 @@ class CheckpointConfig:
     Exit code 1: none does.
     """
 
-    directory: Path = setting(help="of the checkpoint", positional=True)
+    directory: Path = setting(help=MODEL_HELP, positional=True)
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = setting(
         None, "of the KV; default: the checkpoint's"
     )
@@ -49,7 +50,7 @@ class CheckpointConfig:
 
 
 def run(argv: list[str]) -> int:
-    config = load(CheckpointConfig, argv, prog="isthmus check DIR")
+    config = resolved(load(CheckpointConfig, argv, prog="isthmus check DIR"), weights=True)
     checkpoint, width = read_config(config.directory), screen.width()
     try:
         print("\n".join(report(config, checkpoint, width)))

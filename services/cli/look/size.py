@@ -15,6 +15,7 @@ from services.model.layer_groups import layer_groups, text_config
 from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting
+from services.settings.hub import MODEL_HELP, resolved
 from services.values.errors import ConfigError
 
 _GIB = 2**30
@@ -28,7 +29,7 @@ class SizeConfig:
     With --gpu-gib it tells whether weights, pool and what is set aside fit; exit code 1: they do not.
     """
 
-    model: Path = setting(help="directory of the checkpoint, or its config.json", bare="MODEL")
+    model: Path = setting(help=f"{MODEL_HELP}; or its config.json", bare="MODEL")
     context_tokens: int = setting(
         4096, "tokens of a conversation, answers included", bounds=Bounds(at_least=1)
     )
@@ -84,7 +85,7 @@ class SizeConfig:
 
 
 def run(argv: list[str]) -> int:
-    config = load(SizeConfig, argv, prog="isthmus size")
+    config = resolved(load(SizeConfig, argv, prog="isthmus size"), weights=False)
     checkpoint = read_config(config.model)
     lines = report(config, checkpoint)
     fit = None if config.gpu_gib is None else fit_of(config, checkpoint, config.gpu_gib)
