@@ -38,8 +38,9 @@ def main() -> None:
         goals += served.goals(report["parts"])
     if "saturated" in arguments.only:
         report |= asyncio.run(_saturated(arguments))
-    for name, rows in (report | ({"goals": goals} if goals else {})).items():
-        print(f"\n{name}\n{table(rows)}")
+    for name, rows in (report | {"goals": goals}).items():
+        if rows:
+            print(f"\n{name}\n{table(rows)}")
     if arguments.json is not None:
         rows = [{"part": name, **row} for name, of_part in report.items() for row in of_part]
         write_json(arguments.json, "router", {"seconds": arguments.seconds}, rows, {"goals": goals})
