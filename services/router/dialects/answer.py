@@ -1,9 +1,10 @@
 """What an API's answers are made by.
 
-GenerateResponse, joined     -> whole()   -> one JSON object
-GenerateResponse, one by one -> events()  -> server-sent events; the last response's end the stream
+GenerateResponse, joined     -> whole()   -> one JSON value
+GenerateResponse, one by one -> events()  -> server-sent events; the last answer's last response ends them
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,12 +22,13 @@ class Event:
 
 
 class Answer(Protocol):
-    """Of one request, in the words of one API. Makes of the responses either a whole or events."""
+    """Of one call, in the words of one API. Makes of the responses either a whole or events."""
 
     request: GenerateRequest  # what the router is asked for
 
-    def whole(self, joined: GenerateResponse) -> Json:
-        """`joined`: all responses in one. Raises Aborted for an answer that somebody stopped."""
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
+        """Of each answer all responses in one, by their indexes. Raises Aborted for one that somebody
+        stopped."""
 
     def events(self, response: GenerateResponse) -> list[Event]:
         """Of the next response, in order; none where it has nothing that a client sees. Raises as `whole`."""

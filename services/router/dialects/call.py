@@ -18,10 +18,25 @@ class Call:
     """What the client asks for, and how it wants the answer."""
 
     request: GenerateRequest
+    more: tuple[GenerateRequest, ...] = ()  # of a list of prompts those behind the first, alike in all else
     stream: bool
     traceparent: str  # "": the client sent none
     constraint_param: str = ""  # what the body calls the constraint
     left_out: tuple[str, ...] = ()  # what it asked for, and what nothing can be done about but to say so
+
+    @property
+    def requests(self) -> tuple[GenerateRequest, ...]:
+        return self.request, *self.more
+
+    @property
+    def answers_each(self) -> int:
+        """To one prompt."""
+        return self.request.n or 1
+
+    @property
+    def num_answers(self) -> int:
+        """To all prompts; index = prompt * answers_each + answer."""
+        return len(self.requests) * self.answers_each
 
 
 def read_addressee(

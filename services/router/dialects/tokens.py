@@ -24,8 +24,13 @@ class DetokenizeCall:
 
 def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> TokenizeCall:
     """A prompt, or messages; with whatever changes them. Raises InvalidParameter."""
-    read = read_chat_call if fields.get("messages") is not None else read_completion_call
-    return TokenizeCall(read(fields, headers, OPENAI).request, Body(fields).flag("return_token_strs"))
+    body, read = Body(fields), read_completion_call
+    if body.get("messages") is not None:
+        read = read_chat_call
+    call = read(fields, headers, OPENAI)
+    if call.more:
+        raise body.wrong("prompt", "must be one prompt; send a request for each of several")
+    return TokenizeCall(call.request, body.flag("return_token_strs"))
 
 
 def read_detokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> DetokenizeCall:

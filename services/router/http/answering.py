@@ -8,43 +8,45 @@ from services.router.dialects.answer import Answer, Json
 from services.router.http.event_stream import COMMENT, SILENCE_S, sse
 from services.values.errors import IsthmusError, ProtocolError
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+from services.wire.joined_responses import JoinedResponses
 
 
-async def whole(answer: Answer, responses: AsyncGenerator[GenerateResponse, None]) -> Json:
-    """Closes `responses`."""
-    joined = GenerateResponse()
-    texts, reasonings = [], []
+async def whole(
+    answer: Answer, responses: AsyncGenerator[GenerateResponse, None], num_answers: int = 1
+) -> Json | list[Json]:
+    """Closes `responses`, which are of so many answers."""
+    answers = [JoinedResponses() for _ in range(num_answers)]
     async with aclosing(responses):
         async for response in responses:
-            texts.append(response.text)
-            reasonings.append(response.reasoning)
-            joined.MergeFrom(response)  # the lists grow; texts and finish are replaced
-    _check_finished(joined)
-    joined.text, joined.reasoning = "".join(texts), "".join(reasonings)
-    return answer.whole(joined)
+            answers[response.index].add(response)
+    _check_finished(sum(each.has_finished for each in answers), num_answers)
+    return answer.whole([each.whole() for each in answers])
 
 
 async def events(
     answer: Answer,
     responses: AsyncGenerator[GenerateResponse, None],
+    num_answers: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; an error before the first of them is raised. Closes `responses`.
+    """Server-sent events; an error before the first of them is raised. Closes `responses`, which are of so
+    many answers.
 
     While a call of a tool is written there is nothing to tell until it is whole: a comment now and again.
     """
     started, said_s = False, clock()
-    response = GenerateResponse()
+    num_finished = 0
     try:
         async with aclosing(responses):
             async for response in responses:
+                num_finished += response.HasField("finish")
                 said = [sse(event) for event in answer.events(response)]
                 if not said and clock() - said_s >= SILENCE_S:
                     said = [COMMENT]
                 for each in said:
                     started, said_s = True, clock()
                     yield each
-        _check_finished(response)
+        _check_finished(num_finished, num_answers)
     except Exception as error:
         if not started:
             raise
@@ -54,6 +56,6 @@ async def events(
             raise
 
 
-def _check_finished(last: GenerateResponse) -> None:
-    if not last.HasField("finish"):
+def _check_finished(num_finished: int, num_answers: int) -> None:
+    if num_finished < num_answers:
         raise ProtocolError("the generation ended without a finish")

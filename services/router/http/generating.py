@@ -24,9 +24,10 @@ from services.router.http.answering import events, whole
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, read_timeout_s
 from services.router.http.event_stream import EventStream, until_disconnect
+from services.router.http.prompt_lists import generate_all
 from services.router.keys import callers
 from services.values.errors import Forbidden, InvalidRequest, NotFound
-from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +54,30 @@ class Generating(Generic[CallT]):
         try:
             timeout_s = read_timeout_s(request.headers)
             call = await self._bodies.read(request, self._dialect.read)
-            call.request.tenant = callers.current().tenant_of(call.request.tenant)
+            for each in call.requests:
+                each.tenant = callers.current().tenant_of(each.tenant)
             answer = self._dialect.answer(call, await self._envelope(call))
         except (InvalidRequest, NotFound, Forbidden) as error:
             (kind,) = (kind for kind in (InvalidRequest, NotFound, Forbidden) if isinstance(error, kind))
             self._generation.rejected(kind(str(error)))  # by the name that all fronts count it by
             raise
         _tell_left_out(call)
-        responses = self._generation.generate(answer.request, timeout_s, call.traceparent)
+        responses = self._responses(call, answer.request, timeout_s)
         if call.constraint_param:
             responses = _naming_constraint(responses, call.constraint_param)
         if call.stream:
-            return EventStream(events(answer, responses), self._generation.time_limit_s(timeout_s))
-        return JSONResponse(await until_disconnect(request.receive, whole(answer, responses)))
+            told = events(answer, responses, call.num_answers)
+            return EventStream(told, self._generation.time_limit_s(timeout_s))
+        told_whole = whole(answer, responses, call.num_answers)
+        return JSONResponse(await until_disconnect(request.receive, told_whole))
+
+    def _responses(
+        self, call: CallT, first: GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        generation, traceparent = self._generation, call.traceparent
+        if not call.more:
+            return generation.generate(first, timeout_s, traceparent)
+        return generate_all(generation, (first, *call.more), call.answers_each, timeout_s, traceparent)
 
     async def _envelope(self, call: Call) -> Envelope:
         model = call.request.model or await only_model(self._generation)

@@ -30,7 +30,7 @@ async def told(*steps: GenerateResponse | Exception, seconds_each: float) -> lis
         return next(times)
 
     times: Iterator[float] = iter(float(n) * seconds_each for n in range(1000))
-    return [each.decode().strip() async for each in events(Telling(), responses(), clock)]
+    return [each.decode().strip() async for each in events(Telling(), responses(), clock=clock)]
 
 
 async def test_long_silence_is_broken_by_comments() -> None:

@@ -5,7 +5,7 @@ message_stop
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.anthropic.errors import error_json
@@ -53,7 +53,8 @@ class MessageAnswer:
         self._signature = ""
         self._started = False
 
-    def whole(self, joined: GenerateResponse) -> Json:
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        (joined,) = answers
         reason, sequence = self._stop(joined.finish)
         self._signature = joined.answer_id or joined.finish.answer_id
         content = [self._block(part) for part in parts_of(joined, self._call.shows_thinking)]

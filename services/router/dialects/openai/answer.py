@@ -1,15 +1,15 @@
 """Chat completions and completions, each asked for and answered: one object, or chunks and [DONE]."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.choice import AnswerFormat, Piece, TokenBytes, TokenText, finish_reason
 from services.router.dialects.openai.errors import error_json
 from services.router.dialects.openai.openai_call import OpenAiCall
-from services.router.dialects.openai.usage import isthmus_json, usage_json
+from services.router.dialects.openai.usage import answers_json, isthmus_json, usage_json
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
+from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
 
 _ReadCall = Callable[[Mapping[str, object], Mapping[str, str], SamplingDefaults], OpenAiCall]
 _MakeFormat = Callable[[TokenText, TokenBytes], AnswerFormat]
@@ -35,53 +35,71 @@ class OpenAiDialect:
         return self._read_call(fields, headers, self._defaults)
 
     def answer(self, call: OpenAiCall, envelope: Envelope) -> "OpenAiAnswer":
-        return OpenAiAnswer(call, self._make_format(self._token_text, self._token_bytes), envelope)
+        formats = [self._make_format(self._token_text, self._token_bytes) for _ in range(call.num_answers)]
+        return OpenAiAnswer(call, formats, envelope)
 
 
 class OpenAiAnswer:
-    """No [DONE] follows an error. Its id is the request's."""
+    """Each answer is a choice. No [DONE] follows an error. Its id is the request's."""
 
-    def __init__(self, call: OpenAiCall, answer_format: AnswerFormat, envelope: Envelope) -> None:
+    def __init__(self, call: OpenAiCall, formats: Sequence[AnswerFormat], envelope: Envelope) -> None:
+        """`formats`: one for each choice."""
         self.request = call.request
         self._call = call
-        self._format = answer_format
+        self._formats = formats
         self._said = envelope
-        self._started = False
+        self._started: set[int] = set()
+        self._finished: dict[int, Finish] = {}
 
-    def whole(self, joined: GenerateResponse) -> Json:
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        finishes = [answer.finish for answer in answers]
+        choices = [
+            answer_format.whole(self._piece(answer))
+            for answer_format, answer in zip(self._formats, answers, strict=True)
+        ]
         return {
-            **self._envelope(self._format.object_name, joined, [self._format.whole(self._piece(joined))]),
-            "usage": usage_json(joined.finish.usage),
-            "isthmus": isthmus_json(joined.finish),
+            **self._envelope(self._formats[0].object_name, answers[0], choices),
+            "usage": usage_json(finishes, self._call.answers_each),
+            "isthmus": answers_json(finishes),
         }
 
     def events(self, response: GenerateResponse) -> list[Event]:
         events = [Event(chunk) for chunk in self._chunks(response)]
-        self._started = self._started or bool(events)
-        return [*events, Event("[DONE]")] if response.HasField("finish") else events
+        return [*events, Event("[DONE]")] if self._is_over else events
 
     def failure(self, error: Exception) -> list[Event]:
         return [Event(error_json(error))]
 
+    @property
+    def _is_over(self) -> bool:
+        return len(self._finished) == self._call.num_answers
+
     def _chunks(self, response: GenerateResponse) -> list[Json]:
-        piece = self._piece(response)
-        choices = [] if self._started else [self._format.opening()]
+        piece, answer_format = self._piece(response), self._formats[response.index]
+        choices = [] if response.index in self._started else [answer_format.opening(response.index)]
         if not piece.is_empty:
-            choices.append(self._format.delta(piece))
+            choices.append(answer_format.delta(piece))
         chunks = [self._chunk(response, [choice]) for choice in choices if choice is not None]
+        if chunks:
+            self._started.add(response.index)
         if response.HasField("finish"):
             chunks[-1]["isthmus"] = isthmus_json(response.finish)
-            if self._call.include_usage:
-                chunks.append({**self._chunk(response, []), "usage": usage_json(response.finish.usage)})
+            self._finished[response.index] = response.finish
+            if self._is_over and self._call.include_usage:
+                chunks.append({**self._chunk(response, []), "usage": self._usage()})
         return chunks
 
+    def _usage(self) -> Json:
+        finishes = [self._finished[index] for index in range(self._call.num_answers)]
+        return usage_json(finishes, self._call.answers_each)
+
     def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
-        chunk = self._envelope(self._format.chunk_object_name, response, choices)
+        chunk = self._envelope(self._formats[0].chunk_object_name, response, choices)
         return {**chunk, "usage": None} if self._call.include_usage else chunk
 
     def _envelope(self, object_name: str, response: GenerateResponse, choices: list[Json]) -> Json:
         return {
-            "id": self._format.id_prefix + response.request_id,
+            "id": self._formats[0].id_prefix + response.request_id,
             "object": object_name,
             "created": self._said.created,
             "model": self._said.model,
@@ -96,4 +114,5 @@ class OpenAiAnswer:
             finish_reason=finish_reason(response.finish) if response.HasField("finish") else None,
             reasoning=response.reasoning,
             calls=response.tool_calls,
+            index=response.index,
         )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
+from services.router.dialects.counts import read_n
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.chat_tools import read_calls, read_tools
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
@@ -30,6 +31,7 @@ def read_chat_call(
     )
     read_tools(body, chat)
     request = GenerateRequest(chat=chat, sampling=sampling)
+    read_n(body, request)
     return make_call(body, headers, request)
 
 

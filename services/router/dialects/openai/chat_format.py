@@ -38,8 +38,8 @@ class ChatFormat:
             delta["content"] = piece.text
         return piece.choice({"delta": delta}, self._logprobs(piece.logprobs))
 
-    def opening(self) -> Json | None:
-        return Piece("").choice({"delta": {"role": "assistant", "content": ""}}, None)
+    def opening(self, index: int) -> Json | None:
+        return Piece("", index=index).choice({"delta": {"role": "assistant", "content": ""}}, None)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
         if logprobs is None:

@@ -33,6 +33,7 @@ class Piece:
     finish_reason: str | None = None
     reasoning: str = ""
     calls: Sequence[ToolCallDelta] = ()
+    index: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -40,7 +41,7 @@ class Piece:
         return not any(parts)
 
     def choice(self, content: Json, logprobs: Json | None) -> Json:
-        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        choice = {"index": self.index, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}
         if self.token_ids is not None:
             choice["token_ids"] = list(self.token_ids)
         return choice
@@ -59,7 +60,7 @@ class AnswerFormat(Protocol):
     def delta(self, piece: Piece) -> Json:
         """The one entry of a chunk's `choices`."""
 
-    def opening(self) -> Json | None:
+    def opening(self, index: int) -> Json | None:
         """The choice of a chunk that comes before all text, if the shape has one."""
 
 

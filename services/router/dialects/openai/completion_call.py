@@ -4,8 +4,10 @@ Parameters that we do not know are ignored, but for those of refused.py.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
+from services.router.dialects.counts import one_for_each, read_best_of, read_n
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling
@@ -26,22 +28,31 @@ def read_completion_call(
         max_tokens = _DEFAULT_MAX_TOKENS
     sampling = read_sampling(body, max_tokens, body.integer("logprobs", 0, UINT32_MAX), defaults)
     request = GenerateRequest(sampling=sampling)
-    _read_prompt(fields.get("prompt"), request)
     if body.get("add_special_tokens") is not None:
         request.add_special_tokens = body.flag("add_special_tokens")
-    return make_call(body, headers, request)
+    read_n(body, request)
+    read_best_of(body, request, body.flag("stream"))
+    call = make_call(body, headers, request)
+    first, *others = _read_prompts(fields.get("prompt"), call.request)
+    return replace(call, request=first, more=tuple(others))
 
 
-def _read_prompt(value: object, request: GenerateRequest) -> None:
-    name = "prompt"
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        name, value = "prompt[0]", value[0]  # a batch of one
+def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateRequest]:
+    """A request for each of them, alike in all else."""
+    prompts = {"prompt": value}
+    if isinstance(value, list) and set(map(type, value)) in ({str}, {list}):
+        prompts = {f"prompt[{place}]": each for place, each in enumerate(value)}
+    requests = one_for_each(len(prompts), request, "prompt")
+    for each, (name, prompt) in zip(requests, prompts.items(), strict=True):
+        _put_prompt(prompt, name, each)
+    return requests
+
+
+def _put_prompt(value: object, name: str, request: GenerateRequest) -> None:
     if isinstance(value, str):
         request.text = check_text(value, name)
         return
     if not isinstance(value, list) or not {str, list}.isdisjoint(map(type, value)):
-        raise InvalidParameter(
-            name, "must be one string or one list of token ids; send a request for each of several"
-        )
+        raise InvalidParameter(name, "must be a string, a list of token ids, or a list of either")
     request.token_ids.SetInParent()  # an empty one too
     request.token_ids.ids.extend(check_ids(value, name))

@@ -22,7 +22,7 @@ class CompletionFormat:
     def delta(self, piece: Piece) -> Json:
         return self.whole(piece)
 
-    def opening(self) -> Json | None:
+    def opening(self, index: int) -> Json | None:
         return None
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:

@@ -10,8 +10,6 @@ from services.router.dialects.body import Refused
 
 _ANYWHERE: Refused = {
     # What is asked for, and in how many answers.
-    "n": (1,),
-    "best_of": (1,),
     "num_return_sequences": (1,),
     "use_beam_search": (False,),
     "beam_width": (1,),
@@ -140,7 +138,7 @@ _ANYWHERE: Refused = {
     "kv_transfer_params": ({},),
     "disaggregated_params": ({},),
 }
-IN_CHATS: Refused = {**_ANYWHERE, "add_special_tokens": (False,), "prompt": ("",)}
+IN_CHATS: Refused = {**_ANYWHERE, "best_of": (1,), "add_special_tokens": (False,), "prompt": ("",)}
 IN_COMPLETIONS: Refused = {
     **_ANYWHERE,
     "tools": ([],),
@@ -172,6 +170,7 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("return_logprob", "top_logprobs_num", "n_probs", "top_n_tokens"), "use logprobs"),
     **dict.fromkeys(("session_id", "session_params"), "use conversation_id"),
     **dict.fromkeys(("functions", "function_call"), "use tools and tool_choice"),
+    "num_return_sequences": "use n",
     "return_tokens": "use return_token_ids",
     "reasoning": "use reasoning_effort",
     "repeat_penalty": "use repetition_penalty",

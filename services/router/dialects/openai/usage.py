@@ -1,19 +1,35 @@
 """What an answer took, in OpenAI's words and in ours."""
 
+from collections.abc import Sequence
+
 from services.router.dialects.answer import Json
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}
 
 
-def usage_json(usage: generation_pb2.Usage) -> Json:
+def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> Json:
+    """Of a call: each prompt counts once, as its first answer met it, and all that was generated."""
+    prompts = [finish.usage for finish in finishes[::answers_each]]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    completion_tokens = sum(
+        finish.usage.completion_tokens + finish.left_out.completion_tokens for finish in finishes
+    )
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.reused_tokens for usage in prompts)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(finish.usage.reasoning_tokens for finish in finishes)
+        },
     }
+
+
+def answers_json(finishes: Sequence[generation_pb2.Finish]) -> Json:
+    """As isthmus_json of the first one; where there are several, with that of each in `answers`."""
+    told = [isthmus_json(finish) for finish in finishes]
+    return told[0] if len(told) == 1 else {**told[0], "answers": told}
 
 
 def isthmus_json(finish: generation_pb2.Finish) -> Json:
@@ -30,6 +46,7 @@ def isthmus_json(finish: generation_pb2.Finish) -> Json:
         "placements": [_placement_json(placement) for placement in finish.placements],
         "totals": _numbers(finish.totals),
         "stages": _numbers(finish.stages),
+        **({"left_out": _numbers(finish.left_out)} if finish.HasField("left_out") else {}),
     }
 
 

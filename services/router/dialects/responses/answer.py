@@ -45,7 +45,8 @@ class ResponseAnswer:
         self._answer_id = ""
         self._num_events = 0
 
-    def whole(self, joined: GenerateResponse) -> Json:
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        (joined,) = answers
         self._hear_of(joined)
         self._closed = parts_of(joined)
         return self._ended(joined.finish)

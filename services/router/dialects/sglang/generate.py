@@ -1,10 +1,13 @@
-"""SGLang's /generate: a text or ids in, the text so far out with each event, and [DONE]."""
+"""SGLang's /generate: texts or ids in, the text so far out with each event, and [DONE]."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from services.router.dialects.answer import Event, Json
-from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused
+from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused, check_ids, check_text
 from services.router.dialects.call import Call, read_addressee, traceparent_of
+from services.router.dialects.counts import one_for_each, read_n
 from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.constraint import read_constraint
 from services.router.dialects.openai.errors import error_json
@@ -34,7 +37,6 @@ _REFUSED: Refused = {
     "extra_key": ("",),
 }
 _SAMPLING_REFUSED: Refused = {
-    "n": (1,),
     "structural_tag": (),
     "stop_regex": ([], ""),
     "skip_special_tokens": (True,),
@@ -43,25 +45,58 @@ _SAMPLING_REFUSED: Refused = {
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
 _DEFAULT_MAX_TOKENS = 128  # SGLang's own
 
+_PutPrompt = Callable[[GenerateRequest], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall(Call):
+    is_list: bool  # of answers, for the body has a list of prompts, or asks for several answers
+
 
 def read_generate_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> Call:
+) -> GenerateCall:
     """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
-    params = body.inner("sampling_params")
-    request = GenerateRequest(sampling=_read_sampling(params, defaults))
-    if (named := read_constraint(params)) is not None:
-        request.sampling.constraint.CopyFrom(named.constraint)
-    _read_prompt(body, request)
+    param, prompts, is_list = _read_prompts(body)
+    all_params = _params_of_each(body, len(prompts))
+    request = GenerateRequest()
     read_addressee(body, headers, request)
-    return Call(
+    read_n(all_params[0], request)
+    requests = one_for_each(len(prompts), request, param)
+    named = None
+    for each, prompt, params in zip(requests, prompts, all_params, strict=True):
+        _check_n(params, request)
+        prompt(each)
+        each.sampling.CopyFrom(_read_sampling(params, defaults))
+        if (named := read_constraint(params)) is not None:
+            each.sampling.constraint.CopyFrom(named.constraint)
+    return GenerateCall(
         request=request,
+        more=tuple(requests[1:]),
+        is_list=is_list or request.n > 1,
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
         constraint_param="" if named is None else named.param,
     )
+
+
+def _params_of_each(body: Body, num_prompts: int) -> list[Body]:
+    """One object is for all prompts; of a list each is for its own."""
+    if not isinstance(body.get("sampling_params"), list):
+        return [body.inner("sampling_params")] * num_prompts
+    listed = body.objects("sampling_params")
+    if len(listed) != num_prompts:
+        raise body.wrong("sampling_params", f"must be one object or {num_prompts}, got {len(listed)}")
+    return listed
+
+
+def _check_n(params: Body, request: GenerateRequest) -> None:
+    own = GenerateRequest()
+    read_n(params, own)
+    if (own.n or 1) != (request.n or 1):
+        raise params.wrong("n", "must be the same for all prompts")
 
 
 def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
@@ -75,17 +110,29 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
     return sampling
 
 
-def _read_prompt(body: Body, request: GenerateRequest) -> None:
+def _read_prompts(body: Body) -> "tuple[str, list[_PutPrompt], bool]":
+    """What the body calls them, what puts each into a request, and whether it is a list of them."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise InvalidParameter("text", "or input_ids must be set, and not both")
-    if text is not None:
-        if isinstance(text, list):
-            raise InvalidParameter("text", "must be one string; send a request for each of several")
-        request.text = body.text("text")
-    else:
-        request.token_ids.SetInParent()  # an empty one too
-        request.token_ids.ids.extend(body.integers("input_ids"))
+    param, value = ("text", text) if ids is None else ("input_ids", ids)
+    is_list = isinstance(value, list) and (param == "text" or (bool(value) and isinstance(value[0], list)))
+    put = _put_text if param == "text" else _put_ids
+    if not is_list:
+        return param, [partial(put, value, param)], False
+    assert isinstance(value, list)
+    if not value:
+        raise InvalidParameter(param, "must be at least one")
+    return param, [partial(put, each, f"{param}[{place}]") for place, each in enumerate(value)], True
+
+
+def _put_text(value: object, name: str, request: GenerateRequest) -> None:
+    request.text = check_text(value, name)
+
+
+def _put_ids(value: object, name: str, request: GenerateRequest) -> None:
+    request.token_ids.SetInParent()  # an empty one too
+    request.token_ids.ids.extend(check_ids(value, name))
 
 
 class SglangDialect:
@@ -94,36 +141,52 @@ class SglangDialect:
     def __init__(self, defaults: SamplingDefaults) -> None:
         self._defaults = defaults
 
-    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> Call:
+    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateCall:
         return read_generate_call(fields, headers, self._defaults)
 
-    def answer(self, call: Call, envelope: Envelope) -> "GenerateAnswer":
+    def answer(self, call: GenerateCall, envelope: Envelope) -> "GenerateAnswer":
         return GenerateAnswer(call)
 
 
 class GenerateAnswer:
-    def __init__(self, call: Call) -> None:
-        self.request = call.request
-        self._text = ""
-        self._num_tokens = 0
+    """Each answer's events have all of its text so far; of a list its index, too."""
 
-    def whole(self, joined: GenerateResponse) -> Json:
-        self._take(joined)
-        return {**self._so_far(joined), "output_ids": list(joined.token_ids)}
+    def __init__(self, call: GenerateCall) -> None:
+        self.request = call.request
+        self._call = call
+        self._so_far = [_SoFar() for _ in range(call.num_answers)]
+        self._num_finished = 0
+
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
+        told = [
+            {**so_far.take(answer), "output_ids": list(answer.token_ids)}
+            for so_far, answer in zip(self._so_far, answers, strict=True)
+        ]
+        return told if self._call.is_list else told[0]
 
     def events(self, response: GenerateResponse) -> list[Event]:
-        self._take(response)
-        event = Event(self._so_far(response))
-        return [event, Event("[DONE]")] if response.HasField("finish") else [event]
+        told = self._so_far[response.index].take(response)
+        if self._call.is_list:
+            told["index"] = response.index
+        self._num_finished += response.HasField("finish")
+        is_over = self._num_finished == self._call.num_answers
+        return [Event(told), Event("[DONE]")] if is_over else [Event(told)]
 
     def failure(self, error: Exception) -> list[Event]:
         return [Event(error_json(error, "text"))]
 
-    def _take(self, response: GenerateResponse) -> None:
+
+class _SoFar:
+    """Of one answer."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._num_tokens = 0
+
+    def take(self, response: GenerateResponse) -> Json:
+        """What is told of it now."""
         self._text += response.text
         self._num_tokens += len(response.token_ids)
-
-    def _so_far(self, response: GenerateResponse) -> Json:
         meta: Json = {"id": response.request_id, "completion_tokens": self._num_tokens, "finish_reason": None}
         if response.HasField("finish"):
             meta |= _finished(response.finish)

@@ -195,6 +195,7 @@ async def test_every_parameter_reaches_the_backend() -> None:
         request_id="mine",
         model="tiny",
         tenant="t",
+        n=1,
         conversation_id="c",
         sampling=common_pb2.SamplingParams(
             max_tokens=7,

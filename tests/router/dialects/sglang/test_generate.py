@@ -127,18 +127,51 @@ def test_ids_are_a_prompt_too() -> None:
     assert read(text=None, input_ids=[1, 2]).token_ids.ids == [1, 2]
 
 
+def test_each_text_is_a_request_alike_in_all_else() -> None:
+    call = read_generate_call(
+        {"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 3}}, {"x-request-id": "r"}, OPENAI
+    )
+    assert [request.text for request in (call.request, *call.more)] == ["a", "b"]
+    assert [request.request_id for request in (call.request, *call.more)] == ["r", "r/1"]
+    assert {(request.n, request.sampling.top_k) for request in (call.request, *call.more)} == {(2, 3)}
+    params = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
+    call = read_generate_call({"input_ids": [[1], [2]], "sampling_params": params}, {}, OPENAI)
+    assert [request.sampling.max_tokens for request in (call.request, *call.more)] == [1, 2]
+
+
+async def test_several_answers_are_a_list_and_their_events_have_indexes() -> None:
+    first, second = response("a", [65]), finished("b", [66])
+    other = finished("c", [67])
+    other.index = 1
+    backend = FakeBackend(first, other, second)
+    params = {"n": 2, "max_new_tokens": 4}
+    answers = (await generate(backend, stream=False, sampling_params=params)).json()
+    assert [(answer["text"], answer["output_ids"]) for answer in answers] == [("ab", [65, 66]), ("c", [67])]
+    events = told(await generate(backend, sampling_params=params))
+    assert [(event["index"], event["text"]) for event in events] == [(0, "a"), (1, "c"), (0, "ab")]
+
+
+async def test_a_list_of_one_is_answered_by_a_list() -> None:
+    (answer,) = (await generate(FakeBackend(finished("a")), stream=False, text=["Hi"])).json()
+    assert answer["text"] == "a"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"text": None}, "text"),
         ({"input_ids": [1]}, "text"),
-        ({"text": ["a", "b"]}, "text"),
-        ({"text": None, "input_ids": [[1], [2]]}, "input_ids[0]"),
+        ({"text": []}, "text"),
+        ({"text": ["a", 1]}, "text[1]"),
+        ({"text": None, "input_ids": [[1], [-2]]}, "input_ids[1][0]"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params[1].n"),
+        ({"text": ["a"] * 257}, "text"),
         ({"return_logprob": True}, "return_logprob"),
         ({"lora_path": "x"}, "lora_path"),
         ({"image_data": ["x"]}, "image_data"),
         ({"sampling_params": []}, "sampling_params"),
-        ({"sampling_params": {"n": 2}}, "sampling_params.n"),
+        ({"sampling_params": {"n": 129}}, "sampling_params.n"),
         ({"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
         ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
