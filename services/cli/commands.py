@@ -27,6 +27,7 @@ COMMANDS = {
     "index": Command(_LOOK, ".look", "what every rank holds"),
     "check": Command(_LOOK, ".look", "is KV found again? `check DIR`: which engine serves it?"),
     "health": Command(_LOOK, ".look", "ask a service on this machine how it is"),
+    "bench": Command(_LOOK, ".bench", "throughput, latencies and hits under a load"),
     "size": Command(_MODELS, ".look", "how much KV a model's conversations need"),
     "make-model": Command(_MODELS, ".model", "write a small random checkpoint"),
     "drain": Command(_OPERATE, "", "take ranks out of service in peace, or put them back"),

@@ -1,0 +1,1 @@
+"""`isthmus bench`: a load of prompts, and what its clients see."""

@@ -1,0 +1,154 @@
+"""`isthmus bench`: measure a cluster under a load."""
+
+import asyncio
+import importlib
+import json
+import secrets
+import signal
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from services.cli import screen
+from services.cli.bench import workload
+from services.cli.bench.config import BenchConfig
+from services.cli.bench.figures import figures_of, lines_of
+from services.cli.bench.load import closed_loop, open_loop
+from services.cli.bench.meter import Meter
+from services.cli.bench.over_grpc import GrpcSide
+from services.cli.bench.over_http import HttpSide, Url
+from services.cli.bench.progress import shown
+from services.cli.bench.side import Side, vocab_size_of
+from services.cli.bench.trace import count_lines, read_trace
+from services.cli.bench.workload import Chance, Session
+from services.cli.client import key_metadata
+from services.settings.flags import load
+from services.values.errors import ConfigError, root_cause
+
+_STOPPED = 130  # as a shell tells of Ctrl-C
+_USUAL_CONCURRENCY = 8
+_WARM_UP_OUTPUT = 32
+
+
+def run(argv: list[str]) -> int:
+    config = load(BenchConfig, argv, prog="isthmus bench")
+    return asyncio.run(_bench(config))
+
+
+async def _bench(config: BenchConfig) -> int:
+    side = open_side(config)
+    try:
+        meter = await _measured(config, side)
+    finally:
+        await side.close()
+    _report(config, side, meter)
+    if meter.cut_off:
+        return _STOPPED
+    return 1 if meter.errors or not meter.completed else 0
+
+
+def _report(config: BenchConfig, side: Side, meter: Meter) -> None:
+    print("\n".join(lines_of(meter, screen.width())))
+    if config.json is not None:
+        told = {"settings": _settings(config, side), **figures_of(meter)}
+        config.json.write_text(json.dumps(told, indent=2) + "\n")
+    if config.plot is not None:
+        title = f"isthmus bench {config.workload} over {side.name}: {meter.completed} requests"
+        importlib.import_module("services.cli.bench.plots").draw(meter, config.plot, title)
+
+
+async def _measured(config: BenchConfig, side: Side) -> Meter:
+    """Until all is answered, or Ctrl-C: then what was measured so far."""
+    total = total_of(config)
+    chance = Chance(config.seed, config.vocab_size or await vocab_size_of(side))
+    await _warm_up(config, chance, side)
+    meter = Meter(time.perf_counter)
+    loop = asyncio.get_running_loop()
+    async with shown(meter, total):
+        sending = asyncio.create_task(send(config, chance, side, meter))
+        loop.add_signal_handler(signal.SIGINT, sending.cancel)
+        try:
+            await asyncio.wait([sending])
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            sending.cancel()
+    if not sending.cancelled() and (error := sending.exception()) is not None:
+        raise root_cause(error)
+    return meter
+
+
+async def _warm_up(config: BenchConfig, chance: Chance, side: Side) -> None:
+    """Raises ConfigError where nothing was answered: nothing would be."""
+    output_len = min(_WARM_UP_OUTPUT, config.output_len)
+    sessions = workload.warm_up(chance, config.warm_up, config.input_len, output_len)
+    meter = Meter(time.perf_counter)
+    await closed_loop(side, sessions, config.concurrency or 1, meter)
+    if meter.errors and not meter.completed:
+        name, sentence = next(iter(meter.first_errors.items()))
+        raise ConfigError(f"no warm-up request was answered: {name}: {sentence}")
+
+
+async def send(config: BenchConfig, chance: Chance, side: Side, meter: Meter) -> None:
+    sessions = sessions_of(config, chance)
+    if config.rate is not None:
+        sessions = workload.arriving(chance, sessions, config.rate)
+    if config.is_open:
+        await open_loop(side, sessions, config.concurrency, meter, time.perf_counter)
+    else:
+        await closed_loop(side, sessions, config.concurrency or _USUAL_CONCURRENCY, meter)
+
+
+def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[Session]:
+    """Raises ConfigError, when it comes to a line of the trace that is none."""
+    lengths = (config.input_len, config.output_len, config.range_ratio)
+    match config.workload:
+        case "random":
+            return workload.random_prompts(chance, config.num_prompts, *lengths)
+        case "multi-turn":
+            return workload.conversations(chance, config.num_prompts, config.num_turns, *lengths)
+        case "trace":
+            lines = read_trace(config.trace or Path(), config.num_prompts)
+            return workload.replayed(chance, lines, config.slowdown, config.trace_scale)
+        case _:
+            return workload.shared_prefixes(
+                chance,
+                config.gsp_num_groups,
+                config.gsp_prompts_per_group,
+                config.gsp_system_prompt_len,
+                config.gsp_question_len,
+                config.gsp_output_len,
+                config.range_ratio,
+            )
+
+
+def total_of(config: BenchConfig) -> int:
+    """Requests. Raises ConfigError when a trace is not there."""
+    match config.workload:
+        case "shared-prefix":
+            return config.gsp_num_groups * config.gsp_prompts_per_group
+        case "multi-turn":
+            return config.num_prompts * config.num_turns
+        case "trace":
+            return count_lines(config.trace or Path(), config.num_prompts)
+        case _:
+            return config.num_prompts
+
+
+def open_side(config: BenchConfig) -> Side:
+    """Raises ConfigError."""
+    metadata = key_metadata(config.api_key_file)
+    tenant = "" if config.reuse else f"bench-{secrets.token_hex(4)}"
+    if not config.http:
+        return GrpcSide(config.open_channel(), metadata, tenant, config.timeout_s)
+    try:
+        context = ssl.create_default_context(cafile=config.tls_ca)
+    except OSError as error:
+        raise ConfigError(f"--tls-ca: {error}") from error
+    return HttpSide(Url.parse(config.http), dict(metadata), tenant, config.timeout_s, context)
+
+
+def _settings(config: BenchConfig, side: Side) -> Mapping[str, object]:
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    return given | {"api": side.name}

@@ -1,0 +1,144 @@
+"""What is asked. A workload is a function of its settings and the seed; it is made as it is sent. Pure.
+
+A session is a conversation, of one turn or more: what each turn adds to what was said, and how long its
+answer is."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+TokenIds = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`token_ids` stand behind the prompt and the answer of the turn before."""
+
+    token_ids: TokenIds
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """`at_s`: when it comes, from the beginning, where the workload itself says so."""
+
+    name: str
+    turns: Sequence[Turn]
+    at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """Draws that depend on the seed and on what they are of, not on their order."""
+
+    seed: int
+    vocab_size: int
+
+    def ids(self, length: int, *what: int) -> TokenIds:
+        drawn: TokenIds = self._of(what).integers(0, self.vocab_size, length).tolist()
+        return drawn
+
+    def length(self, most: int, range_ratio: float, *what: int) -> int:
+        """From range_ratio * most to most, each as likely."""
+        least = max(1, int(most * range_ratio))
+        return int(self._of(what).integers(least, most + 1))
+
+    def order(self, count: int, *what: int) -> TokenIds:
+        """The numbers below `count`, shuffled."""
+        drawn: TokenIds = self._of(what).permutation(count).tolist()
+        return drawn
+
+    def pauses_s(self, rate: float, *what: int) -> Iterator[float]:
+        """Of a Poisson process, without end."""
+        rng = self._of(what)
+        while True:
+            yield float(rng.exponential(1.0 / rate))
+
+    def _of(self, what: Sequence[int]) -> np.random.Generator:
+        return np.random.default_rng((self.seed, *what))
+
+
+_SYSTEM, _QUESTION, _LENGTHS, _ORDER, _ARRIVALS, _BLOCK, _TAIL, WARM_UP = range(8)  # what a draw is of
+
+
+def random_prompts(
+    chance: Chance, count: int, input_len: int, output_len: int, range_ratio: float = 1.0
+) -> Iterator[Session]:
+    """Prompts that share nothing."""
+    return conversations(chance, count, 1, input_len, output_len, range_ratio)
+
+
+def conversations(
+    chance: Chance, count: int, num_turns: int, input_len: int, output_len: int, range_ratio: float = 1.0
+) -> Iterator[Session]:
+    """Each turn adds `input_len` tokens to what was said."""
+    for number in range(count):
+        turns = []
+        for turn in range(num_turns):
+            length = chance.length(input_len, range_ratio, _LENGTHS, number, turn, 0)
+            answer = chance.length(output_len, range_ratio, _LENGTHS, number, turn, 1)
+            turns.append(Turn(chance.ids(length, _QUESTION, number, turn), answer))
+        yield Session(str(number), turns)
+
+
+def shared_prefixes(
+    chance: Chance,
+    num_groups: int,
+    prompts_per_group: int,
+    system_prompt_len: int,
+    question_len: int,
+    output_len: int,
+    range_ratio: float = 1.0,
+    ordered: bool = False,
+) -> Iterator[Session]:
+    """SGLang's generated-shared-prefix: the prompts of a group begin with the same system prompt. Shuffled,
+    unless `ordered`."""
+    count = num_groups * prompts_per_group
+    for number in range(count) if ordered else chance.order(count, _ORDER):
+        group = number // prompts_per_group
+        system = chance.length(system_prompt_len, range_ratio, _LENGTHS, group, 0, 0)
+        question = chance.length(question_len, range_ratio, _LENGTHS, number, 0, 1)
+        answer = chance.length(output_len, range_ratio, _LENGTHS, number, 0, 2)
+        ids = chance.ids(system, _SYSTEM, group) + chance.ids(question, _QUESTION, number)
+        yield Session(str(number), [Turn(ids, answer)])
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A line of a trace: ms since its beginning, tokens, and a name for each block of the prompt. Prompts
+    whose names begin alike begin alike."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: Sequence[int]
+
+
+_TRACE_BLOCK = 512  # tokens that a name stands for, as Mooncake's traces have it
+
+
+def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: float) -> Iterator[Session]:
+    """`slowdown` stretches the time, `scale` the lengths and the blocks."""
+    block, first_ms = max(1, round(_TRACE_BLOCK * scale)), None
+    for number, line in enumerate(lines):
+        first_ms = line.timestamp if first_ms is None else first_ms
+        length = max(1, round(line.input_length * scale))
+        ids = [token for name in line.hash_ids for token in chance.ids(block, _BLOCK, name)][:length]
+        ids += chance.ids(length - len(ids), _TAIL, number)
+        output_len = max(1, round(line.output_length * scale))
+        yield Session(str(number), [Turn(ids, output_len)], (line.timestamp - first_ms) / 1e3 * slowdown)
+
+
+def arriving(chance: Chance, sessions: Iterable[Session], rate: float) -> Iterator[Session]:
+    """At times of a Poisson process of so many a second, the first at once."""
+    at_s, pauses_s = 0.0, chance.pauses_s(rate, _ARRIVALS)
+    for session in sessions:
+        yield Session(session.name, session.turns, at_s)
+        at_s += next(pauses_s)
+
+
+def warm_up(chance: Chance, count: int, input_len: int, output_len: int) -> Iterator[Session]:
+    """Shares nothing with the load, and is not measured."""
+    for number in range(count):
+        yield Session(f"warm-up-{number}", [Turn(chance.ids(input_len, WARM_UP, number), output_len)])

@@ -1,0 +1,76 @@
+"""Workloads are functions of their settings and the seed."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.cli.bench import workload
+from services.cli.bench.workload import Chance, Traced
+
+VOCAB_SIZE = 300
+chances = st.builds(Chance, st.integers(0, 2**40), st.just(VOCAB_SIZE))
+
+
+@given(chances, st.integers(1, 4), st.integers(1, 3), st.integers(1, 40), st.floats(0, 1))
+def test_conversations(chance, count, num_turns, most, range_ratio):
+    made = list(workload.conversations(chance, count, num_turns, most, 7, range_ratio))
+    assert made == list(workload.conversations(chance, count, num_turns, most, 7, range_ratio))
+    assert [len(session.turns) for session in made] == [num_turns] * count
+    for turn in (turn for session in made for turn in session.turns):
+        assert max(1, int(most * range_ratio)) <= len(turn.token_ids) <= most and 1 <= turn.output_len <= 7
+        assert all(0 <= token < VOCAB_SIZE for token in turn.token_ids)
+
+
+def test_another_seed_asks_something_else():
+    first, second = (list(workload.random_prompts(Chance(seed, VOCAB_SIZE), 3, 20, 5)) for seed in (1, 2))
+    prompts = [tuple(session.turns[0].token_ids) for session in first + second]
+    assert len(set(prompts)) == 6 and {len(prompt) for prompt in prompts} == {20}
+
+
+def test_a_load_of_more_begins_with_that_of_less():
+    few, many = (list(workload.random_prompts(Chance(1, VOCAB_SIZE), n, 20, 5)) for n in (3, 6))
+    assert many[:3] == few
+
+
+@given(chances, st.integers(1, 4), st.integers(1, 4))
+def test_groups_share_their_prefix_and_nothing_else(chance, groups, prompts):
+    made = list(workload.shared_prefixes(chance, groups, prompts, 30, 20, 5))
+    assert sorted(int(session.name) for session in made) == list(range(groups * prompts))
+    by_group = {}
+    for session in made:
+        (turn,) = session.turns
+        assert len(turn.token_ids) == 50 and turn.output_len == 5
+        by_group.setdefault(int(session.name) // prompts, []).append(turn.token_ids)
+    prefixes = {group: {tuple(ids[:30]) for ids in asked} for group, asked in by_group.items()}
+    assert all(len(each) == 1 for each in prefixes.values())
+    assert len(set.union(*prefixes.values())) == groups
+    assert len({tuple(ids[30:]) for asked in by_group.values() for ids in asked}) == groups * prompts
+    in_order = workload.shared_prefixes(chance, groups, prompts, 30, 20, 5, ordered=True)
+    assert [int(session.name) for session in in_order] == list(range(groups * prompts))
+
+
+def test_a_trace():
+    lines = [Traced(500, 1300, 10, (7, 8, 9)), Traced(1500, 1300, 20, (7, 8, 3)), Traced(1500, 60, 1, ())]
+    first, second, third = workload.replayed(Chance(1, VOCAB_SIZE), lines, slowdown=2.0, scale=0.1)
+    assert [session.at_s for session in (first, second, third)] == [0.0, 2.0, 2.0]
+    prompts = [session.turns[0].token_ids for session in (first, second, third)]
+    assert [len(prompt) for prompt in prompts] == [130, 130, 6]
+    assert [session.turns[0].output_len for session in (first, second, third)] == [1, 2, 1]
+    assert prompts[0][:102] == prompts[1][:102], "two blocks of 51 tokens have the same names"
+    assert prompts[0][102:] != prompts[1][102:]
+
+
+@given(chances, st.floats(0.1, 100))
+def test_arrivals(chance, rate):
+    sessions = list(workload.random_prompts(chance, 20, 5, 5))
+    arrived = list(workload.arriving(chance, sessions, rate))
+    assert arrived[0].at_s == 0 and [each.turns for each in arrived] == [each.turns for each in sessions]
+    assert all(before.at_s < after.at_s for before, after in pairwise(arrived))
+
+
+def test_arrivals_are_of_the_rate():
+    sessions = list(workload.random_prompts(Chance(1, VOCAB_SIZE), 2000, 1, 1))
+    *_, last = workload.arriving(Chance(1, VOCAB_SIZE), sessions, 50.0)
+    assert last.at_s == pytest.approx(2000 / 50, rel=0.1)
