@@ -32,6 +32,7 @@ from services.values.errors import (
     StaleGeneration,
     Unavailable,
 )
+from services.values.prompt_logprobs import MAX_BYTES as MAX_PROMPT_BYTES
 from services.values.rank import Plan, RankId
 from services.values.request import Admitted, FinishReason, Output, StartCommand
 from services.wire import convert, convert_request
@@ -109,7 +110,9 @@ class AttachSession:
 
     def _message(self) -> decode_pb2.StepOutputs:
         self._wake.clear()
-        outputs, self._outbox = self._outbox, []
+        outputs, self._outbox = _fitting(self._outbox)
+        if self._outbox:
+            self._wake.set()
         load = convert.load_to_proto(self._engine.load())
         load.draining = self._running.intake.draining
         return decode_pb2.StepOutputs(
@@ -188,6 +191,18 @@ class AttachSession:
 def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
     """What the engine's stages leave of the time to the first token is the wait for a step of its batch."""
     return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
+
+
+def _fitting(
+    outputs: list[decode_pb2.RequestOutput],
+) -> tuple[list[decode_pb2.RequestOutput], list[decode_pb2.RequestOutput]]:
+    """Those for one message, and those for the next. What is told of prompts may be large; of one it fits."""
+    size = 0
+    for index, output in enumerate(outputs):
+        size += output.prompt_logprobs.ByteSize() if output.HasField("prompt_logprobs") else 0
+        if size > MAX_PROMPT_BYTES and index:
+            return outputs[:index], outputs[index:]
+    return outputs, []
 
 
 _ADMITTED = (

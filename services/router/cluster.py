@@ -56,6 +56,7 @@ class HashedPrompt:
     chains: BlockChains
     most_tokens: int | None = None  # with the answer; None: nobody says
     answers: int = 1
+    reusable_tokens: float = math.inf  # that who computes it may take from a cache
 
 
 _SHORTEST = HashedPrompt(array("I", [0]), 0, BlockChains(()))
@@ -281,7 +282,8 @@ class Cluster:
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
         """A request went out: count it, and pin its conversation."""
         chosen = placed.decision.chosen
-        self._placer.sent(request_id, placed.prompt.chains, len(placed.prompt.ids), placed.decision)
+        prompt = placed.prompt
+        self._placer.sent(request_id, prompt.chains, len(prompt.ids), placed.decision, prompt.reusable_tokens)
         if conversation_id:
             prefill = chosen.prefill
             name, prefill_id = self._pin_name(conversation_id), prefill.id if prefill is not None else None
@@ -349,6 +351,7 @@ class Cluster:
             max_wait_s=max_wait_s,
             most_tokens=self._most_tokens(prompt),
             answers=prompt.answers,
+            reusable_tokens=prompt.reusable_tokens,
         )
 
     def _most_tokens(self, prompt: HashedPrompt) -> int | None:

@@ -1,8 +1,9 @@
 """What is asked of an engine and what it answers, as values. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import inf
 
 from services.values.constraint import Constraint
 from services.values.errors import InvalidRequest
@@ -80,6 +81,11 @@ class SamplingParams:
             _require(self.min_tokens == 0, "min_tokens", "0 beside a constraint", self.min_tokens)
             _require(not self.ignore_eos, "ignore_eos", "false beside a constraint", self.ignore_eos)
 
+    @property
+    def without_prompt_logprobs(self) -> "SamplingParams":
+        """For who computes the prompt once more: they have been told."""
+        return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
+
     def _check_stops(self) -> None:
         """Each has its price at every token, and all of them go with the request to each rank."""
         count, longest = len(self.stop), max(map(len, self.stop), default=0)
@@ -131,6 +137,11 @@ class SamplingParams:
         """Whether a token is chosen by what was generated before, beside the model's reading of it."""
         looks_back = any(len(ids) > 1 for ids in self.bad_token_ids)
         return self.penalizes or looks_back or self.constraint is not None
+
+
+def reusable_of(sampling: SamplingParams, prompt_len: int) -> float:
+    """How many tokens of a prompt whoever computes it may take from a cache. Raises as `scored_of`."""
+    return inf if sampling.prompt_logprobs is None else scored_of(sampling, prompt_len).start - 1
 
 
 def scored_of(sampling: SamplingParams, prompt_len: int) -> range:

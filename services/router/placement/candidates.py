@@ -22,6 +22,12 @@ class Asked:
     must_hold: int = 0  # tokens of it, for a decode rank to be chosen
     at: RankId | None = None  # the one decode rank that may be chosen: it holds the prompt for another answer
     answers: int = 1  # that will be asked for there
+    reusable_tokens: float = inf  # of it, that who computes it may take from a cache
+
+    @property
+    def most_reused(self) -> int:
+        """The last token is always computed, so nobody goes on behind it."""
+        return int(min(self.prompt_tokens - 1, self.reusable_tokens))
 
 
 @dataclass(frozen=True, slots=True)

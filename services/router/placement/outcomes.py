@@ -9,6 +9,7 @@ sent --> admitted (what the ranks really had) --> finished --> ended
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import BlockChains, extend_hash, pair_seed
@@ -55,8 +56,15 @@ class Outcomes:
         self._block = index_block
         self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
 
-    def sent(self, request_id: str, chains: BlockChains, prompt_tokens: int, chosen: Priced) -> None:
-        """The request went out."""
+    def sent(
+        self,
+        request_id: str,
+        chains: BlockChains,
+        prompt_tokens: int,
+        chosen: Priced,
+        reusable_tokens: float = inf,
+    ) -> None:
+        """The request went out; see Asked.reusable_tokens."""
         decode, prefill = chosen.decode, chosen.prefill
         prefill_key = prefill.id.key if prefill is not None else None
         uncached_tokens = max(1, prompt_tokens - (prefill or decode).reused_tokens)
@@ -66,7 +74,7 @@ class Outcomes:
         self._predict(computing, self._hashes(computing, chains), ttl_s)
         self._predict_resuming(computing, chains.tokens, prompt_tokens, ttl_s)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
-        self._believed[request_id] = tuple(self._believe(rank, computing) for rank in ranks)
+        self._believed[request_id] = tuple(self._believe(rank, computing, reusable_tokens) for rank in ranks)
 
     def admitted(self, request_id: str, chains: BlockChains, chosen: Priced, admitted: Admitted) -> None:
         """The decode rank said what it and the prefill rank really had."""
@@ -117,8 +125,11 @@ class Outcomes:
         if depth and rank in self.telling and rank not in self.cacheless:
             self._balance.resume_guesses.add(rank, hashes[depth - 1], self._balance.clock(), ttl_s)
 
-    def _believe(self, rank: Candidate, computing: RankKey) -> _Believed:
+    def _believe(self, rank: Candidate, computing: RankKey, reusable_tokens: float) -> _Believed:
+        """Who computes does not say what it holds of what it must not reuse."""
         key, tokens = rank.id.key, rank.matched_tokens
+        if key == computing:
+            tokens = int(min(tokens, reusable_tokens))
         resuming = key == computing and rank.matched_resume_tokens is not None
         if resuming:
             tokens = rank.matched_resume_tokens or 0

@@ -222,7 +222,8 @@ class Placer:
         for key, _, blocks in found:
             matched, worth = blocks * block_tokens, self._worth(key, asked, blocks)
             if (of_rank := resumed.get(key)) is None:
-                hits.append(_Hit(matched, worth))
+                resume = None if asked.reusable_tokens == math.inf else min(worth, asked.most_reused)
+                hits.append(_Hit(matched, worth, resume=resume))
             else:
                 hits.append(_Hit(matched, worth, of_rank[0], min(worth, of_rank[1])))
         return hits
@@ -231,8 +232,7 @@ class Placer:
         """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
         hashes, balance, block_tokens = asked.chains.tokens, self._balance, self._settings.index_block
         now = balance.clock()
-        # The last token is always computed, so nobody goes on behind it.
-        furthest = (asked.prompt_tokens - 1) // block_tokens
+        furthest = asked.most_reused // block_tokens
         most = {key: min(blocks, furthest) for key, blocks in telling.items()}
         matched = self._index.resume_points.deepest(hashes, most)
         guessed = balance.resume_guesses.deepest(hashes, dict.fromkeys(telling, furthest), now)
@@ -395,9 +395,16 @@ class Placer:
     def _hashes(self, rank: RankKey, asked: Asked) -> Sequence[BlockHash]:
         return asked.chains.of(rank in self._paired)
 
-    def sent(self, request_id: str, chains: BlockChains, prompt_tokens: int, decision: Decision) -> None:
+    def sent(
+        self,
+        request_id: str,
+        chains: BlockChains,
+        prompt_tokens: int,
+        decision: Decision,
+        reusable_tokens: float = math.inf,
+    ) -> None:
         """The request went out. What becomes of it is for `outcomes`."""
-        self.outcomes.sent(request_id, chains, prompt_tokens, decision.chosen)
+        self.outcomes.sent(request_id, chains, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
         """Tails and states at a prompt's end."""

@@ -33,7 +33,14 @@ from services.values.errors import (
     StaleGeneration,
     Unavailable,
 )
-from services.values.request import FinishReason, GenerationRequest, Output, StartCommand
+from services.values.request import (
+    FinishReason,
+    GenerationRequest,
+    Output,
+    SamplingParams,
+    StartCommand,
+    reusable_of,
+)
 from services.wire.packed_ids import PackedIds
 
 log = logging.getLogger(__name__)
@@ -133,8 +140,19 @@ class FailoverStream:
         """With the output so far."""
         return placed.moves_penalties or not self._checked.sampling.heeds_output
 
+    @property
+    def _sampling(self) -> SamplingParams:
+        """Where the request goes next nobody tells again what the client has been told."""
+        sampling = self._checked.sampling
+        return sampling.without_prompt_logprobs if self._progress.prompt_is_told else sampling
+
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
+        reusable_tokens = reusable_of(self._sampling, len(self._prompt.ids))
+        return replace(await self._shared(), reusable_tokens=reusable_tokens)
+
+    async def _shared(self) -> HashedPrompt:
+        """As other answers have it, too."""
         turns, output_ids = self._progress.turns, self._progress.output_ids
         if turns is None:
             return await self._hash()
@@ -221,7 +239,7 @@ class FailoverStream:
         request = GenerationRequest(
             request_id=checked.answer_name,
             prompt_ids=(),  # they go as they came
-            sampling=checked.sampling,
+            sampling=self._sampling,
             output_ids_so_far=tuple(self._progress.output_ids),
             cache_salt=checked.tenant,
             priority=checked.priority,

@@ -45,7 +45,7 @@ from services.values.errors import (
     IsthmusError,
     NotFound,
 )
-from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, is_id
+from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, is_id, reusable_of, scored_of
 from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.packed_ids import PackedIds
@@ -161,6 +161,7 @@ class Generator:
         encoded = await self._encoder().encode(request, past)
         checked = await self._obliged(checked, encoded)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
+        prompt = replace(prompt, reusable_tokens=reusable_of(checked.sampling, len(prompt.ids)))
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
         outcomes = past.outcomes if past is not None else {}
@@ -221,6 +222,7 @@ class Generator:
                 past = self._past(request)
                 prompt = await self._encoder().encode(request, past)
                 checked = await self._obliged(checked, prompt)
+                scored_of(checked.sampling, len(prompt.ids))
                 progress.tokenize_s = self._clock() - progress.began_s
                 progress.prompt_tokens = len(prompt.ids)
                 progress.past_answers = past.outcomes if past is not None else {}

@@ -106,6 +106,7 @@ class Progress:
     index: int = 0  # of the answer
     turns: PromptTurns | None = None  # where there are several
     others: list["Progress"] = field(default_factory=list)  # of the request's other answers, by index
+    prompt_is_told: bool = False  # what was asked of its tokens
 
     @property
     def answers(self) -> tuple["Progress", ...]:

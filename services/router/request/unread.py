@@ -5,17 +5,12 @@ from google.protobuf.message import Message
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
-_OF_SAMPLING = (
-    "prompt_logprobs",
-    "prompt_logprobs_start",
-)
 _OF_CHATS = ("continue_final_message",)
 
 
 def refuse_unread(request: GenerateRequest) -> None:
     """Raises InvalidRequest, naming the first of them that is set."""
     parts: list[tuple[str, Message, tuple[str, ...]]] = [
-        ("sampling.", request.sampling, _OF_SAMPLING),
         ("chat.", request.chat, _OF_CHATS),
     ]
     for prefix, message, unread in parts:

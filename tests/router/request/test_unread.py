@@ -9,7 +9,6 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateR
 @pytest.mark.parametrize(
     ("request_", "name"),
     [
-        (GenerateRequest(sampling=SamplingParams(prompt_logprobs=0)), "sampling.prompt_logprobs"),
         (GenerateRequest(chat=Chat(continue_final_message=True)), "chat.continue_final_message"),
     ],
 )

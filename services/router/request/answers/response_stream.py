@@ -8,6 +8,7 @@ from functools import partial
 
 from services.router.cluster import Cluster
 from services.router.request.answer_text import Said
+from services.router.request.answers.prompt_scores import PromptScores
 from services.router.request.failover import FailoverStream
 from services.router.request.finish import finish_of
 from services.router.request.metrics import RouterMetrics
@@ -56,6 +57,8 @@ class ResponseStream:
         self._past = past
         self._answer_id = secrets.token_hex(16) if past is not None else ""  # of a chat's answer
         self._has_begun = False
+        self._scores: PromptScores | None = None
+        self._output: Output | None = None  # that comes when all is said of the prompt
         self._cluster = means.cluster
         self._tokenizer = means.tokenizer
         self._memory = means.memory
@@ -88,12 +91,41 @@ class ResponseStream:
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
         """The first one has the answer's id, if it is of a chat. Raises as FailoverStream.next."""
+        if self._output is None:
+            self._output = await self._next_output()
+        if self._scores is not None and not self._scores.is_last:
+            return self._of_prompt(self._scores)
+        output, self._output = self._output, None
+        response = self._respond(output)
+        if self._scores is not None:
+            response.prompt_logprobs.extend(self._scores.next_piece())
+            self._scores = None
+        return response
+
+    async def _next_output(self) -> Output:
+        """With tokens, or the last."""
         while True:
             output = await self._stream.next()
             if output.admitted is not None:
                 self._note_admitted(output.admitted)
+            if output.prompt_logprobs is not None:
+                self._scores = PromptScores(self._prompt.ids, output.prompt_logprobs)
+                self._progress.prompt_is_told = True
             if output.token_ids or output.finished is not None:
-                return self._respond(output)
+                return output
+
+    def _of_prompt(self, scores: PromptScores) -> generation_pb2.GenerateResponse:
+        response = self._new_response()
+        response.prompt_logprobs.extend(scores.next_piece())
+        return response
+
+    def _new_response(self) -> generation_pb2.GenerateResponse:
+        response = generation_pb2.GenerateResponse(
+            request_id=self._checked.request_id, index=self._checked.index
+        )
+        if not self._has_begun:
+            response.answer_id, self._has_begun = self._answer_id, True
+        return response
 
     def _note_admitted(self, admitted: Admitted) -> None:
         progress = self._progress
@@ -138,17 +170,11 @@ class ResponseStream:
             self._note_tokens(num_tokens)
             progress.served[-1].note_drafts(output)
         progress.output_ids.extend(output.token_ids[:num_tokens])
-        response = generation_pb2.GenerateResponse(
-            request_id=self._checked.request_id,
-            index=self._checked.index,
-            text=said.content,
-            reasoning=said.reasoning,
-            tool_calls=said.calls,
-            token_ids=output.token_ids[:num_tokens],
-            logprobs=[convert_request.logprobs_to_proto(p) for p in output.logprobs[:num_tokens]],
-        )
-        if not self._has_begun:
-            response.answer_id, self._has_begun = self._answer_id, True
+        response = self._new_response()
+        response.text, response.reasoning = said.content, said.reasoning
+        response.tool_calls.extend(said.calls)
+        response.token_ids.extend(output.token_ids[:num_tokens])
+        response.logprobs.extend(map(convert_request.logprobs_to_proto, output.logprobs[:num_tokens]))
         if reason is not None and output.finished is None:
             assert progress.stream is not None
             progress.stream.close()  # the rank would go on

@@ -61,6 +61,8 @@ class SeveralAnswers:
     def _of(self, index: int) -> Checked:
         sampling = self._checked.sampling
         sampling = replace(sampling, seed=seed_of(sampling.seed, index))
+        if index:
+            sampling = sampling.without_prompt_logprobs
         return replace(self._checked, sampling=sampling, index=index)
 
     @contextmanager
