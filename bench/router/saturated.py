@@ -52,6 +52,7 @@ class Grid:
     seconds: float = 6.0
     step_s: float = 0.01
     decode_ranks: int = 8
+    router_flags: Sequence[str] = ()
 
     def asked(self, address: Mapping[str, str]) -> list[Asked]:
         """`address` by front."""
@@ -77,7 +78,7 @@ async def saturated(grid: Grid) -> list[Row]:
             decode_dp_size=grid.decode_ranks,
             common_flags=_COMMON_FLAGS,
             rank_flags=(*_RANK_FLAGS, f"--fake-step-s={grid.step_s}"),
-            router_flags=("--chunk-size=8192",),
+            router_flags=("--chunk-size=8192", *grid.router_flags),
         )
         async with _Cluster(shape, lambda name, line: print(name, line, file=sys.stderr)) as cluster:
             http = f"127.0.0.1:{cluster.http_ports[0]}"

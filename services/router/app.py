@@ -124,6 +124,7 @@ async def open_router(
             pins,
             Balance(time.monotonic, chunk_tokens=config.chunk_size),
             tls,
+            coalesce_s=config.coalesce_ms / 1e3,
         )
         await cluster.start()
         stack.push_async_callback(cluster.close)

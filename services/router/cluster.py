@@ -18,6 +18,7 @@ from services.kv.block_hash import BlockChains, pair_hashes, scope_seed, sequenc
 from services.net.tls import TlsConfig
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
+from services.router.links.gathering import Gathering
 from services.router.links.prefill_watch import PrefillWatch
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
@@ -121,13 +122,16 @@ class Cluster:
         balance: Balance,
         tls: TlsConfig | None,
         tie: Callable[[], float] = random.random,
+        coalesce_s: float = 0.0,
     ) -> None:
+        """`coalesce_s`: tokens wait for others of their request at most so long (links/gathering.py)."""
         self._settings = settings
         self._mirror = mirror
         self._pins = pins
         self._balance = balance
         self._tls = tls
         self._tie = tie
+        self._gathering = Gathering(coalesce_s)
         self._connections = Connections(self._open_client, self._open_watch)
         self._placer = Placer(
             settings.placer, mirror.index, balance, mirror.progress, self._connections.is_connected
@@ -471,7 +475,8 @@ class Cluster:
 
     def _open_client(self, address: RankAddress) -> DecodeClient:
         rank = address.id.key
-        return DecodeClient(address, self._tls, partial(self._report, rank), partial(self.failed, address.id))
+        on_load, on_lost = partial(self._report, rank), partial(self.failed, address.id)
+        return DecodeClient(address, self._tls, on_load, on_lost, self._gathering)
 
     def _open_watch(self, address: RankAddress) -> PrefillWatch:
         rank = address.id.key

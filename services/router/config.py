@@ -93,6 +93,12 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(at_least=0),
     )
 
+    coalesce_ms: float = setting(
+        20.0,
+        "while the router is short of CPU, tokens wait at most so long for others of their request; 0: never",
+        bounds=Bounds(at_least=0, at_most=1000),
+    )
+
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",

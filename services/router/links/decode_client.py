@@ -19,6 +19,7 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
+from services.router.links.gathering import Gathering
 from services.router.links.silence import SilenceLimit
 from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
 from services.values.load import RankLoad
@@ -45,12 +46,20 @@ class DecodeRankLost(PeerFailed):
 class OutputStream:
     """What a decode rank says of one request, in order."""
 
-    def __init__(self, client: "DecodeClient", request_id: str, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        client: "DecodeClient",
+        request_id: str,
+        timeout_s: float | None = None,
+        gathering: Gathering | None = None,
+    ) -> None:
         """After `timeout_s` it ends with DeadlineExceeded: one timer, for each `next` would need another."""
         self._client = client
         self._request_id = request_id
+        self._gathering = gathering
         self._items: deque[Output | IsthmusError] = deque()
-        self._came = asyncio.Event()  # there are items
+        self._came = asyncio.Event()  # there are items, and no reason to wait for more
+        self._waits = False
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
@@ -59,7 +68,21 @@ class OutputStream:
     def put(self, item: Output | IsthmusError) -> None:
         self._ended = isinstance(item, IsthmusError) or item.finished is not None
         self._items.append(item)
-        self._came.set()
+        if self._ended or not self._is_held(item):
+            self._came.set()
+
+    def _is_held(self, item: Output | IsthmusError) -> bool:
+        """Whether it waits for others of its request. Who is yet to read what has come will take it along."""
+        if isinstance(item, IsthmusError) or item.admitted is not None or self._gathering is None:
+            return False
+        self._waits = self._waits or (not self._came.is_set() and self._gathering.hold(self))
+        return self._waits
+
+    def release(self) -> None:
+        """What has come need not wait any longer."""
+        self._waits = False
+        if self._items:
+            self._came.set()
 
     def _expire(self) -> None:
         self._items.append(DeadlineExceeded("the deadline has passed"))  # it has not ended there
@@ -103,8 +126,11 @@ class DecodeClient:
         tls: TlsConfig | None,
         on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
+        gathering: Gathering | None = None,
     ) -> None:
+        """`gathering`: how long tokens wait for others of their request; None: never."""
         self.address = address
+        self._gathering = gathering
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
@@ -136,7 +162,8 @@ class DecodeClient:
                 f"the request is too large: {len(message)} bytes, "
                 f"and a message holds {channels.MAX_MESSAGE_BYTES}"
             )
-        stream = self._streams[request_id] = OutputStream(self, request_id, command.timeout_s)
+        stream = OutputStream(self, request_id, command.timeout_s, self._gathering)
+        self._streams[request_id] = stream
         self._idle.clear()
         self._commands.put_nowait(message)
         return stream

@@ -1,0 +1,96 @@
+"""Tokens that wait a moment, so that several of a request go to its client in one message.
+
+A message costs the router the same with one token as with ten. While it has time to spare none waits; while
+its loop's thread is short of time, tokens wait as long as it takes to have some again, and never longer than
+--coalesce-ms. What a client waits for most, the first token and the end, never does.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+_SAMPLE_S = 0.2
+_LEAST_S = 0.002
+_SHORT_OF_TIME, _TIME_TO_SPARE = 0.8, 0.6
+_GROWS, _SHRINKS = 1.5, 0.8
+
+
+class Window:
+    """How long tokens wait, seconds: more while the thread is busier than is good. Pure."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self.now_s = 0.0
+
+    def heed(self, busy: float) -> None:
+        """`busy`: of the time since the last call, the share in which the thread ran or wanted to."""
+        if busy > _SHORT_OF_TIME:
+            self.now_s = min(self._most_s, max(_LEAST_S, _GROWS * self.now_s))
+        elif busy < _TIME_TO_SPARE:
+            self.now_s *= _SHRINKS
+            if self.now_s < _LEAST_S:
+                self.now_s = 0.0
+
+
+def busy_s() -> float:
+    """For so long has this thread run, or wanted to while others did (proc(5): schedstat)."""
+    with suppress(OSError, ValueError):
+        ran_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        return (int(ran_ns) + int(waited_ns)) / 1e9
+    return time.thread_time()
+
+
+class Waiting(Protocol):
+    def release(self) -> None:
+        """Tell your reader what has come."""
+
+
+class Gathering:
+    """Of one loop. Tokens of all streams that wait are released together."""
+
+    def __init__(
+        self,
+        most_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        busy_s: Callable[[], float] = busy_s,
+    ) -> None:
+        """`most_s`: 0 holds nothing."""
+        self._window = Window(most_s)
+        self._on = most_s > 0
+        self._clock = clock
+        self._busy_s = busy_s
+        self._sampled = clock(), busy_s()
+        self._held: list[Waiting] = []
+
+    @property
+    def window_s(self) -> float:
+        """That tokens wait now, at most."""
+        return self._window.now_s
+
+    def hold(self, waiting: Waiting) -> bool:
+        """Whether it is to wait. It is then released in a moment, once for each time that it was held."""
+        if not self._on:
+            return False
+        self._sample()
+        if not self._window.now_s:
+            return False
+        if not self._held:
+            asyncio.get_running_loop().call_later(self._window.now_s, self._release)
+        self._held.append(waiting)
+        return True
+
+    def _sample(self) -> None:
+        now = self._clock()
+        since, busy_before = self._sampled
+        if now - since >= _SAMPLE_S:
+            busy = self._busy_s()
+            self._window.heed((busy - busy_before) / (now - since))
+            self._sampled = now, busy
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        for waiting in held:
+            waiting.release()

@@ -1,0 +1,128 @@
+"""When tokens wait for others of their request, and that none is lost or late by it."""
+
+import asyncio
+from unittest.mock import MagicMock
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.links.decode_client import OutputStream
+from services.router.links.gathering import Gathering, Window, busy_s
+from services.values.errors import PeerFailed
+from services.values.rank import Plan
+from services.values.request import Admitted, FinishReason, Output
+
+FIRST = Output((1,), admitted=Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL))
+MOST_S = 0.02
+
+
+class Times:
+    """A clock, and a thread that is so busy."""
+
+    def __init__(self):
+        self.now = self.ran = 0.0
+
+    def spend(self, seconds, share):
+        self.now += seconds
+        self.ran += share * seconds
+
+    def gathering(self, most_s=MOST_S):
+        return Gathering(most_s, lambda: self.now, lambda: self.ran)
+
+
+def busy_gathering():
+    """Its window is open as far as it goes."""
+    times = Times()
+    gathering = times.gathering()
+    for _ in range(20):
+        times.spend(0.3, 1.0)
+        gathering.hold(MagicMock())
+    assert gathering.window_s == MOST_S
+    gathering._release()
+    return times, gathering
+
+
+@given(st.lists(st.floats(0, 2)), st.floats(0.001, 1))
+def test_a_window_is_between_nothing_and_the_most(shares, most_s):
+    window = Window(most_s)
+    for busy in shares:
+        before = window.now_s
+        window.heed(busy)
+        assert 0 <= window.now_s <= most_s
+        assert window.now_s >= before if busy > 0.8 else window.now_s <= before
+
+
+def test_it_opens_while_the_thread_is_short_of_time_and_closes_after():
+    window = Window(MOST_S)
+    for _ in range(20):
+        window.heed(0.79)
+    assert window.now_s == 0
+    for _ in range(10):
+        window.heed(0.95)
+    assert window.now_s == MOST_S
+    window.heed(0.7)
+    assert window.now_s == MOST_S
+    for _ in range(15):
+        window.heed(0.3)
+    assert window.now_s == 0
+
+
+async def test_an_idle_router_holds_nothing():
+    times = Times()
+    gathering = times.gathering()
+    for _ in range(20):
+        times.spend(0.3, 0.5)
+        assert not gathering.hold(MagicMock())
+
+
+async def test_with_no_time_allowed_nothing_is_held_however_busy():
+    times = Times()
+    gathering = times.gathering(0.0)
+    for _ in range(20):
+        times.spend(0.3, 1.0)
+        assert not gathering.hold(MagicMock())
+
+
+async def test_tokens_of_a_moment_come_in_one_and_the_first_and_the_last_at_once():
+    _, gathering = busy_gathering()
+    stream = OutputStream(MagicMock(), "r", None, gathering)
+    stream.put(FIRST)
+    assert await asyncio.wait_for(stream.next(all_at_once=True), 1) is FIRST
+    for token in (2, 3, 4):
+        stream.put(Output((token,)))
+    assert not stream._came.is_set()
+    assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (2, 3, 4)
+    stream.put(Output((5,)))
+    stream.put(Output((6,), finished=FinishReason.STOP))
+    assert stream._came.is_set()
+    last = await stream.next(all_at_once=True)
+    assert (last.token_ids, last.finished) == ((5, 6), FinishReason.STOP)
+    await asyncio.sleep(2 * MOST_S)  # it is released, and has nothing
+    assert not stream._came.is_set()
+
+
+async def test_a_failure_does_not_wait():
+    _, gathering = busy_gathering()
+    stream = OutputStream(MagicMock(), "r", None, gathering)
+    stream.put(Output((2,)))
+    stream.put(PeerFailed("lost"))
+    assert stream._came.is_set()
+    assert (await stream.next(all_at_once=True)).token_ids == (2,)
+
+
+async def test_streams_are_released_together_and_each_once():
+    _, gathering = busy_gathering()
+    streams = [OutputStream(MagicMock(), str(number), None, gathering) for number in range(3)]
+    for stream in (*streams, *streams):
+        stream.put(Output((1,)))
+    assert len(gathering._held) == 3
+    for stream in streams:
+        assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (1, 1)
+    assert not gathering._held
+
+
+def test_the_kernel_tells_how_long_this_thread_ran():
+    before = busy_s()
+    while busy_s() - before < 0.01:
+        pass
+    assert busy_s() > before
