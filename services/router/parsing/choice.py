@@ -81,6 +81,13 @@ class ParserChoice:
         """Whether the prompt ends within thinking."""
         return self._thinking is not None and prompt_end.rstrip().endswith(self._thinking.opens)
 
+    def thinks_behind(self, prompt_end: str, said: str) -> bool:
+        """Likewise, where an answer goes on with what was `said` in its turn."""
+        if self._thinking is None:
+            return False
+        opened, closed = said.rfind(self._thinking.opens), said.rfind(self._thinking.closes)
+        return opened > closed or (opened == closed and self.begins_thinking(prompt_end))
+
     def _marked(self, calls: Calls, has_calls: bool, prompt_end: str) -> MarkedAnswer:
         return MarkedAnswer(
             self._thinking,

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from services.router.parsing.parser import AnswerParser
 from services.router.parsing.piece import CallPiece, Piece
+from services.router.request.resumption import Resumption
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
 from services.router.text.detokenizer import Detokenizer, TokenDecoder
 from services.router.text.stop_strings import StopStrings
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
+_CONTEXT = 12  # ids: after so many a decoder is in step
 _ID_CHARS = 24
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -55,9 +57,16 @@ class AnswerText:
         self._contents: list[str] = []
         self._reasonings: list[str] = []
         self._calls: list[tuple[AnswerCall, list[str]]] = []  # and their arguments
+        self._resumption: Resumption | None = None
         self.num_called = 0  # calls that were written to their end
         self.num_broken = 0  # calls that could not be read
         self.reasoning_tokens = 0  # its markers among them
+
+    def resume(self, prompt_ids: Sequence[int], said: str) -> None:
+        """Before anything else: the answer goes on where the prompt ends, with what was `said` there."""
+        self._detokenizer.push(prompt_ids[-_CONTEXT:])
+        if self._parser is not None:
+            self._resumption = Resumption(self._parser, said)
 
     def push(self, token_ids: Sequence[int]) -> Said:
         """What comes behind the token that completes a stop string is no part of the answer: it ends at the
@@ -101,6 +110,8 @@ class AnswerText:
             self.reasoning_tokens += 1
 
     def _add(self, said: Said, piece: Piece) -> None:
+        if self._resumption is not None:
+            piece = self._resumption.rest_of(piece)
         said.reasoning += piece.reasoning
         self.num_broken += piece.broken
         for call in piece.calls:

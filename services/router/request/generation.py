@@ -31,7 +31,6 @@ from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress
 from services.router.request.story import tell
 from services.router.request.trace_attributes import attributes_of
-from services.router.request.unread import refuse_unread
 from services.router.text.bad_words import banned_ids
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory
@@ -282,7 +281,6 @@ class Generator:
                 f"priority must be at most {self._max_priority} on this server (--max-priority), got "
                 f"{request.priority}"
             )
-        refuse_unread(request)
         answers, answered = counts_of(request)
         tools = self._parsers.read_tools(request)
         sampling = request.sampling

@@ -22,17 +22,18 @@ _ANY: Mapping[str, Any] = {"type": "object"}
 
 
 class Obligations:
-    """Of one router. `special`: the model's special tokens. `end_of`: the text at a prompt's end."""
+    """Of one router. `special`: the model's special tokens. `begins_thinking`: whether a prompt of a chat
+    with those tools ends within thinking."""
 
     def __init__(
         self,
         choice: ParserChoice,
         special: Mapping[int, str],
         grammars: Grammars,
-        end_of: Callable[[Sequence[int]], str],
+        begins_thinking: Callable[[ChatTools, Sequence[int]], bool],
     ) -> None:
         self._choice = choice
-        self._end_of = end_of
+        self._begins_thinking = begins_thinking
         self._special = {text: token_id for token_id, text in special.items()}
         self._grammars = grammars
 
@@ -62,7 +63,7 @@ class Obligations:
             Lark(self._special),
             schemas,
             tools.parallel,
-            tools.told_apart and self._choice.begins_thinking(self._end_of(prompt_ids)),
+            tools.told_apart and self._begins_thinking(tools, prompt_ids),
         )
         # It is of the answer's text, and one that must call has none.
         given = None if tools.must_call else sampling.constraint

@@ -9,6 +9,7 @@ from services.router.parsing.formats import NONE
 from services.router.request.answer_text import AnswerText
 from services.router.request.obligations import Obligations
 from services.router.request.tools import ChatTools, read_tools
+from services.router.text.chats.own_ids import unended
 from services.router.text.detokenizer import TokenDecoder
 from services.router.text.marker_decoder import MarkerDecoder
 from services.router.text.tokenizer import Tokenizer
@@ -57,10 +58,17 @@ class Parsers:
 
     def obligations(self, grammars: Grammars) -> Obligations:
         special = self._tokenizer.special_tokens if self._choice != ParserChoice() else {}
-        return Obligations(self._choice, special, grammars, self.prompt_end)
+        return Obligations(self._choice, special, grammars, self.begins_thinking)
 
     def text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
         """Of an answer to that prompt."""
+        begun, said = self._begun(tools, prompt_ids)
+        text = self._text_of(tools, sampling, begun)
+        if tools.continued is not None:
+            text.resume(prompt_ids, said)
+        return text
+
+    def _text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
         stop, includes_stop = sampling.stop, sampling.include_stop_str_in_output
         parser = None
         if tools.told_apart and self._choice != ParserChoice():
@@ -68,3 +76,18 @@ class Parsers:
         if parser is None:
             return AnswerText(self._tokenizer, stop, includes_stop=includes_stop)
         return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop)
+
+    def _begun(self, tools: ChatTools, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
+        """The prompt up to where the answer's turn begins, if that can be told, and what was said in it."""
+        continued = tools.continued
+        if continued is None:
+            return prompt_ids, ""
+        ids = unended(continued.ids, self._tokenizer.eos_token_ids)
+        if ids and list(prompt_ids[-len(ids) :]) == list(ids):
+            return prompt_ids[: -len(ids)], self._tokenizer.text_of(ids)
+        return (), continued.text
+
+    def begins_thinking(self, tools: ChatTools, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends within thinking."""
+        begun, said = self._begun(tools, prompt_ids)
+        return self._choice.thinks_behind(self.prompt_end(begun), said)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from services.router.text.chats.turns import said_in
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool, ToolChoice
 
@@ -29,6 +30,14 @@ _MODES = {
 
 
 @dataclass(frozen=True, slots=True)
+class ContinuedTurn:
+    """What the answer goes on with: a text, or ids that the prompt ends with."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChatTools:
     """`schemas`: of each tool's arguments, by its name. `named`: the one that is called."""
 
@@ -38,6 +47,7 @@ class ChatTools:
     parallel: bool = True
     strict: frozenset[str] = frozenset()
     told_apart: bool = False  # of a chat whose client does not want it raw
+    continued: ContinuedTurn | None = None
 
     @property
     def callable(self) -> Mapping[str, Any] | None:
@@ -70,7 +80,15 @@ def read_tools(request: GenerateRequest) -> ChatTools:
         parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
         strict=frozenset(tool.name for tool in chat.tools if tool.strict),
         told_apart=not chat.raw_answer,
+        continued=_continued(chat),
     )
+
+
+def _continued(chat: Chat) -> ContinuedTurn | None:
+    if not (chat.continue_final_message and chat.messages):
+        return None
+    last = chat.messages[-1]
+    return ContinuedTurn(said_in(last), tuple(last.token_ids))
 
 
 def _schema(tool: Tool, name: str) -> Any:

@@ -17,6 +17,10 @@ from services.values.errors import ConfigError, InvalidRequest
 
 # What transformers hands on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
+_NOT_CONTINUED = (
+    "chat.continue_final_message cannot be heeded: the model's chat template does not show the last "
+    "message's content as it is"
+)
 _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
@@ -129,9 +133,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str:
         """The chat as text, up to where the assistant's next turn begins; without `generation_prompt`, to
-        where the last turn ends. The template may read `variables`; `tools` are in OpenAI's shape.
+        where the last turn ends; where it `continues`, to where the last turn's content ends. The template
+        may read `variables`; `tools` are in OpenAI's shape.
 
         A developer, as OpenAI has come to name the system, is one to templates that know no developer.
 
@@ -146,9 +152,12 @@ class Tokenizer:
         self._check_variables(variables)
         self._check_tools(turns, tools)
         messages = [self._turns.of(self._known(turn)) for turn in turns]
+        prompts = generation_prompt and not continues
         try:
-            return self._apply_template(messages, tools, generation_prompt, **variables)
+            return self._apply_template(messages, tools, prompts, continues, **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
+            if continues and "continue_final_message" in str(error):  # followed by all of the chat
+                raise InvalidRequest(_NOT_CONTINUED) from error
             raise InvalidRequest(
                 f"chat.messages are refused by the model's chat template: {error}"
             ) from error
@@ -158,6 +167,7 @@ class Tokenizer:
         messages: list[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         generation_prompt: bool = True,
+        continues: bool = False,
         **variables: Any,
     ) -> str:
         text: str = self._backend.apply_chat_template(
@@ -165,6 +175,7 @@ class Tokenizer:
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
+            continue_final_message=continues,
             **variables,
         )
         return text

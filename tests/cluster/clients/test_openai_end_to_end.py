@@ -95,6 +95,32 @@ async def test_whole_answers_and_streams_say_the_same(etcd_endpoint, model_dir, 
         await cluster.assert_nothing_held()
 
 
+async def test_an_answer_goes_on_where_the_last_message_ends(
+    etcd_endpoint, model_dir, cluster_name, tokenizer
+):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
+        whole = await answer_of(http, CHAT, messages=HI, max_tokens=24, return_token_ids=True)
+        ids = whole["choices"][0]["token_ids"]
+        # Its ids are those of its text: a token of this model is a character.
+        begun = {"role": "assistant", "content": tokenizer.decode(ids[:9])}
+        body = {"messages": [*HI, begun], "continue_final_message": True, "add_generation_prompt": False}
+        for more in ({}, {"messages": [*HI, {**begun, "token_ids": ids[:9]}]}):
+            rest = await answer_of(http, CHAT, **{**body, **more}, max_tokens=15, return_token_ids=True)
+            (choice,) = rest["choices"]
+            assert choice["token_ids"] == ids[9:24]
+            assert choice["message"]["content"] == tokenizer.decode(ids[9:24])
+            assert rest["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        told = await http.post("/tokenize", json=body)
+        assert told.json()["tokens"] == [*chat_ids(tokenizer, HI), *ids[:9]]
+
+        prefilled = {"messages": [*HI, begun], "max_tokens": 15, "ignore_eos": True}
+        (block,) = (await http.post("/v1/messages", json=prefilled)).json()["content"]
+        assert block["text"] == tokenizer.decode(ids[9:24])
+        refused = await http.post(CHAT, json={"messages": HI, "continue_final_message": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+        await cluster.assert_nothing_held()
+
+
 async def test_completions_take_text_and_ids(etcd_endpoint, model_dir, cluster_name, tokenizer):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
         text = "Once upon a time there was a page"

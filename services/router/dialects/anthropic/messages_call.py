@@ -26,6 +26,7 @@ _READ_HERE = (
 )
 _REFUSED: Refused = {
     **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
+    **refused.CONTINUING,
     "container": (),
     "stop": (),
     "response_format": (),
@@ -99,6 +100,7 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
         messages=read_turns(body),
         chat_template_kwargs=read_variables(body, _THINKS[kind], body.inner("output_config").text("effort")),
     )
+    chat.continue_final_message = chat.messages[-1].role == "assistant"
     left_out = _read_tools(body, chat)
     if (named := read_constraint(body, _read_format(body))) is not None:
         sampling.constraint.CopyFrom(named.constraint)

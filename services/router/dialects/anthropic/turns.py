@@ -7,7 +7,7 @@ a model's     thinking, text, tool_use              ->  assistant, with its reas
 from collections.abc import Iterator
 from itertools import groupby
 
-from services.router.dialects.body import Body, InvalidParameter, check_text, json_text
+from services.router.dialects.body import Body, check_text, json_text
 from services.values.request import is_id
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage, ToolCall
 
@@ -23,11 +23,8 @@ def read_turns(body: Body) -> list[ChatMessage]:
     if not messages:
         raise body.wrong("messages", "must be a list of at least one message")
     turns = [*_system(body), *(turn for message in messages for turn in _read_message(message))]
-    if turns[-1].role == "assistant":
-        # Elsewhere the answer goes on where that one's content ends.
-        raise InvalidParameter(
-            f"messages[{len(messages) - 1}].role", "must not be assistant: this server continues no answer"
-        )
+    if turns[-1].role == "assistant" and turns[-1].tool_calls:
+        raise messages[-1].wrong("content", "must not have tool_use where the answer goes on with it")
     return turns
 
 

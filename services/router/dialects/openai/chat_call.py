@@ -10,6 +10,7 @@ from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, ch
 from services.router.dialects.counts import read_n
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.chat_tools import read_calls, read_tools
+from services.router.dialects.openai.continuing import read_continuing
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
@@ -30,6 +31,7 @@ def read_chat_call(
         messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
     )
     read_tools(body, chat)
+    chat.continue_final_message = read_continuing(body)
     request = GenerateRequest(chat=chat, sampling=sampling)
     read_n(body, request)
     return make_call(body, headers, request)
@@ -72,7 +74,6 @@ def _read_message(value: object, name: str) -> ChatMessage:
         raise InvalidParameter(name, "must be an object")
     if value.get("function_call"):
         raise InvalidParameter(f"{name}.function_call", "is not supported by this server; use tool_calls")
-    Body(value).refuse(refused.IN_MESSAGES, refused.INSTEAD, f"{name}.")
     token_ids = value.get("token_ids")
     content = _read_content(value.get("content"), f"{name}.content")
     return ChatMessage(

@@ -46,8 +46,6 @@ _ANYWHERE: Refused = {
     "input_ids": (),
     "documents": ([],),
     "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
     "truncate": (),
     "prompt_truncate_len": (),
@@ -138,9 +136,12 @@ _ANYWHERE: Refused = {
     "kv_transfer_params": ({},),
     "disaggregated_params": ({},),
 }
+# What a chat completion alone is asked for.
+CONTINUING: Refused = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 IN_CHATS: Refused = {**_ANYWHERE, "best_of": (1,), "add_special_tokens": (False,), "prompt": ("",)}
 IN_COMPLETIONS: Refused = {
     **_ANYWHERE,
+    **CONTINUING,
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "chat_template_kwargs": ({},),
@@ -148,9 +149,6 @@ IN_COMPLETIONS: Refused = {
     "messages": ([],),
     "reasoning_effort": ("none",),
 }
-# Of a message: what asks the answer to go on where its content ends.
-IN_MESSAGES: Refused = {"prefix": (False,), "partial": (False,)}
-
 # What does here what they do elsewhere.
 _AT_THE_TOP = "send what it holds as parameters of the body itself"
 _MAX_TOKENS = "use max_tokens"

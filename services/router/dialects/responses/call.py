@@ -22,6 +22,7 @@ _READ_HERE = (
 )
 _REFUSED: Refused = {
     **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
+    **refused.CONTINUING,
     "background": (False,),
     "conversation": (),
     "prompt": (),

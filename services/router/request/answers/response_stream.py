@@ -55,7 +55,9 @@ class ResponseStream:
         deadline: float,
     ) -> None:
         self._past = past
-        self._answer_id = secrets.token_hex(16) if past is not None else ""  # of a chat's answer
+        # Of a chat's whole answer: one that goes on with a turn is a part of it.
+        is_whole = past is not None and checked.tools.continued is None
+        self._answer_id = secrets.token_hex(16) if is_whole else ""
         self._has_begun = False
         self._scores: PromptScores | None = None
         self._output: Output | None = None  # that comes when all is said of the prompt
@@ -236,7 +238,7 @@ class ResponseStream:
 
     def _remember(self, stop_string: str) -> bool:
         """Whether the answer can be found again."""
-        if self._past is None:
+        if self._past is None or not self._answer_id:
             return False
         ids, message = self._own_ids(stop_string), self._text.message()
         is_told_apart = message.reasoning or _THINKING_ENDS not in message.content

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from services.router.text.chats.own_ids import unended
 from services.router.text.chats.splices import Frame, Sentinels, Written, example_after, example_before
 from services.router.text.chats.turns import ChatTurns, Turn, read_chat
 from services.values.errors import InvalidRequest
@@ -33,6 +34,7 @@ class ChatTokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str: ...
 
 
@@ -55,7 +57,8 @@ def render_chat(
     *,
     keep_thinking: bool = False,
 ) -> "RenderedChat":
-    """The prompt's ids, up to where the assistant's next turn begins.
+    """The prompt's ids, up to where the assistant's next turn begins or, where the last one goes on, up to
+    there.
 
     Past answers that come with `token_ids`, or are `remembered` by their message's index, stand there as the
     ids that they were, in the frame that the template gives them. One of which the template does not show
@@ -139,7 +142,9 @@ class _Rendering:
             self._stand_in(sentinels, index, answers[index].has_reasoning) if index in answers else turn
             for index, turn in enumerate(self._chat.turns)
         ]
-        return self._tokenizer.render_template(turns, self._chat.variables, self._chat.tools)
+        return self._tokenizer.render_template(
+            turns, self._chat.variables, self._chat.tools, continues=self._chat.continues
+        )
 
     def _stand_in(self, sentinels: Sentinels, index: int, has_reasoning: bool) -> Turn:
         turn = self._chat.turns[index]
@@ -177,9 +182,12 @@ class _Rendering:
             if before is None or skipped is None:
                 left_out.add(written.index)
                 continue
-            splices.append(
-                _Splice(before, answer.ids, frame is not None and frame.ends_with(self._end_markers))
-            )
+            if self._goes_on(written.index):
+                ids = unended(answer.ids, self._tokenizer.eos_token_ids)
+                splices.append(_Splice(before, ids, is_ended=False))
+            else:
+                is_ended = frame is not None and frame.ends_with(self._end_markers)
+                splices.append(_Splice(before, answer.ids, is_ended))
             begin = written.end + skipped
         return self._left_out(left_out) if left_out else self._joined(splices, rendered[begin:])
 
@@ -196,6 +204,9 @@ class _Rendering:
             return head + begun
         is_shown_so = rest.startswith(begun) or written.index > self._last_question
         return head + begun if is_shown_so and not answer.has_reasoning else None
+
+    def _goes_on(self, index: int) -> bool:
+        return self._chat.continues and index == len(self._chat.turns) - 1
 
     def _skipped(self, index: int, answer: PastAnswer, frame: Frame | None, after: str) -> int | None:
         if not self._chat.turns[index].calls:
@@ -219,7 +230,7 @@ class _Rendering:
 
     def _without_end_marker(self, splice: "_Splice", next_ids: Sequence[int]) -> Sequence[int]:
         eos, ids = self._tokenizer.eos_token_ids, splice.ids
-        if ids[-1] not in eos or not next_ids:
+        if not (ids and ids[-1] in eos and next_ids):
             return ids
         ends_so = splice.is_ended and self._tokenizer.is_silent(next_ids[0])
         return ids[:-1] if ends_so or next_ids[0] in eos else ids

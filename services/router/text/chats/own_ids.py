@@ -20,6 +20,11 @@ def without_stop_token(
     return ids[:-1] if is_stop else ids
 
 
+def unended(ids: Sequence[int], end_ids: Sequence[int]) -> Sequence[int]:
+    """As far as an answer can go on."""
+    return ids[:-1] if ids and ids[-1] in end_ids else ids
+
+
 def until_stop_string(
     tokenizer: TextTokenizer, ids: Sequence[int], stop_string: str, *, included: bool = False
 ) -> Sequence[int]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from services.router.text.chats.answer_memory import AnswerMemory, RememberedAnswer
 from services.router.text.chats.answers import AnswerCall, AnswerMessage, digest, said
 from services.router.text.chats.chat import PastAnswer
+from services.router.text.chats.turns import said_in
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 
 # Of past answers in a chat: the client sent their ids; we put their ids in; we knew them, but the template
@@ -90,7 +91,7 @@ def _said_by(message: ChatMessage) -> bytes:
     calls: Sequence[AnswerCall] = [
         AnswerCall(call.id, call.name, call.arguments) for call in message.tool_calls
     ]
-    return said(message.content or "".join(message.parts), calls)
+    return said(said_in(message), calls)
 
 
 def _thought_so(answer: RememberedAnswer, message: ChatMessage) -> bool:

@@ -32,11 +32,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurns:
-    """A chat for a template: `tools` in OpenAI's shape, `variables` that the template may read."""
+    """A chat for a template: `tools` in OpenAI's shape, `variables` that the template may read. `continues`:
+    the last turn is a model's, which goes on."""
 
     turns: Sequence[Turn]
     tools: Sequence[dict[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
 
 def read_chat(chat: Chat) -> ChatTurns:
@@ -45,7 +47,23 @@ def read_chat(chat: Chat) -> ChatTurns:
         raise InvalidRequest("chat.messages must hold at least one message")
     turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
     tools = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
-    return ChatTurns(turns, tools, _read_variables(chat.chat_template_kwargs))
+    if chat.continue_final_message:
+        _check_continued(chat.messages[-1], f"chat.messages[{len(turns) - 1}]")
+    return ChatTurns(turns, tools, _read_variables(chat.chat_template_kwargs), chat.continue_final_message)
+
+
+def _check_continued(last: ChatMessage, name: str) -> None:
+    if last.role != "assistant":
+        raise InvalidRequest(f"chat.continue_final_message needs a last message of the assistant's: {name}")
+    if last.tool_calls:
+        raise InvalidRequest(f"{name}.tool_calls must be empty where the answer goes on with its content")
+    if not (said_in(last) or last.token_ids):
+        raise InvalidRequest(f"{name}.content must not be empty where the answer goes on with it")
+
+
+def said_in(message: ChatMessage) -> str:
+    """Its text, as one."""
+    return message.content or "".join(message.parts)
 
 
 def _turn(message: ChatMessage, name: str) -> Turn:

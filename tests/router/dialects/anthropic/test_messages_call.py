@@ -12,6 +12,7 @@ from services.router.dialects.sampling_defaults import OPENAI
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 
+CALLED = {"type": "tool_use", "id": "call_a", "name": "weather", "input": {}}
 WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
 
 
@@ -181,7 +182,8 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"messages": "Hi"}, "messages"),
         ({"messages": ["Hi"]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
+        ({"messages": [USER, {"role": "assistant", "content": [CALLED]}]}, "messages[1].content"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         (

@@ -198,6 +198,7 @@ def test_what_codex_sends_is_taken() -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"messages": [{}]}, "messages"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

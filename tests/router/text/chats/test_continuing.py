@@ -1,0 +1,85 @@
+"""Prompts that end where the last message does: transformers' own, with past answers' ids in them."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from router.templates.formats import FORMATS
+from services.router.text.chats.chat import PastAnswer, render_chat
+from services.router.text.tokenizer import Tokenizer
+from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
+
+ASKED = ChatMessage(role="user", content="What is 6 x 7?")
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def directory(request, tmp_path):
+    return FORMATS[request.param].save(tmp_path)
+
+
+def continued(*messages, **fields):
+    return Chat(messages=messages, continue_final_message=True, **fields)
+
+
+def said(content="", **fields):
+    return ChatMessage(role="assistant", content=content, **fields)
+
+
+@pytest.mark.parametrize("content", ["It is", "It is ", "It is 4", "語 in\n\nlines"])
+def test_the_prompt_is_transformers_own(directory, content):
+    messages = [{"role": "user", "content": ASKED.content}, {"role": "assistant", "content": content}]
+    backend = AutoTokenizer.from_pretrained(directory)
+    text = backend.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert text.rstrip().endswith(content.rstrip())
+    tokenizer = Tokenizer(str(directory))
+    chat = continued(ASKED, said(content))
+    assert render_chat(tokenizer, chat).ids == tokenizer.encode(text, special_tokens=False)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_ids_that_were_generated_end_the_prompt_without_the_end_that_they_had(directory, is_given):
+    tokenizer = Tokenizer(str(directory))
+    ids = [token_id for letter in "It is" for token_id in tokenizer.encode(letter, special_tokens=False)]
+    ended = [*ids, tokenizer.eos_token_ids[0]]
+    last = said("It is", token_ids=ended) if is_given else said("It is")
+    known = {} if is_given else {1: PastAnswer(ended)}
+    rendered = render_chat(tokenizer, continued(ASKED, last), known)
+    begun = render_chat(tokenizer, Chat(messages=[ASKED])).ids
+    assert rendered.ids == begun + ids
+    assert rendered.spliced == (frozenset() if is_given else {1})
+
+
+def test_past_answers_stand_in_it_as_they_were(directory):
+    tokenizer = Tokenizer(str(directory))
+    ids = [token_id for letter in "42" for token_id in tokenizer.encode(letter, special_tokens=False)]
+    past = said("42", token_ids=[*ids, tokenizer.eos_token_ids[0]])
+    longer = [ASKED, past, ChatMessage(role="user", content="Sure?")]
+    prompt = render_chat(tokenizer, continued(*longer, said("Yes, I"))).ids
+    text = tokenizer.text_of(prompt)
+    assert text.endswith("Yes, I") and text.count("42") == 1
+    assert any(prompt[start : start + len(ids)] == ids for start in range(len(prompt)))
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([ASKED], "continue_final_message needs a last message of the assistant's"),
+        ([ASKED, said()], r"messages\[1\].content must not be empty"),
+        ([ASKED, said("a", tool_calls=[ToolCall(name="f")])], r"messages\[1\].tool_calls must be empty"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_by_name(tmp_path, messages, problem):
+    tokenizer = Tokenizer(str(FORMATS["qwen3"].save(tmp_path)))
+    with pytest.raises(InvalidRequest, match=rf"^chat\.{problem}"):
+        render_chat(tokenizer, continued(*messages))
+
+
+def test_a_template_that_hides_the_message_is_told_of_without_the_chat(tmp_path):
+    directory = FORMATS["qwen3"].save(tmp_path)
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        render_chat(Tokenizer(str(directory)), continued(ASKED, said("Yes")))
+    assert str(caught.value).startswith("chat.continue_final_message cannot be heeded")
+    assert ASKED.content not in str(caught.value)
