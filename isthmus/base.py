@@ -19,7 +19,8 @@ class BaseClient:
     `tls`: True trusts the system's authorities; a Tls names files. `api_key` goes with every call, in the
     clear where there is no TLS. `model` and `tenant` are of every request that names no other. `timeout`
     bounds a call with all its attempts, in seconds; None leaves that to the router. `clock` and `chance` are
-    for tests."""
+    for tests.
+    """
 
     def __init__(
         self,

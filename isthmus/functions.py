@@ -2,7 +2,8 @@
 
 Taken are str, int, float, bool, None, Literal, list, dict with str keys, unions of these and Any: what JSON
 has. Annotated[T, "a sentence"] describes a parameter. Anything else is refused by name rather than guessed
-at."""
+at.
+"""
 
 import inspect
 import json

@@ -25,7 +25,8 @@ class AsyncClient(BaseClient):
     """Talks to a router. Tasks may share one; `close` it, or use it in an `async with`.
 
     Unavailable and Overloaded are tried again, as `retries` says, while nothing of an answer has come. Every
-    call raises an IsthmusError. `sleep` is for tests."""
+    call raises an IsthmusError. `sleep` is for tests.
+    """
 
     def __init__(
         self, *args: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep, **kwargs: Any

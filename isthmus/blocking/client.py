@@ -25,7 +25,8 @@ class Client(BaseClient):
     """Talks to a router. Threads may share one; `close` it, or use it in a `with`.
 
     Unavailable and Overloaded are tried again, as `retries` says, while nothing of an answer has come. Every
-    call raises an IsthmusError. `sleep` is for tests."""
+    call raises an IsthmusError. `sleep` is for tests.
+    """
 
     def __init__(self, *args: Any, sleep: Callable[[float], None] = time.sleep, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

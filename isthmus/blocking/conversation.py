@@ -66,7 +66,8 @@ class Conversation:
 
         `called` is told each call and its result. A call that no function takes goes back to the model as an
         error; what a function raises is raised. Raises IncompleteAnswer when the model still calls after
-        `most_turns`."""
+        `most_turns`.
+        """
         for _ in range(most_turns):
             answer = self.say(text, **options)
             if not answer.tool_calls:

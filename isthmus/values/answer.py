@@ -43,7 +43,8 @@ class Answer:
     `finish_reason`: stop, length, tool_calls, capacity (no rank's pool holds more) or aborted. `usage` is of
     `placement`, which is where it began; `placements` are all that generated, `totals` their sums.
     `answer_id` names it for a later chat. `prompt_token_ids` and `prompt_logprobs` are the first answer's
-    alone."""
+    alone. `left_out`, with best_of: what the answers took that are not told.
+    """
 
     request_id: str
     text: str
@@ -62,6 +63,7 @@ class Answer:
     index: int = 0
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    left_out: Totals | None = None
     _parse: Parse | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -147,6 +149,7 @@ class Growing:
             index=self._last.index,
             prompt_token_ids=tuple(self._first.prompt_token_ids),
             prompt_logprobs=_logprobs_of(self._first.prompt_logprobs),
+            left_out=read(Totals, finish.left_out) if finish.HasField("left_out") else None,
             _parse=self._parse,
         )
 

@@ -19,6 +19,7 @@ class RunningRequest:
     decode: RankId | None
     prefill: RankId | None
     tenant: str
+    answers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Finish:
     placements: tuple[Placement, ...]
     totals: Totals
     answer_id: str
+    left_out: Totals | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class FinishedRequest:
     tool_calls: int
     constraint: str
     tenant: str
+    answers: int
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

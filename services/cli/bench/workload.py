@@ -1,7 +1,8 @@
 """What is asked. A workload is a function of its settings and the seed; it is made as it is sent. Pure.
 
 A session is a conversation, of one turn or more: what each turn adds to what was said, and how long its
-answer is."""
+answer is.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

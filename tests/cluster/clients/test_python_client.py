@@ -83,6 +83,10 @@ def formats(client):
     cut = client.generate("A city:", json_schema=SCHEMA, max_tokens=3)
     with pytest.raises(IncompleteAnswer, match="length"):
         _ = cut.parsed
+    three = client.answers("Hello", n=3, max_tokens=4, seed=1)
+    assert [(answer.index, len(answer.token_ids)) for answer in three] == [(0, 4), (1, 4), (2, 4)]
+    best = client.generate("Hello", best_of=3, max_tokens=4, seed=1)
+    assert len(best.token_ids) == 4 and best.left_out.completion_tokens == 8
     assert client.generate("Hello", max_tokens=2, logprobs=0).logprobs[1].chosen.logprob <= 0
     with pytest.raises(InvalidRequest, match="temperature"):
         client.generate("Hello", temperature=-1)
