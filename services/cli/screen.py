@@ -1,11 +1,12 @@
 """What is known of the terminal that a command writes to."""
 
-import os
 import shutil
 import sys
 from typing import Literal, TextIO
 
 from rich.console import Console
+
+from services.observe import short_lines
 
 Color = Literal["auto", "always", "never"]
 COLOR_HELP = "whether to use colours; auto: at a terminal, unless NO_COLOR is set"
@@ -18,10 +19,7 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def is_colored(choice: Color, stream: TextIO) -> bool:
-    """As https://no-color.org asks."""
-    if choice != "auto":
-        return choice == "always"
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return short_lines.is_colored(stream) if choice == "auto" else choice == "always"
 
 
 def console(stream: TextIO, choice: Color) -> Console:

@@ -1,4 +1,5 @@
 """Log lines: `time level service logger event key=value ...`, or with --log-format=json an object of these.
+At a terminal `time level event key=value ...`, in colours.
 
 Inside `request_context(id)` every line of the same task also carries `request_id=...`.
 """
@@ -14,6 +15,7 @@ from contextvars import ContextVar
 from types import TracebackType
 
 from services.observe import json_lines
+from services.observe.short_lines import LogLine, is_colored
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -51,24 +53,34 @@ class _RequestIdFilter(logging.Filter):
         return True
 
 
-_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
-
-
 class _LineFormatter(logging.Formatter):
-    def __init__(self, service: str, color: bool) -> None:
+    def __init__(self, service: str) -> None:
         super().__init__(
             f"%(asctime)s.%(msecs)03dZ %(levelname)s {service.replace('%', '%%')} %(name)s %(message)s",
             datefmt="%Y-%m-%dT%H:%M:%S",
         )
         self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record) + _of_request(record)
+
+
+class _ShortFormatter(logging.Formatter):
+    """For whoever sits at the terminal, and knows what it started there."""
+
+    def __init__(self, color: bool) -> None:
+        super().__init__()
         self._color = color
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
-        if request_id := getattr(record, "request_id", ""):
-            line += f" request_id={_text(request_id)}"
-        color = _COLORS.get(record.levelno) if self._color else None
-        return f"{color}{line}\x1b[0m" if color else line
+        clock = time.strftime("%H:%M:%S", time.gmtime(record.created))
+        line = LogLine(clock, record.levelname, "", record.message + _of_request(record))
+        return line.short(self._color)
+
+
+def _of_request(record: logging.LogRecord) -> str:
+    request_id = getattr(record, "request_id", "")
+    return f" request_id={_text(request_id)}" if request_id else ""
 
 
 class _JsonFormatter(logging.Formatter):
@@ -112,15 +124,20 @@ def setup_logging(
 ) -> None:
     """Send every log line to stderr; replaces what was set up before.
 
-    `service` names the process in each line ("decode-0/1"); `log_format` is text or json; `color` None means:
-    on a terminal. Of what others write there json_lines.lay_pipe makes JSON.
+    `service` names the process in each line ("decode-0/1"); `log_format` is text or json. On a terminal lines
+    are short, and coloured unless NO_COLOR is set; `color` says so whatever it is, or that it is none. Of
+    what others write there json_lines.lay_pipe makes JSON.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
-    colors = sys.stderr.isatty() if color is None else color
-    handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _LineFormatter(service, colors))
+    handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _text_formatter(service, color))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(log_format == "json")
+
+
+def _text_formatter(service: str, color: bool | None) -> logging.Formatter:
+    is_short = sys.stderr.isatty() if color is None else color
+    return _ShortFormatter(is_colored(sys.stderr) or bool(color)) if is_short else _LineFormatter(service)
 
 
 def log_service(service: str, level: str, log_format: str) -> None:

@@ -137,3 +137,11 @@ def test_a_traceback_follows_its_line(capsys):
     err = capsys.readouterr().err
     assert "failed request_id=r\nTraceback" in err
     assert "KeyError: 'lost'" in err
+
+
+def test_at_a_terminal_lines_are_short(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(log_lines.sys.stderr, "isatty", lambda: True)
+    log_lines.setup_logging("s")
+    log_lines.event(logger, "disk_full", logging.WARNING, left=3)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARN  disk_full left=3\n", capsys.readouterr().err)

@@ -25,6 +25,7 @@ import grpc
 from services.cli.client import key_metadata
 from services.cli.local import preflight
 from services.etcd.embedded import EmbeddedEtcd
+from services.host import memory
 from services.host.child_lines import child_lines
 from services.host.parent_death import dying_with_us
 from services.host.ports import host_port, is_wildcard
@@ -199,18 +200,20 @@ class LocalCluster:
         """What can be told to fail before anything is started.
 
         Raises:
-            ConfigError: the checkpoint or a port cannot be used.
+            ConfigError: the checkpoint or a port cannot be used, or memory or an etcd is missing.
             SystemExit: a service would refuse its flags; standard error says which, and why.
         """
         shape = self.shape
-        engines = set()
+        ranks = []
         for name, module, flags in reversed(self._plan()):
             if module == "services.router":
                 self.router_config = preflight.router_config(name, flags)
             else:
-                engines.add(preflight.rank_config(name, flags).engine)
-        for engine in engines:
+                ranks.append(preflight.rank_config(name, flags))
+        for engine in {rank.engine for rank in ranks}:
             preflight.check_checkpoint(shape.model, engine)
+        preflight.check_memory(shape.model, ranks, memory.available_bytes())
+        preflight.check_etcd(shape.etcd)
         self.router_config.tls()
         key_metadata(self.router_config.api_key_file)
         wanted = {"--port": shape.port, "--http-port": shape.http_port}

@@ -3,6 +3,8 @@
 flags of every service -> their configs      a value that no service takes
 the model's directory                        no checkpoint, or one that --engine does not run
 the ports that were named                    taken by somebody else
+memory, on the CPU                           too little for the weights of all ranks
+etcd                                         none is named, and none is installed
 the data directory                           another cluster's
 """
 
@@ -10,13 +12,17 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from services.cli.table import format_bytes
+from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
 from services.model.architectures import disagreement, is_quantized
+from services.model.sizing import ITEM_BYTES, kv_dtype
+from services.model.weights import weights
 from services.rank.config import RankConfig
 from services.router.config import RouterConfig
 from services.settings.flags import load
@@ -48,10 +54,46 @@ def check_checkpoint(directory: Path, engine: str) -> None:
     if engine == "fake":
         return
     config = _read_config(directory)
-    if not any(directory.glob("*.safetensors")):
+    files = [*directory.glob("*.safetensors")]
+    if not files:
         raise ConfigError(f"--model: {directory} holds no weights (*.safetensors)")
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise ConfigError(f"--model: {unreadable[0]} cannot be read: give yourself the right to (chmod u+r)")
     if engine == "torch":
         _check_architecture(directory, config)
+
+
+def check_memory(directory: Path, ranks: Sequence[RankConfig], available_bytes: int | None) -> None:
+    """Of engine torch on the CPU, where each rank has the weights for itself. Their pools are not counted: of
+    these only what is used is taken.
+
+    Raises:
+        ConfigError: the weights of all `ranks`, a config a worker, do not fit into what is free.
+    """
+    here = [rank for rank in ranks if rank.engine == "torch" and rank.device == "cpu"]
+    if not here or available_bytes is None:
+        return
+    config, count = _read_config(directory), sum(rank.dp_size for rank in here)
+    try:
+        own_bytes, own_dtype = weights(config).bytes_per_gpu(), kv_dtype(config)
+    except ConfigError:  # of a family whose size nobody reckons
+        return
+    item_bytes = [ITEM_BYTES[rank.dtype or own_dtype] * rank.dp_size for rank in here]
+    needed = own_bytes / ITEM_BYTES[own_dtype] * sum(item_bytes)
+    if needed > available_bytes:
+        raise ConfigError(
+            f"--model: the weights of {count} ranks take {format_bytes(needed)}, and "
+            f"{format_bytes(available_bytes)} of memory are free: take a smaller model, fewer ranks "
+            "(--decode-dp-size=1), or --rank-flag=dtype=bfloat16"
+        )
+
+
+def check_etcd(endpoints: Sequence[str]) -> None:
+    """Raises ConfigError where none is named, and there is none to start."""
+    if not endpoints and not os.access(etcd_binary(), os.X_OK):
+        raise ConfigError(
+            f"{etcd_binary()} cannot be run: install isthmus[embedded] again, or name an --etcd"
+        )
 
 
 def _read_config(directory: Path) -> Mapping[str, Any]:

@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from services.cli import screen
+from services.cli.client import ClientConfig
 from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.progress import Progress, planned
 from services.host.ports import check_port, host_port, is_wildcard
 from services.observe import json_lines
 from services.settings.flags import load, setting
+from services.settings.hub import MODEL_HELP, resolved
 
 _KILLED = 130  # as of any program that Ctrl-C ends
 
@@ -30,7 +34,8 @@ def _passed_on(to: str) -> Any:
 class UpConfig:
     """Start etcd, a router, prefill and decode ranks on this machine; Ctrl-C stops everything."""
 
-    model: Path = setting(help="directory of the checkpoint", bare="MODEL")
+    model: Path = setting(help=MODEL_HELP, bare="MODEL")
+    model_name: str = setting("", "name it is served under; default: its own, or its directory's")
     data_dir: Path = setting(Path("run"), "where the embedded etcd keeps its data")
     etcd: tuple[str, ...] = setting((), "endpoints of an etcd that runs; default: an embedded one")
     host: str = setting("127.0.0.1", "address to listen on; :: is every one, IPv4's too")
@@ -45,6 +50,7 @@ class UpConfig:
     tls_cert: Path | None = setting(None, "PEM of the certificate of all services; turns TLS on")
     tls_key: Path | None = setting(None, "PEM of its key")
     log_format: Literal["text", "json"] = setting("text", "of what the services log; json: an object a line")
+    color: screen.Color = setting("auto", screen.COLOR_HELP)
     rank_flag: tuple[str, ...] = _passed_on("rank")
     router_flag: tuple[str, ...] = _passed_on("router")
     flag: tuple[str, ...] = _passed_on("service")
@@ -68,6 +74,7 @@ class UpConfig:
             http_port=self.http_port,
             common_flags=(
                 f"--log-format={self.log_format}",
+                *([f"--model-name={self.model_name}"] if self.model_name else []),
                 *self._tls_flags(),
                 *(f"--{flag}" for flag in self.flag),
             ),
@@ -98,27 +105,46 @@ class _Signals:
 
 def run(argv: list[str]) -> int:
     config = load(UpConfig, argv, prog="isthmus up")
+    progress = _progress(config)
+    if progress is not None:
+        progress.step("checking", "the model, flags, ports, memory and etcd")
+    config = resolved(config, weights="engine=fake" not in config.rank_flag, tell=_tell)
     LocalCluster(config.shape(), _show_nothing).check()
-    return asyncio.run(_up(config))
+    return asyncio.run(_up(config, progress))
+
+
+def _progress(config: UpConfig) -> Progress | None:
+    """Where a person reads along."""
+    if config.log_format == "json" or not sys.stderr.isatty():
+        return None
+    shape = config.shape()
+    return Progress(shape.prefill_ranks + shape.decode_ranks, screen.is_colored(config.color, sys.stderr))
+
+
+def _tell(what: str) -> None:
+    print(f"isthmus up: {what}", file=sys.stderr, flush=True)
 
 
 def _show_nothing(name: str, line: str) -> None:
     """Nothing was started that could say anything."""
 
 
-async def _up(config: UpConfig) -> int:
+async def _up(config: UpConfig, progress: Progress | None) -> int:
     signals = _Signals()
 
     def show_line(name: str, line: str) -> None:
-        as_json = config.log_format == "json"
-        text = json_lines.json_line(line, name, time.time()) if as_json else f"{name:<9}| {line}"
         try:
-            print(text, file=sys.stderr, flush=True)
+            if progress is not None:
+                progress.line(name, line)
+            else:
+                print(_as_logged(config, name, line), file=sys.stderr, flush=True)
         except BrokenPipeError:
             signals.stopping.set()
 
     cluster = LocalCluster(config.shape(), show_line)
-    serve = asyncio.create_task(_serve(config, cluster))
+    if progress is not None:
+        progress.step("starting", planned(cluster.shape))
+    serve = asyncio.create_task(_serve(config, cluster, progress))
     stop = asyncio.create_task(signals.stopping.wait())
     await asyncio.wait({serve, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
@@ -127,6 +153,11 @@ async def _up(config: UpConfig) -> int:
     _say("stopping; Ctrl-C again kills everything at once")
     serve.cancel()  # leaving its context stops every process, also those that are starting
     return await _until_stopped(serve, cluster, signals.killing)
+
+
+def _as_logged(config: UpConfig, name: str, line: str) -> str:
+    as_json = config.log_format == "json"
+    return json_lines.json_line(line, name, time.time()) if as_json else f"{name:<9}| {line}"
 
 
 async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, killing: asyncio.Event) -> int:
@@ -141,21 +172,31 @@ async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, kill
     return _KILLED if killing.is_set() else 0
 
 
-async def _serve(config: UpConfig, cluster: LocalCluster) -> int:
+async def _serve(config: UpConfig, cluster: LocalCluster, progress: Progress | None) -> int:
     """Until a process ends unasked."""
     async with cluster:
-        scheme = "http" if cluster.router_config.tls() is None else "https"
-        http_port = cluster.http_ports[0]
-        http = f"{scheme}://{host_port(config.host, http_port)}/v1"
-        _say(
-            f"ready: gRPC on {cluster.router_endpoint()}, OpenAI API on {http}, "
-            f"etcd on {cluster.etcd_endpoints[0]}"
-        )
-        if cluster.router_config.page == "on":
-            _say(f"to talk to it and watch it, open {scheme}://{_host_to_open(config.host, http_port)}/")
+        _tell_ready(config, cluster, progress)
         child = await cluster.wait_for_exit()
         print(f"{child.name} ended with exit code {child.process.returncode}; stopping", file=sys.stderr)
         return 1
+
+
+def _tell_ready(config: UpConfig, cluster: LocalCluster, progress: Progress | None) -> None:
+    scheme = "http" if cluster.router_config.tls() is None else "https"
+    http_port = cluster.http_ports[0]
+    grpc, http = cluster.router_endpoint(), f"{scheme}://{host_port(config.host, http_port)}/v1"
+    etcd, has_page = cluster.etcd_endpoints[0], cluster.router_config.page == "on"
+    page = f"{scheme}://{_host_to_open(config.host, http_port)}/"
+    if progress is not None:
+        pages = {"page": f"{page} (talk to it, and watch it)"} if has_page else {}
+        chat = "isthmus chat" + f" --router={grpc}" * (grpc != ClientConfig().router)
+        progress.over(
+            {"gRPC": grpc, "OpenAI API": http, **pages, "etcd": etcd, "chat": chat, "stop": "Ctrl-C"}
+        )
+    if progress is None or not sys.stdout.isatty():
+        _say(f"ready: gRPC on {grpc}, OpenAI API on {http}, etcd on {etcd}")
+        if has_page:
+            _say(f"to talk to it and watch it, open {page}")
 
 
 def _host_to_open(host: str, port: int) -> str:

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from services.engine.start_fault import reading, start_fault
+from services.engine.torch import load_progress
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
 from services.model.architectures import disagreement, is_quantized
 from services.model.context_length import context_tokens
@@ -105,7 +106,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     """
     disable_progress_bar()  # a rank's standard error is a log
     try:
-        with LOADING:
+        with LOADING, load_progress.telling():
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.directory,
                 config=checkpoint.config,

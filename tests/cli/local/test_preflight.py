@@ -123,3 +123,57 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--data-dir"), preflight.sole_user(tmp_path / "file" / "run"):
         pass
+
+
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "flags,free_gib,said",
+    [
+        ((), 50, ""),
+        (
+            (),
+            40,
+            "the weights of 3 ranks take 44.9 GiB, and 40.0 GiB of memory are free: take a smaller model",
+        ),
+        (("--dtype=float32",), 50, "take 89.7 GiB"),
+        (("--device=cuda",), 1, ""),
+        (("--engine=fake",), 1, ""),
+        ((), None, ""),
+    ],
+)
+def test_weights_that_do_not_fit_are_told(checkpoint, flags, free_gib, said):
+    (checkpoint / "config.json").write_text(json.dumps(LARGE))
+    ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}", *flags])]
+    ranks += [preflight.rank_config("d", ["--worker=d", f"--model={checkpoint}", "--dp-size=2", *flags])]
+    free = free_gib and free_gib << 30
+    if not said:
+        preflight.check_memory(checkpoint, ranks, free)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            preflight.check_memory(checkpoint, ranks, free)
+
+
+def test_a_family_of_unknown_size_is_not_judged(checkpoint):
+    ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}"])]
+    preflight.check_memory(checkpoint, ranks, 1)
+
+
+def test_an_etcd_that_is_not_there_is_told(monkeypatch, tmp_path):
+    preflight.check_etcd(("e:1",))
+    preflight.check_etcd(())
+    monkeypatch.setattr(preflight, "etcd_binary", lambda: tmp_path / "etcd")
+    with pytest.raises(ConfigError, match="cannot be run: install"):
+        preflight.check_etcd(())
+    preflight.check_etcd(("e:1",))
