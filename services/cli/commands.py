@@ -31,6 +31,7 @@ COMMANDS = {
     "size": Command(_MODELS, ".look", "how much KV a model's conversations need"),
     "make-model": Command(_MODELS, ".model", "write a small random checkpoint"),
     "drain": Command(_OPERATE, "", "take ranks out of service in peace, or put them back"),
+    "completion": Command(_SHELL, ".completion", "let bash, zsh or fish complete it"),
 }
 _TITLE = "isthmus: LLM serving in which prefill and decode run apart"
 

@@ -1,0 +1,1 @@
+"""`isthmus completion`: what a shell needs to know to complete the command."""
