@@ -99,8 +99,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        # OpenAI's answers have no place for the prompt's ids.
-        return self._generator.generate(_callers_own(request), timeout_s, traceparent, tells_prompt=False)
+        # OpenAI's answers have no place for the prompt's ids, but beside what is told of them.
+        asks_of_prompt = request.sampling.HasField("prompt_logprobs")
+        return self._generator.generate(
+            _callers_own(request), timeout_s, traceparent, tells_prompt=asks_of_prompt
+        )
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
         ids, context_tokens = await self._generator.tokenize(_callers_own(request))

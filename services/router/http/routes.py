@@ -103,7 +103,7 @@ def _dialects(
         COMPLETIONS: OpenAiDialect("completions", read_completion_call, CompletionFormat, defaults, *words),
         RESPONSES: ResponsesDialect(defaults, store),
         MESSAGES: AnthropicDialect(defaults),
-        GENERATE: SglangDialect(defaults),
+        GENERATE: SglangDialect(defaults, generation.token_text),
     }
 
 

@@ -1,10 +1,12 @@
 """Chat completions and completions, each asked for and answered: one object, or chunks and [DONE]."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.choice import AnswerFormat, Piece, TokenBytes, TokenText, finish_reason
+from services.router.dialects.openai.echo import cut, prompt_text, vllm_prompt_logprobs
 from services.router.dialects.openai.errors import error_json
 from services.router.dialects.openai.openai_call import OpenAiCall
 from services.router.dialects.openai.usage import answers_json, isthmus_json, usage_json
@@ -35,31 +37,41 @@ class OpenAiDialect:
         return self._read_call(fields, headers, self._defaults)
 
     def answer(self, call: OpenAiCall, envelope: Envelope) -> "OpenAiAnswer":
-        formats = [self._make_format(self._token_text, self._token_bytes) for _ in range(call.num_answers)]
-        return OpenAiAnswer(call, formats, envelope)
+        words = self._token_text, self._token_bytes
+        formats = [self._make_format(*words) for _ in range(call.num_answers)]
+        return OpenAiAnswer(call, formats, envelope, words)
 
 
 class OpenAiAnswer:
     """Each answer is a choice. No [DONE] follows an error. Its id is the request's."""
 
-    def __init__(self, call: OpenAiCall, formats: Sequence[AnswerFormat], envelope: Envelope) -> None:
+    def __init__(
+        self,
+        call: OpenAiCall,
+        formats: Sequence[AnswerFormat],
+        envelope: Envelope,
+        words: tuple[TokenText, TokenBytes],
+    ) -> None:
         """`formats`: one for each choice."""
         self.request = call.request
         self._call = call
         self._formats = formats
         self._said = envelope
+        self._token_text, self._token_bytes = words
         self._started: set[int] = set()
         self._finished: dict[int, Finish] = {}
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json:
         finishes = [answer.finish for answer in answers]
+        each = self._call.answers_each  # of a prompt, of which the first tells of it
         choices = [
-            answer_format.whole(self._piece(answer))
-            for answer_format, answer in zip(self._formats, answers, strict=True)
+            answer_format.whole(self._piece(answer, answers[place // each * each]))
+            for place, (answer_format, answer) in enumerate(zip(self._formats, answers, strict=True))
         ]
         return {
             **self._envelope(self._formats[0].object_name, answers[0], choices),
-            "usage": usage_json(finishes, self._call.answers_each),
+            **self._formats[0].beside(self._piece(answers[0], answers[0])),
+            "usage": self._usage(finishes),
             "isthmus": answers_json(finishes),
         }
 
@@ -75,7 +87,7 @@ class OpenAiAnswer:
         return len(self._finished) == self._call.num_answers
 
     def _chunks(self, response: GenerateResponse) -> list[Json]:
-        piece, answer_format = self._piece(response), self._formats[response.index]
+        piece, answer_format = self._piece(response, response), self._formats[response.index]
         choices = [] if response.index in self._started else [answer_format.opening(response.index)]
         if not piece.is_empty:
             choices.append(answer_format.delta(piece))
@@ -86,12 +98,15 @@ class OpenAiAnswer:
             chunks[-1]["isthmus"] = isthmus_json(response.finish)
             self._finished[response.index] = response.finish
             if self._is_over and self._call.include_usage:
-                chunks.append({**self._chunk(response, []), "usage": self._usage()})
+                finishes = [self._finished[index] for index in range(self._call.num_answers)]
+                chunks.append({**self._chunk(response, []), "usage": self._usage(finishes)})
         return chunks
 
-    def _usage(self) -> Json:
-        finishes = [self._finished[index] for index in range(self._call.num_answers)]
-        return usage_json(finishes, self._call.answers_each)
+    def _usage(self, finishes: Sequence[Finish]) -> Json:
+        usage = usage_json(finishes, self._call.answers_each)
+        if not self._call.echo.only:
+            return usage
+        return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
 
     def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
         chunk = self._envelope(self._formats[0].chunk_object_name, response, choices)
@@ -106,13 +121,37 @@ class OpenAiAnswer:
             "choices": choices,
         }
 
-    def _piece(self, response: GenerateResponse) -> Piece:
-        return Piece(
+    def _piece(self, response: GenerateResponse, told: GenerateResponse) -> Piece:
+        """`told`: which tells of its prompt; it may be another answer's."""
+        call = self._call
+        piece = Piece(
             response.text,
-            token_ids=response.token_ids if self._call.return_token_ids else None,
-            logprobs=response.logprobs if self._call.wants_logprobs else None,
+            token_ids=response.token_ids if call.return_token_ids else None,
+            logprobs=response.logprobs if call.wants_logprobs else None,
             finish_reason=finish_reason(response.finish) if response.HasField("finish") else None,
             reasoning=response.reasoning,
             calls=response.tool_calls,
             index=response.index,
         )
+        if call.echo.echoes:
+            piece = self._echoing(piece, told)
+        if call.echo.num_top is None:
+            return piece
+        prompt = vllm_prompt_logprobs(told.prompt_logprobs, call.echo.num_top, self._token_text)
+        return replace(piece, prompt_logprobs=prompt)
+
+    def _echoing(self, piece: Piece, told: GenerateResponse) -> Piece:
+        """Before the answer's own, which may be left out: the prompt's text, once, and its tokens."""
+        call, text, logprobs, token_ids = self._call, piece.text, piece.logprobs, piece.token_ids
+        if call.echo.only:
+            text, token_ids = "", token_ids if token_ids is None else ()
+            logprobs = logprobs if logprobs is None else ()
+            piece = replace(piece, finish_reason=piece.finish_reason and "length")
+        if piece.index not in self._started:
+            request = call.requests[piece.index // call.answers_each]
+            text = prompt_text(request, self._token_text, self._token_bytes) + text
+        if logprobs is None:
+            return replace(piece, text=text, token_ids=token_ids)
+        logprobs = [*cut(told.prompt_logprobs, call.request.sampling.logprobs), *logprobs]
+        first_id = told.prompt_token_ids[0] if told.prompt_token_ids else None
+        return replace(piece, text=text, token_ids=token_ids, logprobs=logprobs, first_id=first_id)

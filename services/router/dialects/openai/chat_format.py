@@ -38,6 +38,9 @@ class ChatFormat:
             delta["content"] = piece.text
         return piece.choice({"delta": delta}, self._logprobs(piece.logprobs))
 
+    def beside(self, piece: Piece) -> Json:
+        return {} if piece.prompt_logprobs is None else {"prompt_logprobs": piece.prompt_logprobs}
+
     def opening(self, index: int) -> Json | None:
         return Piece("", index=index).choice({"delta": {"role": "assistant", "content": ""}}, None)
 

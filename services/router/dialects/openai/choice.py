@@ -34,11 +34,13 @@ class Piece:
     reasoning: str = ""
     calls: Sequence[ToolCallDelta] = ()
     index: int = 0
+    first_id: int | None = None  # of a prompt that is echoed: nothing tells of it
+    prompt_logprobs: Sequence[Json | None] | None = None  # vLLM's
 
     @property
     def is_empty(self) -> bool:
         parts = (self.text, self.reasoning, self.calls, self.logprobs, self.token_ids, self.finish_reason)
-        return not any(parts)
+        return not any(parts) and self.first_id is None
 
     def choice(self, content: Json, logprobs: Json | None) -> Json:
         choice = {"index": self.index, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}
@@ -59,6 +61,9 @@ class AnswerFormat(Protocol):
 
     def delta(self, piece: Piece) -> Json:
         """The one entry of a chunk's `choices`."""
+
+    def beside(self, piece: Piece) -> Json:
+        """What the whole answer tells beside its choices."""
 
     def opening(self, index: int) -> Json | None:
         """The choice of a chunk that comes before all text, if the shape has one."""

@@ -26,15 +26,18 @@ def read_completion_call(
     max_tokens = body.max_tokens("max_tokens")
     if max_tokens is None:
         max_tokens = _DEFAULT_MAX_TOKENS
+    echoes = body.flag("echo")
+    only_prompt = echoes and max_tokens == 0
+    max_tokens = 1 if only_prompt else max_tokens
     sampling = read_sampling(body, max_tokens, body.integer("logprobs", 0, UINT32_MAX), defaults)
     request = GenerateRequest(sampling=sampling)
     if body.get("add_special_tokens") is not None:
         request.add_special_tokens = body.flag("add_special_tokens")
     read_n(body, request)
     read_best_of(body, request, body.flag("stream"))
-    call = make_call(body, headers, request)
+    call = make_call(body, headers, request, echoes=echoes)
     first, *others = _read_prompts(fields.get("prompt"), call.request)
-    return replace(call, request=first, more=tuple(others))
+    return replace(call, request=first, more=tuple(others), echo=replace(call.echo, only=only_prompt))
 
 
 def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateRequest]:

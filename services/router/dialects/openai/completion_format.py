@@ -1,7 +1,5 @@
 """GenerateResponse as completions' choices."""
 
-from collections.abc import Sequence
-
 from services.router.dialects.answer import Json
 from services.router.dialects.openai.choice import Piece, TokenBytes, TokenText, finite
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
@@ -17,27 +15,33 @@ class CompletionFormat:
         self._text_offset = 0
 
     def whole(self, piece: Piece) -> Json:
-        return piece.choice({"text": piece.text}, self._logprobs(piece.logprobs))
+        told = {} if piece.prompt_logprobs is None else {"prompt_logprobs": piece.prompt_logprobs}
+        return piece.choice({"text": piece.text, **told}, self._logprobs(piece))
 
     def delta(self, piece: Piece) -> Json:
         return self.whole(piece)
 
+    def beside(self, piece: Piece) -> Json:
+        return {}
+
     def opening(self, index: int) -> Json | None:
         return None
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
-        if logprobs is None:
+    def _logprobs(self, piece: Piece) -> Json | None:
+        if (logprobs := piece.logprobs) is None:
             return None
-        tokens = [self._token_text(token.chosen.token_id) for token in logprobs]
+        first = [] if piece.first_id is None else [piece.first_id]
+        unknown = [None] * len(first)
+        tokens = list(map(self._token_text, [*first, *(token.chosen.token_id for token in logprobs)]))
         return {
             "tokens": tokens,
-            "token_logprobs": [finite(token.chosen.logprob) for token in logprobs],
-            "top_logprobs": [
-                {self._token_text(other.token_id): finite(other.logprob) for other in token.top}
-                for token in logprobs
-            ],
+            "token_logprobs": [*unknown, *(finite(token.chosen.logprob) for token in logprobs)],
+            "top_logprobs": [*unknown, *map(self._others, logprobs)],
             "text_offset": [self._count(text) for text in tokens],
         }
+
+    def _others(self, token: TokenLogprobs) -> Json:
+        return {self._token_text(other.token_id): finite(other.logprob) for other in token.top}
 
     def _count(self, text: str) -> int:
         """Where the token begins."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from services.router.dialects.body import Body, InvalidParameter
 from services.router.dialects.call import Call, read_addressee, traceparent_of
 from services.router.dialects.openai.constraint import read_constraint
+from services.router.dialects.openai.echo import NO_ECHO, Echo, read_prompt_logprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 
@@ -13,13 +14,16 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 class OpenAiCall(Call):
     include_usage: bool
     return_token_ids: bool
+    echo: Echo = NO_ECHO
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.request.sampling.HasField("logprobs"))
 
 
-def make_call(body: Body, headers: Mapping[str, str], request: GenerateRequest) -> OpenAiCall:
+def make_call(
+    body: Body, headers: Mapping[str, str], request: GenerateRequest, *, echoes: bool = False
+) -> OpenAiCall:
     read_addressee(body, headers, request, body.text("prompt_cache_key"))
     stream = body.flag("stream")
     named = read_constraint(body)
@@ -32,6 +36,7 @@ def make_call(body: Body, headers: Mapping[str, str], request: GenerateRequest) 
         include_usage=_read_include_usage(body.get("stream_options"), stream),
         constraint_param=named.param if named is not None else "",
         return_token_ids=body.flag("return_token_ids"),
+        echo=read_prompt_logprobs(body, request, echoes=echoes),
     )
 
 

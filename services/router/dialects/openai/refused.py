@@ -16,7 +16,6 @@ _ANYWHERE: Refused = {
     "num_beams": (1,),
     "length_penalty": (1, 1.0),  # of beams
     "early_stopping": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -119,7 +118,6 @@ _ANYWHERE: Refused = {
     "return_logprob": (False,),
     "top_logprobs_num": (0,),
     "token_ids_logprob": ([],),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "return_tokens_as_token_ids": (False,),
     "return_tokens": (False,),
@@ -138,7 +136,13 @@ _ANYWHERE: Refused = {
 }
 # What a chat completion alone is asked for.
 CONTINUING: Refused = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
-IN_CHATS: Refused = {**_ANYWHERE, "best_of": (1,), "add_special_tokens": (False,), "prompt": ("",)}
+IN_CHATS: Refused = {
+    **_ANYWHERE,
+    "echo": (False,),
+    "best_of": (1,),
+    "add_special_tokens": (False,),
+    "prompt": ("",),
+}
 IN_COMPLETIONS: Refused = {
     **_ANYWHERE,
     **CONTINUING,

@@ -14,6 +14,7 @@ from services.router.dialects.openai.errors import error_json
 from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.sglang.logprobs import Asked, TokenText, ToldTokens, Words, ask, read_logprobs
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
@@ -24,9 +25,6 @@ _REFUSED: Refused = {
     "image_data": ([], ""),
     "audio_data": ([], ""),
     "video_data": ([], ""),
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
     "token_ids_logprob": ([],),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
@@ -51,6 +49,7 @@ _PutPrompt = Callable[[GenerateRequest], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(Call):
     is_list: bool  # of answers, for the body has a list of prompts, or asks for several answers
+    logprobs: Asked | None = None
 
 
 def read_generate_call(
@@ -65,11 +64,12 @@ def read_generate_call(
     read_addressee(body, headers, request)
     read_n(all_params[0], request)
     requests = one_for_each(len(prompts), request, param)
-    named = None
+    named, logprobs = None, read_logprobs(body)
     for each, prompt, params in zip(requests, prompts, all_params, strict=True):
         _check_n(params, request)
         prompt(each)
         each.sampling.CopyFrom(_read_sampling(params, defaults))
+        ask(logprobs, each.sampling)
         if (named := read_constraint(params)) is not None:
             each.sampling.constraint.CopyFrom(named.constraint)
     return GenerateCall(
@@ -79,6 +79,7 @@ def read_generate_call(
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
         constraint_param="" if named is None else named.param,
+        logprobs=logprobs,
     )
 
 
@@ -138,23 +139,26 @@ def _put_ids(value: object, name: str, request: GenerateRequest) -> None:
 class SglangDialect:
     name = "sglang"
 
-    def __init__(self, defaults: SamplingDefaults) -> None:
+    def __init__(self, defaults: SamplingDefaults, token_text: TokenText) -> None:
         self._defaults = defaults
+        self._token_text = token_text
 
     def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateCall:
         return read_generate_call(fields, headers, self._defaults)
 
     def answer(self, call: GenerateCall, envelope: Envelope) -> "GenerateAnswer":
-        return GenerateAnswer(call)
+        return GenerateAnswer(call, self._token_text)
 
 
 class GenerateAnswer:
     """Each answer's events have all of its text so far; of a list its index, too."""
 
-    def __init__(self, call: GenerateCall) -> None:
+    def __init__(self, call: GenerateCall, token_text: TokenText) -> None:
         self.request = call.request
         self._call = call
-        self._so_far = [_SoFar() for _ in range(call.num_answers)]
+        words = None if call.logprobs is None else Words(token_text, call.logprobs)
+        prompts = [ToldTokens() for _ in call.requests]
+        self._so_far = [_SoFar(words, prompt) for prompt in prompts for _ in range(call.answers_each)]
         self._num_finished = 0
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
@@ -177,9 +181,11 @@ class GenerateAnswer:
 
 
 class _SoFar:
-    """Of one answer."""
+    """Of one answer. `of_prompt`: what is told of its prompt's tokens, by any of the answers to that."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Words | None, of_prompt: ToldTokens) -> None:
+        self._words = words
+        self._of_prompt, self._of_answer = of_prompt, ToldTokens()
         self._text = ""
         self._num_tokens = 0
 
@@ -188,6 +194,10 @@ class _SoFar:
         self._text += response.text
         self._num_tokens += len(response.token_ids)
         meta: Json = {"id": response.request_id, "completion_tokens": self._num_tokens, "finish_reason": None}
+        if self._words is not None:
+            self._words.add_prompt(self._of_prompt, response)
+            self._of_answer.add(response.logprobs, self._words)
+            meta |= self._words.meta(self._of_prompt, self._of_answer)
         if response.HasField("finish"):
             meta |= _finished(response.finish)
         return {"text": self._text, "meta_info": meta}

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.dialects.prompts_told import not_told, told_in_pieces
 from router.http.backend import FakeBackend, client, finished, post, response
 from services.router.dialects.body import InvalidParameter
 from services.router.dialects.sampling_defaults import OPENAI
@@ -167,7 +168,9 @@ async def test_a_list_of_one_is_answered_by_a_list() -> None:
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params[1].n"),
         ({"text": ["a"] * 257}, "text"),
-        ({"return_logprob": True}, "return_logprob"),
+        ({"return_logprob": 1}, "return_logprob"),
+        ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"token_ids_logprob": [3]}, "token_ids_logprob"),
         ({"lora_path": "x"}, "lora_path"),
         ({"image_data": ["x"]}, "image_data"),
         ({"sampling_params": []}, "sampling_params"),
@@ -193,3 +196,54 @@ async def test_what_bench_serving_asks_beside() -> None:
         flushed = await http.post("/flush_cache")
     assert flushed.status_code == 501  # it raises, and measures nothing that is not so
     assert "cache_salt" in flushed.json()["error"]["message"]
+
+
+def logprobs_asked(**body: Any) -> SamplingParams:
+    sampling = read(**body).sampling
+    sampling.ClearField("temperature")
+    sampling.ClearField("max_tokens")
+    return sampling
+
+
+def test_logprobs_are_asked_for_by_their_flag_alone() -> None:
+    rest = {"top_logprobs_num": 2, "logprob_start_len": 1}
+    assert logprobs_asked(**rest) == SamplingParams()
+    assert logprobs_asked(return_logprob=True) == SamplingParams(logprobs=0)
+    expected = SamplingParams(logprobs=2, prompt_logprobs=2, prompt_logprobs_start=1)
+    assert logprobs_asked(return_logprob=True, **rest) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("start", [0, 1])
+async def test_logprobs_of_the_prompt_begin_with_null(start: int, stream: bool) -> None:
+    """Where it is not the first of the prompt either."""
+    script = told_in_pieces()
+    asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
+    answer = await generate(FakeBackend(*script), **asked, return_text_in_logprobs=True, stream=stream)
+    meta = (told(answer)[-1] if stream else answer.json())["meta_info"]
+    unknown = [[None, 72, "H"], [None, 105, "i"]][start]
+    known = [[-1.5, 105, "i"], [-0.5, 33, "!"]]
+    assert meta["input_token_logprobs"] == [unknown, *known[start:]]
+    tops = [None, [[-0.5, 97, "a"], [-0.5, 98, "b"]], [[-0.5, 33, "!"], [-0.5, 98, "b"]]]
+    assert meta["input_top_logprobs"] == (tops if start == 0 else [None, tops[2]])
+    assert meta["output_token_logprobs"] == [[-0.25, 97, "a"], [-0.25, 98, "b"]]
+    assert len(meta["output_top_logprobs"]) == 2
+
+
+async def test_logprobs_of_the_answer_alone_have_no_text() -> None:
+    script = told_in_pieces()
+    script[0].ClearField("prompt_token_ids")
+    for response_ in script:
+        response_.ClearField("prompt_logprobs")
+    meta = (await generate(FakeBackend(*script), return_logprob=True, stream=False)).json()["meta_info"]
+    assert meta["input_token_logprobs"] == []
+    assert meta["output_token_logprobs"] == [[-0.25, 97, None], [-0.25, 98, None]]
+    assert "output_top_logprobs" not in meta
+
+
+async def test_all_answers_to_a_prompt_tell_of_it() -> None:
+    script = [*told_in_pieces(0), *not_told(1)]
+    asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
+    first, second = (await generate(FakeBackend(*script), **asked, stream=False)).json()
+    assert len(first["meta_info"]["input_token_logprobs"]) == 3
+    assert second["meta_info"]["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"]
