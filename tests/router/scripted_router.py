@@ -51,13 +51,14 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServicer):
 
 
 @asynccontextmanager
-async def serving(router, keys=None):
+async def serving(router, keys=None, tls=None):
     """Yields HOST:PORT."""
     doors = [] if keys is None else [GrpcDoor(keys, SERVICE)]
     server = await servers.open_server(
         "127.0.0.1:0",
         lambda made: generation_pb2_grpc.add_GenerationServicer_to_server(router, made),
         [SERVICE],
+        tls,
         interceptors=doors,
     )
     try:
