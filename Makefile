@@ -37,7 +37,14 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_CONSTRAINTS := $(wildcard tests/clients/constraints/*.txt)
 CLIENTS_NPM := openai@6.49.0
 
-.PHONY: test-clients help setup setup-sglang demo demo-sglang test test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+PAGE_VENV ?= .venv-page
+PAGE_STAMP := $(PAGE_VENV)/.installed
+PAGE_PICTURES := .cache/page
+# The services run in .venv, the browser is driven from .venv-page.
+PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
+  $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
+
+.PHONY: page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -184,6 +191,19 @@ observe-test: observe-check $(OBSERVE)/.draw ## a real Prometheus watches a clus
 observe-screenshots: observe-test ## the same, into docs/
 	cp $(OBSERVE)/screenshots/*.png docs/
 
+$(PAGE_STAMP): constraints-page.txt
+	test -x $(PAGE_VENV)/bin/python || $(PYTHON) -m venv $(PAGE_VENV)
+	$(PAGE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-page.txt
+	touch $@
+
+page-test: $(STAMP) $(PAGE_STAMP) ## the router's page in a real Chromium (apt-get install chromium); minutes
+	$(PAGE_TESTS) tests/page
+
+MODEL ?=
+page-screenshots: $(STAMP) $(PAGE_STAMP) ## its pictures, into docs/; MODEL=DIR: of a model whose answers mean something
+	PAGE_MODEL=$(MODEL) $(PAGE_TESTS) tests/page/test_pictures.py
+	cp $(PAGE_PICTURES)/*.png docs/
+
 lint: $(STAMP) ## style, types, import floors, generated code and references
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -212,4 +232,4 @@ proto-baseline: ## take today's protos as what is deployed: after a release, or 
 	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) $(PAGE_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

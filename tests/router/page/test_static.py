@@ -74,3 +74,13 @@ def test_the_wheel_has_them():
 
 def test_the_page_is_small():
     assert sum(len(file.content) for file in page_files().values()) < 150_000
+
+
+def test_what_drives_a_browser_is_pinned_as_the_services_are():
+    ours, theirs = pins("constraints.txt"), pins("constraints-page.txt")
+    assert {name: version for name, version in theirs.items() if ours.get(name, version) != version} == {}
+
+
+def pins(file):
+    lines = (ROOT / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))

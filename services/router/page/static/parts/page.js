@@ -18,7 +18,7 @@ export const Page = ({ session }) => {
   };
   return html`
     <${Header} session=${session} state=${state} />
-    <nav class="tabs" role="tablist" aria-label="Panes">
+    <nav class="tabs" aria-label="Panes">
       <${Tab} name="chat" pane=${pane} setPane=${setPane}>Chat<//>
       <${Tab} name="cluster" pane=${pane} setPane=${setPane}>Cluster<//>
     </nav>
@@ -31,14 +31,7 @@ export const Page = ({ session }) => {
 };
 
 const Tab = ({ name, pane, setPane, children }) => html`
-  <button
-    role="tab"
-    type="button"
-    id=${`tab-${name}`}
-    aria-selected=${String(pane === name)}
-    aria-controls=${name}
-    onClick=${() => setPane(name)}
-  >
+  <button type="button" aria-current=${String(pane === name)} aria-controls=${name} onClick=${() => setPane(name)}>
     ${children}
   </button>
 `;
