@@ -97,13 +97,16 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     # -- services.router.http.backend.GenerationBackend -------------------------------------------------
 
     def generate(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float | None, traceparent: str
+        self,
+        request: generation_pb2.GenerateRequest,
+        timeout_s: float | None,
+        traceparent: str,
+        *,
+        tells_prompt: bool,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        # OpenAI's answers have no place for the prompt's ids, but beside what is told of them.
-        asks_of_prompt = request.sampling.HasField("prompt_logprobs")
-        return self._generator.generate(
-            _callers_own(request), timeout_s, traceparent, tells_prompt=asks_of_prompt
-        )
+        own = _callers_own(request)
+        tells_prompt = tells_prompt or request.sampling.HasField("prompt_logprobs")  # which names no ids
+        return self._generator.generate(own, timeout_s, traceparent, tells_prompt=tells_prompt)
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
         ids, context_tokens = await self._generator.tokenize(_callers_own(request))

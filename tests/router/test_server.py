@@ -22,7 +22,7 @@ class Talker:
     def time_limit_s(self, timeout_s):
         return 0.5 if timeout_s is None else timeout_s
 
-    async def generate(self, request, timeout_s, traceparent):
+    async def generate(self, request, timeout_s, traceparent, **_):
         try:
             while True:
                 yield generation_pb2.GenerateResponse(text="x" * (8 << 20))

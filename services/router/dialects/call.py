@@ -22,6 +22,7 @@ class Call:
     stream: bool
     traceparent: str  # "": the client sent none
     constraint_param: str = ""  # what the body calls the constraint
+    tells_prompt: bool = False  # the ids of each prompt are told
     left_out: tuple[str, ...] = ()  # what it asked for, and what nothing can be done about but to say so
 
     @property

@@ -18,9 +18,10 @@ class GenerationBackend(Protocol):
     """The gRPC API serves the same."""
 
     def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """Responses as in generation.proto; the last one carries `finish`. Closing it aborts the request.
+        """Responses as in generation.proto, the first one with the prompt's ids if it `tells_prompt`; the
+        last one carries `finish`. Closing it aborts the request.
 
         `timeout_s` and `traceparent` are the client's, or None and "".
 

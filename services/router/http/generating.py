@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Generic
 
 from starlette.requests import Request
@@ -74,10 +75,15 @@ class Generating(Generic[CallT]):
     def _responses(
         self, call: CallT, first: GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[GenerateResponse, None]:
-        generation, traceparent = self._generation, call.traceparent
+        generate = partial(
+            self._generation.generate,
+            timeout_s=timeout_s,
+            traceparent=call.traceparent,
+            tells_prompt=call.tells_prompt,
+        )
         if not call.more:
-            return generation.generate(first, timeout_s, traceparent)
-        return generate_all(generation, (first, *call.more), call.answers_each, timeout_s, traceparent)
+            return generate(first)
+        return generate_all(generate, (first, *call.more), call.answers_each)
 
     async def _envelope(self, call: Call) -> Envelope:
         model = call.request.model or await only_model(self._generation)

@@ -1,23 +1,20 @@
 """A list of prompts: each a request of its own, all started together and answered as one."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from services.router.http.backend import GenerationBackend
 from services.router.request.answers.merged import merged
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 
 async def generate_all(
-    generation: GenerationBackend,
+    generate: Callable[[GenerateRequest], AsyncGenerator[GenerateResponse, None]],
     requests: Sequence[GenerateRequest],
     answers_each: int,
-    timeout_s: float | None,
-    traceparent: str,
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """As GenerationBackend.generate, of one request that has all their answers, prompt by prompt. An error of
-    one is raised, and the others are given up."""
-    sources = [generation.generate(request, timeout_s, traceparent) for request in requests]
+    """As `generate`, GenerationBackend's, of one request that has all their answers, prompt by prompt. An
+    error of one is raised, and the others are given up."""
+    sources = [generate(request) for request in requests]
     async with aclosing(merged(sources)) as responses:
         async for place, response in responses:
             response.index += place * answers_each

@@ -72,6 +72,7 @@ async def test_whole_answers_and_streams_say_the_same(etcd_endpoint, model_dir, 
         whole = await answer_of(http, "/v1/chat/completions", messages=HI, return_token_ids=True)
         assert whole["choices"][0]["message"]["content"] == tokenizer.decode(output_ids)
         assert whole["choices"][0]["token_ids"] == output_ids
+        assert whole["prompt_token_ids"] == prompt_ids
         assert whole["choices"][0]["finish_reason"] == "length"
         assert whole["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
         assert (whole["model"], whole["isthmus"]["plan"]) == ("fake", "remote")

@@ -52,7 +52,7 @@ class FakeBackend:
         self.closed = asyncio.Event()
 
     def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
     ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)

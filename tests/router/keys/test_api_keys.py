@@ -275,7 +275,7 @@ class Player:
     def time_limit_s(self, timeout_s):
         return 60.0
 
-    async def generate(self, request, timeout_s, traceparent):
+    async def generate(self, request, timeout_s, traceparent, **_):
         yield generation_pb2.GenerateResponse(text=f"Hi {request.tenant}")
 
     async def tokenize(self, request):

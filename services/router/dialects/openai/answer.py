@@ -58,10 +58,13 @@ class OpenAiAnswer:
         self._formats = formats
         self._said = envelope
         self._token_text, self._token_bytes = words
+        self._prompts: dict[int, list[int]] = {}  # the ids of each, where they are asked for
         self._started: set[int] = set()
         self._finished: dict[int, Finish] = {}
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        for answer in answers:
+            self._note_prompt(answer)
         finishes = [answer.finish for answer in answers]
         each = self._call.answers_each  # of a prompt, of which the first tells of it
         choices = [
@@ -69,7 +72,8 @@ class OpenAiAnswer:
             for place, (answer_format, answer) in enumerate(zip(self._formats, answers, strict=True))
         ]
         return {
-            **self._envelope(self._formats[0].object_name, answers[0], choices),
+            **self._envelope(self._formats[0].object_name, answers[0], self._with_prompts(choices)),
+            **self._of_prompt(0),
             **self._formats[0].beside(self._piece(answers[0], answers[0])),
             "usage": self._usage(finishes),
             "isthmus": answers_json(finishes),
@@ -87,12 +91,15 @@ class OpenAiAnswer:
         return len(self._finished) == self._call.num_answers
 
     def _chunks(self, response: GenerateResponse) -> list[Json]:
+        self._note_prompt(response)
         piece, answer_format = self._piece(response, response), self._formats[response.index]
         choices = [] if response.index in self._started else [answer_format.opening(response.index)]
         if not piece.is_empty:
             choices.append(answer_format.delta(piece))
         chunks = [self._chunk(response, [choice]) for choice in choices if choice is not None]
-        if chunks:
+        if chunks and response.index not in self._started:
+            self._with_prompts(chunks[0]["choices"])
+            chunks[0] |= self._of_prompt(response.index)
             self._started.add(response.index)
         if response.HasField("finish"):
             chunks[-1]["isthmus"] = isthmus_json(response.finish)
@@ -107,6 +114,23 @@ class OpenAiAnswer:
         if not self._call.echo.only:
             return usage
         return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+
+    def _note_prompt(self, response: GenerateResponse) -> None:
+        if response.prompt_token_ids and self._call.return_token_ids:
+            self._prompts[response.index // self._call.answers_each] = list(response.prompt_token_ids)
+
+    def _with_prompts(self, choices: list[Json]) -> list[Json]:
+        """Completions', each with its prompt."""
+        if self._prompts and self._formats[0].has_prompts:
+            for choice in choices:
+                choice["prompt_token_ids"] = self._prompts[choice["index"] // self._call.answers_each]
+        return choices
+
+    def _of_prompt(self, index: int) -> Json:
+        """Beside the choices of a chat."""
+        if not self._prompts or self._formats[0].has_prompts:
+            return {}
+        return {"prompt_token_ids": self._prompts[index // self._call.answers_each]}
 
     def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
         chunk = self._envelope(self._formats[0].chunk_object_name, response, choices)

@@ -18,6 +18,7 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    has_prompts = False
 
     def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
         self._token_text = token_text

@@ -55,6 +55,7 @@ class AnswerFormat(Protocol):
     id_prefix: str
     object_name: str
     chunk_object_name: str
+    has_prompts: bool  # the ids of its prompt are a choice's, as vLLM tells them; else the answer's
 
     def whole(self, piece: Piece) -> Json:
         """The one entry of `choices`."""

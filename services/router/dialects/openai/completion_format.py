@@ -9,6 +9,7 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    has_prompts = True
 
     def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
         self._token_text = token_text  # its log-probabilities have no bytes

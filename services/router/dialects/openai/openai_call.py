@@ -13,7 +13,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiCall(Call):
     include_usage: bool
-    return_token_ids: bool
+    return_token_ids: bool  # those of prompts, too
     echo: Echo = NO_ECHO
 
     @property
@@ -25,7 +25,7 @@ def make_call(
     body: Body, headers: Mapping[str, str], request: GenerateRequest, *, echoes: bool = False
 ) -> OpenAiCall:
     read_addressee(body, headers, request, body.text("prompt_cache_key"))
-    stream = body.flag("stream")
+    stream, return_token_ids = body.flag("stream"), body.flag("return_token_ids")
     named = read_constraint(body)
     if named is not None:
         request.sampling.constraint.CopyFrom(named.constraint)
@@ -35,7 +35,8 @@ def make_call(
         traceparent=traceparent_of(headers),
         include_usage=_read_include_usage(body.get("stream_options"), stream),
         constraint_param=named.param if named is not None else "",
-        return_token_ids=body.flag("return_token_ids"),
+        return_token_ids=return_token_ids,
+        tells_prompt=return_token_ids,
         echo=read_prompt_logprobs(body, request, echoes=echoes),
     )
 

@@ -18,7 +18,7 @@ from router.http.backend import (
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
-from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 
 async def test_a_chat_is_answered_whole() -> None:
@@ -151,6 +151,41 @@ async def test_token_ids_are_returned_when_asked_for() -> None:
     ]
     chunks = events(await complete(FakeBackend(), return_token_ids=True, stream=True))[:-1]
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[72], [73], [33]]
+
+
+def first_of(index: int, *prompt: int) -> GenerateResponse:
+    return GenerateResponse(request_id="r1", text="a", token_ids=[5], index=index, prompt_token_ids=prompt)
+
+
+def last_of(index: int) -> GenerateResponse:
+    last = finished()
+    last.index = index
+    return last
+
+
+async def test_the_prompts_ids_are_the_answers_in_chats() -> None:
+    script = first_of(1, 7, 8), first_of(0), last_of(1), last_of(0)
+    backend = FakeBackend(*script)
+    asked = {"return_token_ids": True, "n": 2}
+    whole = (await chat(backend, **asked)).json()
+    assert whole["prompt_token_ids"] == [7, 8]
+    assert "prompt_token_ids" not in str(whole["choices"])
+    chunks = events(await chat(backend, stream=True, **asked))[:-1]
+    told = [(chunk["choices"][0]["index"], chunk.get("prompt_token_ids")) for chunk in chunks]
+    assert [each for each in told if each[1]] == [(1, [7, 8]), (0, [7, 8])]
+    assert told[0] == (1, [7, 8])  # with the first chunk
+    assert "prompt_token_ids" not in (await chat(backend, n=2)).text
+
+
+async def test_the_prompts_ids_are_each_choices_in_completions() -> None:
+    script = first_of(1, 7), first_of(0), last_of(1), last_of(0)
+    asked = {"return_token_ids": True, "n": 2, "prompt": "a"}
+    whole = (await complete(FakeBackend(*script), **asked)).json()
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [[7], [7]]
+    assert "prompt_token_ids" not in {key for key in whole if key != "choices"}
+    chunks = events(await complete(FakeBackend(*script), stream=True, **asked))[:-1]
+    told = [(chunk["choices"][0]["index"], chunk["choices"][0].get("prompt_token_ids")) for chunk in chunks]
+    assert [each for each in told if each[1]] == [(1, [7]), (0, [7])]
 
 
 async def test_every_parameter_reaches_the_backend() -> None:

@@ -30,7 +30,7 @@ class EachItsOwn(FakeBackend):
     """Answers each prompt with its own text, twice where two answers are asked for."""
 
     async def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
     ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
         if request.text == "fail":
