@@ -13,6 +13,7 @@ from services.router.dialects.body import InvalidParameter
 from services.router.dialects.call import TENANT
 from services.router.http.backend import GenerationBackend
 from services.router.http.event_stream import COMMENT, SILENCE_S, EventStream, sse
+from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
 
 _MEDIA_TYPE = "text/event-stream"
@@ -27,7 +28,12 @@ class Watching:
         self._silence_s = silence_s
 
     async def stream(self, request: Request) -> Response:
-        responses = self._generation.watch(read_watch(request.query_params, request.headers))
+        watch = read_watch(request.query_params, request.headers)
+        try:
+            responses = self._generation.watch(watch)
+        except InvalidRequest as error:
+            name, _, problem = str(error).partition(" ")
+            raise InvalidParameter(name, problem) from error
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
         return EventStream(_events(responses, self._silence_s), time_limit_s=None)

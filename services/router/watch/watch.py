@@ -17,7 +17,7 @@ from itertools import islice
 from services.router.request.generation import Generator
 from services.router.request.progress import Progress
 from services.router.watch.asked import Asked
-from services.router.watch.changes import Changes
+from services.router.watch.changes import Changes, RankName, Shown
 from services.router.watch.metrics import WatchMetrics
 from services.router.watch.requests import finished_request, running_request
 from services.router.watch.ring import Ring
@@ -29,8 +29,7 @@ _MOST_RUNNING = 1_000  # told of in a response
 _GATHER_S = 0.05  # for more finished requests to go with the first
 _FRESH_S = 0.09  # in which one picture of the ranks does for all; below the shortest interval
 
-_RankKey = tuple[str, int]  # worker and rank
-_Ranks = Mapping[_RankKey, generation_pb2.RankStatus]
+_Ranks = Mapping[RankName, Shown]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +158,6 @@ class Watch:
         now, picture = self._clock(), self._picture
         if picture is None or now - picture.taken_s >= _FRESH_S:
             told = self._tell_ranks()
-            ranks = {(status.rank.worker, status.rank.rank): status for status in told.ranks}
+            ranks = {(each.rank.worker, each.rank.rank): Shown.of(each) for each in told.ranks}
             picture = self._picture = _Picture(now, told, ranks)
         return picture

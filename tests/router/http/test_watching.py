@@ -99,6 +99,16 @@ async def test_what_is_refused_before_the_first_event_has_its_status(error, stat
     assert (await refused("", None, error))[0] == status
 
 
+async def test_what_cannot_be_is_named_as_well():
+    class Strict(FakeBackend):
+        def watch(self, request):
+            raise InvalidRequest("interval_s must be less")
+
+    async with client(Strict()) as http:
+        error = (await http.get(PATH)).json()["error"]
+    assert (error["param"], error["message"]) == ("interval_s", "interval_s must be less")
+
+
 async def test_a_head_does_not_watch():
     backend = FakeBackend()
     async with client(backend) as http:

@@ -1,0 +1,1 @@
+"""`isthmus top`: the cluster as it is now, at a terminal."""

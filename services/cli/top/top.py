@@ -1,0 +1,208 @@
+"""`isthmus top`: ranks, requests and what was found of their prompts, live."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from google.protobuf import json_format
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from services.cli import screen
+from services.cli.client import ClientConfig, key_metadata
+from services.cli.top.drawing import draw
+from services.cli.top.feed import Away, News, follow
+from services.cli.top.grid import ASCII, BLOCKS
+from services.cli.top.keys import leaving
+from services.cli.top.picture import Picture
+from services.process.signals import stop_on_signals
+from services.settings.flags import Bounds, check_bounds, load, setting
+from services.wire.isthmus.v1 import generation_pb2_grpc
+
+_REDRAW_S = 0.2  # no sooner than that, however fast requests end
+_AGES_GROW_S = 1.0
+_PLAIN_WIDTH, _PLAIN_FINISHED = 80, 10
+_HINT = "q leaves"
+
+_Feed = AsyncGenerator[News | Away, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopConfig(ClientConfig):
+    """Show ranks, the requests that run and those that ended, as it happens; q leaves.
+
+    Piped it is plain text, a picture each interval.
+    """
+
+    tenant: str = setting("", "whose requests; default: everybody's, or else those that the key may see")
+    interval_s: float = setting(
+        1.0, "seconds between two pictures", bounds=Bounds(at_least=0.1, at_most=60.0)
+    )
+    window_s: float = setting(
+        60.0, "seconds that totals and hit rates are of", bounds=Bounds(at_least=1.0, at_most=3600.0)
+    )
+    once: bool = setting(False, "one picture, and that is all: of what runs, for nothing has ended yet")
+    json: bool = setting(False, "the router's words instead, a line of JSON each")
+    color: screen.Color = setting("auto", screen.COLOR_HELP)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+def run(argv: list[str]) -> int:
+    return asyncio.run(_top(load(TopConfig, argv, prog="isthmus top")))
+
+
+async def _top(config: TopConfig) -> int:
+    stopping = stop_on_signals()
+    shown = asyncio.create_task(_show(config, stopping.set))
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((shown, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        shown.cancel()
+    with suppress(asyncio.CancelledError):
+        await shown
+    return 0
+
+
+async def _show(config: TopConfig, leave: Callable[[], None]) -> None:
+    async with _news(config) as news:
+        if config.json:
+            await _print_json(news, config.once)
+        elif config.once:
+            await _print_once(news, config)
+        elif screen.width() is None:
+            await _print_plain(news, config)
+        else:
+            with leaving(leave):
+                await _draw_live(news, config)
+
+
+@asynccontextmanager
+async def _news(config: TopConfig) -> AsyncIterator[_Feed]:
+    metadata = key_metadata(config.api_key_file)
+    async with config.open_channel() as channel:
+        watch = generation_pb2_grpc.GenerationStub(channel).WatchCluster
+        news = follow(
+            lambda request: watch(request, metadata=metadata),
+            config.router,
+            config.interval_s,
+            config.tenant,
+        )
+        async with aclosing(news):
+            yield news
+
+
+async def _print_json(news: _Feed, once: bool) -> None:
+    async for each in news:
+        if isinstance(each, Away):
+            print(f"isthmus top: {each.reason}", file=sys.stderr, flush=True)
+            continue
+        told = json_format.MessageToDict(each.response, preserving_proto_field_name=True)
+        print(json.dumps(told, separators=(",", ":")), flush=True)
+        if once:
+            return
+
+
+async def _print_once(news: _Feed, config: TopConfig) -> None:
+    view = _View(config)
+    async for each in news:
+        view.hear(each)
+        if isinstance(each, News):
+            view.print()
+            return
+
+
+async def _print_plain(news: _Feed, config: TopConfig) -> None:
+    view, printed_s = _View(config), float("-inf")
+    async for each in news:
+        view.hear(each)
+        if isinstance(each, Away):
+            print(f"isthmus top: {each.reason}", file=sys.stderr, flush=True)
+        elif time.monotonic() - printed_s >= 0.9 * config.interval_s:
+            printed_s = time.monotonic()
+            view.print()
+            print(flush=True)
+
+
+async def _draw_live(news: _Feed, config: TopConfig) -> None:
+    view = _View(config)
+    following = asyncio.create_task(_follow(news, view))
+    following.add_done_callback(lambda task: view.heard.set())
+    try:
+        with Live(console=view.console, screen=True, auto_refresh=False) as live:
+            while not following.done():
+                live.update(view.drawn(), refresh=True)
+                await view.news_or(_AGES_GROW_S)
+                await asyncio.sleep(_REDRAW_S)
+        await following
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _follow(news: _Feed, view: "_View") -> None:
+    async for each in news:
+        view.hear(each)
+
+
+class _View:
+    """The picture and the terminal that it is drawn for."""
+
+    def __init__(self, config: TopConfig) -> None:
+        self._config = config
+        self._picture = Picture(config.window_s, time.monotonic())
+        self._of_all = not config.tenant
+        self.console: Console = screen.console(sys.stdout, config.color)
+        self._glyphs = BLOCKS if self.console.encoding.startswith("utf") else ASCII
+        self.heard = asyncio.Event()
+
+    def hear(self, news: News | Away) -> None:
+        if isinstance(news, Away):
+            self._picture.away = news.reason
+        else:
+            self._of_all = news.of_all
+            self._picture.hear(news.response, time.monotonic(), news.is_first)
+        self.heard.set()
+
+    async def news_or(self, timeout_s: float) -> None:
+        """Return when there are some, or the time is over."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.heard.wait(), timeout_s)
+        self.heard.clear()
+
+    def drawn(self) -> Text:
+        """As large as the screen."""
+        width, height = self.console.size
+        return draw(
+            self._picture,
+            time.monotonic(),
+            width,
+            height,
+            title=self._title(),
+            hint=_HINT,
+            glyphs=self._glyphs,
+        )
+
+    def print(self) -> None:
+        width = screen.width() or _PLAIN_WIDTH
+        text = draw(
+            self._picture,
+            time.monotonic(),
+            width,
+            title=self._title(),
+            most_finished=_PLAIN_FINISHED,
+            glyphs=self._glyphs,
+        )
+        self.console.print(text, soft_wrap=True, highlight=False)
+
+    def _title(self) -> str:
+        whose = "all tenants" if self._of_all else f"tenant {self._config.tenant}" * bool(self._config.tenant)
+        return f"{self._config.router}  {whose or 'own requests'}"

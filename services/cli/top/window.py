@@ -1,0 +1,88 @@
+"""What the requests of the last while had in common. Pure."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from services.wire.isthmus.v1.common_pb2 import RankId
+from services.wire.isthmus.v1.generation_pb2 import Finish, FinishedRequest
+
+RankName = tuple[str, int]  # worker and rank
+_MOST = 20_000  # requests that are reckoned with
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """`hit_rate`: of the prompts' tokens, those that were found; None: there were none. Times in seconds."""
+
+    requests_per_s: float = 0.0
+    failed: int = 0
+    hit_rate: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+
+
+class Window:
+    """Of the requests that ended within `window_s`. Times are seconds on one clock."""
+
+    def __init__(self, window_s: float, began_s: float) -> None:
+        self.window_s = window_s
+        self._began_s = began_s
+        self._ended: deque[tuple[float, FinishedRequest]] = deque(maxlen=_MOST)
+
+    def add(self, now: float, finished: FinishedRequest) -> None:
+        self._ended.append((now, finished))
+
+    def totals(self, now: float) -> Totals:
+        self._forget(now)
+        if not self._ended:
+            return Totals()
+        # A window that has just been opened is not as long yet.
+        spanned_s = max(1.0, min(self.window_s, now - self._began_s))
+        prefixes = [(f.usage.decode_prefix_len, f.usage.prompt_tokens) for f in self._finishes()]
+        ttfts = sorted(s for finish in self._finishes() if (s := finish.stages.first_token_s))
+        return Totals(
+            len(self._ended) / spanned_s,
+            sum(finished.outcome not in ("ok", "aborted") for _, finished in self._ended),
+            _share(prefixes) if prefixes else None,
+            percentile(ttfts, 0.5),
+            percentile(ttfts, 0.99),
+        )
+
+    def hit_rates(self, now: float) -> dict[RankName, float]:
+        """Of each rank that had prompts: what decode held of them, and what prefill did."""
+        self._forget(now)
+        had: dict[RankName, list[tuple[int, int]]] = {}
+        for finish in self._finishes():
+            usage, placement = finish.usage, finish.placement
+            had.setdefault(name_of(placement.decode), []).append(
+                (usage.decode_prefix_len, usage.prompt_tokens)
+            )
+            if placement.HasField("prefill"):
+                had.setdefault(name_of(placement.prefill), []).append(
+                    (usage.prefill_prefix_len, usage.prompt_tokens)
+                )
+        return {name: _share(pairs) for name, pairs in had.items()}
+
+    def _finishes(self) -> Iterator[Finish]:
+        return (finished.finish for _, finished in self._ended if finished.finish.usage.prompt_tokens)
+
+    def _forget(self, now: float) -> None:
+        while self._ended and self._ended[0][0] <= now - self.window_s:
+            self._ended.popleft()
+
+
+def percentile(ascending: Sequence[float], share: float) -> float | None:
+    """The least value that so many are not above; None of none."""
+    return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else None
+
+
+def name_of(rank: RankId) -> RankName:
+    return rank.worker, rank.rank
+
+
+def _share(parts: Iterable[tuple[int, int]]) -> float:
+    """Of tokens; there are some."""
+    founds, wholes = zip(*parts, strict=True)
+    return float(sum(founds) / sum(wholes))

@@ -1,0 +1,122 @@
+"""The picture, as a terminal of 80 columns shows it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from cli.top.cluster_news import D0, D1, finished, first, rank, running
+from services.cli.top.drawing import draw
+from services.cli.top.grid import ASCII
+from services.cli.top.picture import Picture
+from services.wire.isthmus.v1 import common_pb2
+
+
+@pytest.fixture
+def picture():
+    picture = Picture(60.0, 0.0)
+    requests = [
+        finished(1, prompt=200, found=0),
+        finished(2, prompt=1_000, found=900, ttft_s=0.0123),
+        finished(3, prompt=50, found=40, decode=D1, plan=common_pb2.PLAN_LOCAL),
+        finished(4, outcome="RESOURCE_EXHAUSTED"),
+    ]
+    picture.hear(first(finished=requests), 4.0, is_first=True)
+    return picture
+
+
+def shown(picture, width=80, height=None, **options):
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console.print(draw(picture, 5.0, width, height, title="here  all tenants", glyphs=ASCII, **options))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+EXPECTED = """\
+isthmus top  here  all tenants  1 prefill, 2 decode ranks
+last 60 s  0.8 requests/s  75% found  TTFT p50 20 ms, p99 20 ms  1 failed  1 run
+
+rank       role     state  pool             used  run  wait  found  tok/s  trust
+decode/0   decode   live   ###====........   20%    2     0    75%    300   1.00
+decode/1   decode   live   ###====........   20%    2     3    80%    300   1.00
+prefill/0  prefill  live   #==............    5%    0     0    38%   9000   1.00
+
+running    conversation  decode    prefill      age  prompt  out
+request-1  holiday       decode/0  prefill/0  3.0 s     100    7
+
+finished  decode    found/moved    prompt  found   KV moved   TTFT  out  end
+done-4                                                                   no room
+done-3    decode/1  ##########...      50    80%             20 ms   16  stop
+done-2    decode/0  ############=    1000    90%  200.0 KiB  12 ms   16  stop
+done-1    decode/0  =============     200     0%  400.0 KiB  20 ms   16  stop
+
+pool # used = cached . free  prompt # found = moved . computed  q leaves
+"""
+
+
+def test_it_fits_80_columns(picture):
+    lines = shown(picture, hint="q leaves")
+    assert max(map(len, lines)) <= 80
+    assert lines == EXPECTED.splitlines()
+
+
+@pytest.mark.parametrize("height", [8, 12, 16, 24])
+def test_of_all_something_is_seen_however_few_lines_there_are(picture, height):
+    many = [rank(common_pb2.RankId(worker="decode", rank=number)) for number in range(40)]
+    ran = [running(number) for number in range(30)]
+    picture.hear(first(ranks=many, running=ran, num_running=30), 5.0, is_first=False)
+    lines = shown(picture, height=height, hint="q leaves")
+    assert len(lines) <= height
+    if height >= 16:
+        assert any(line.startswith("decode/0") for line in lines)
+        assert any("more ranks" in line for line in lines)
+        assert any(line.startswith("request-0") for line in lines)
+        assert any("more requests that run" in line for line in lines)
+        assert any(line.startswith("done-4") for line in lines)
+        assert lines[-1].endswith("q leaves")
+
+
+def test_where_there_is_room_none_is_left_out(picture):
+    lines = shown(picture, height=24)
+    assert not any("more" in line for line in lines)
+    assert [line for line in lines if line] == [line for line in shown(picture) if line]
+
+
+def test_of_several_tenants_it_is_told_whose(picture):
+    picture.hear(first(running=[running(tenant="acme")]), 5.0, is_first=False)
+    assert any(line.split()[:2] == ["request-1", "acme"] for line in shown(picture))
+
+
+def test_what_is_wrong_is_said(picture):
+    picture.hear(
+        first(dropped=5, degraded="etcd is away", staleness_s=2.0, running=[running(decode=None)]),
+        5.0,
+        is_first=False,
+    )
+    picture.away = "no router answers; trying again"
+    lines = shown(picture)
+    for sentence in (
+        "no router answers; trying again",
+        "degraded: etcd is away",
+        "the index is 2.0 s behind the ranks",
+        "5 finished requests were not told: this reads too slowly",
+    ):
+        assert sentence in lines
+
+
+def test_what_a_client_named_is_shown_as_it_is(picture):
+    picture.hear(first(running=[running(tenant="[red]x[/red]")]), 5.0, is_first=False)
+    assert any("[red]x[/red]" in line for line in shown(picture, width=120))
+
+
+def test_a_cluster_without_ranks_says_so():
+    assert "no rank is registered" in shown(Picture(60.0, 0.0))
+
+
+def test_states_have_colours():
+    picture = Picture(60.0, 0.0)
+    ranks = [rank(D0), rank(D1, state="suspect")]
+    picture.hear(first(ranks=ranks), 0.0, is_first=True)
+    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(draw(picture, 0.0, 80))
+    text = console.export_text(styles=True)
+    assert "\x1b[32mlive" in text and "\x1b[33msuspect" in text
