@@ -160,7 +160,8 @@ class Generator:
         encoded = await self._encoder().encode(request, past)
         checked = await self._obliged(checked, encoded)
         prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
-        prompt = replace(prompt, reusable_tokens=reusable_of(checked.sampling, len(prompt.ids)))
+        reusable_tokens = reusable_of(checked.sampling, len(prompt.ids))
+        prompt = replace(prompt, reusable_tokens=reusable_tokens, answers=checked.answers)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
         outcomes = past.outcomes if past is not None else {}

@@ -23,6 +23,7 @@ _READ_HERE = (
 _REFUSED: Refused = {
     **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
     **refused.CONTINUING,
+    "n": (1,),
     "background": (False,),
     "conversation": (),
     "prompt": (),

@@ -237,6 +237,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"n": 2}, "n"),
         ({"max_new_tokens": 5}, "max_new_tokens"),
         ({"output_format": {"type": "xml"}}, "output_format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),

@@ -200,6 +200,7 @@ def test_what_codex_sends_is_taken() -> None:
         ({"messages": [{}]}, "messages"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"n": 2}, "n"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"a": float("nan")}}}}, "text.format.schema"),
