@@ -1,9 +1,11 @@
 """The best of several answers: those whose tokens are the most probable on average."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from services.router.request.answers.several import SeveralAnswers
 from services.router.request.progress import Checked
+from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse, Totals
 from services.wire.joined_responses import JoinedResponses
 
@@ -18,11 +20,22 @@ class BestAnswers:
 
     async def next_response(self) -> GenerateResponse:
         if self._best is None:
-            self._best = iter(self._chosen(await self._all()))
+            with self._naming_best_of():
+                self._best = iter(self._chosen(await self._all()))
         return next(self._best)
 
     async def aclose(self) -> None:
         await self._answers.aclose()
+
+    @contextmanager
+    def _naming_best_of(self) -> Iterator[None]:
+        """Nobody has asked for log-probabilities whose want could be told."""
+        try:
+            yield
+        except InvalidRequest as error:
+            if self._checked.tells_logprobs or not str(error).startswith("sampling.logprobs"):
+                raise
+            raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 
     async def _all(self) -> list[GenerateResponse]:
         joined, unfinished = [JoinedResponses() for _ in range(self._checked.answers)], self._checked.answers

@@ -1,5 +1,8 @@
+import pytest
+
 from services.router.request.answers.best import BestAnswers
 from services.router.request.progress import Checked
+from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Totals
@@ -56,6 +59,18 @@ async def test_what_the_others_took_is_told_with_the_last():
 async def test_log_probabilities_that_nobody_asked_for_are_not_told():
     (told,) = await best(1, tells_logprobs=False)
     assert list(told.token_ids) == [7, 7, 7] and not told.logprobs
+
+
+class Refusing(Several):
+    async def next_response(self):
+        raise InvalidRequest("sampling.logprobs: engine sglang returns none")
+
+
+@pytest.mark.parametrize(("tells_logprobs", "says"), [(False, "^best_of "), (True, "^sampling.logprobs")])
+async def test_an_engine_without_log_probabilities_is_told_of_by_what_was_asked(tells_logprobs, says):
+    checked = Checked("r", SamplingParams(), "", "", 0, answers=4, tells_logprobs=tells_logprobs)
+    with pytest.raises(InvalidRequest, match=says):
+        await BestAnswers(Refusing(), checked).next_response()
 
 
 async def test_closing_closes_the_answers():
