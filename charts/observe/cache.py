@@ -86,6 +86,15 @@ def cache() -> Dashboard:
                             "drifted",
                         ),
                     ),
+                    graph(
+                        "Past answers",
+                        "ops",
+                        "Past answers in chats, by what became of them: given (as token_ids), found (remembered, put in "
+                        "as they were), changed (the template writes them otherwise), unknown (encoded anew: another "
+                        "router gave them, or they are forgotten).",
+                        Query(_rate("isthmus_past_answers_total", by="outcome"), "{{outcome}}"),
+                        stacked=True,
+                    ),
                 ],
             ),
             (

@@ -204,5 +204,45 @@ def overview() -> Dashboard:
                     ),
                 ],
             ),
+            (
+                "Answers",
+                [
+                    graph(
+                        "Tool calls",
+                        "ops",
+                        "Calls of tools in answers: read, or broken, which the client got as text: the model writes "
+                        "them in another way than --tool-parser reads, or was cut off.",
+                        Query(_rate("isthmus_tool_calls_total", by="outcome"), "{{outcome}}"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Thinking",
+                        "percentunit",
+                        "Of the generated tokens, those of thinking: they cost what others cost, and users wait for "
+                        "the answer behind them.",
+                        Query(
+                            f"{_rate('isthmus_reasoning_tokens_total')} / {_rate('isthmus_completion_tokens_total')}",
+                            "thinking",
+                        ),
+                        maximum=1,
+                    ),
+                    graph(
+                        "Constrained requests",
+                        "reqps",
+                        "Requests whose answers were kept to a constraint, by its kind.",
+                        Query(_rate("isthmus_constrained_requests_total", by="kind"), "{{kind}}"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Watchers",
+                        "short",
+                        "Streams of WatchCluster and of pages, those refused for their number (--max-watchers) and "
+                        "finished requests that slow ones were not told of, per second.",
+                        Query(f"sum(isthmus_watchers{{{CLUSTER}}})", "watching"),
+                        Query(_rate("isthmus_watchers_refused_total"), "refused/s"),
+                        Query(_rate("isthmus_watch_dropped_total"), "not told/s"),
+                    ),
+                ],
+            ),
         ],
     )
