@@ -47,7 +47,8 @@ Every router and every rank serves `/metrics` on a port of its own (`--metrics-p
 format or, asked for it, in OpenMetrics with exemplars: the histograms of requests carry the `trace_id` of a
 request whose trace is recorded. Every sample says whose it is, by the labels `isthmus_cluster`, `role`
 (`router`, `prefill`, `decode`), `worker` (a router's name), `rank`, and `model`, the name that is served.
-Where a router speaks of a rank, `role`, `worker` and `rank` are that rank's.
+Where a router speaks of a rank, `role`, `worker` and `rank` are that rank's. A router shows its page at
+`/metrics` of its HTTP port, too: behind API keys where there are any, and not to a key that is one tenant's.
 
 Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
 tenant or error text is ever a label.

@@ -1,4 +1,4 @@
-"""The page of metrics that Prometheus reads: /metrics on a port of its own."""
+"""The page of metrics that Prometheus reads: /metrics on a port of its own, or wherever somebody shows it."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import prometheus_client
 from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services.host.ports import bindable, host_port
@@ -56,19 +57,31 @@ class _Labelled(Collector):
             yield metric
 
 
+class MetricsPage:
+    """`labels` tell whose metrics they are: every sample has them, unless it has one of that name itself."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        self.registry.register(_Labelled(registry, labels))
+
+    def rendered(self, accept: str) -> tuple[bytes, str]:
+        """In the format that this header of HTTP asks for, and that format's name. Not on the event loop: it
+        waits for that, at most as `OnLoop`."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
 def serve_metrics(
     host: str, port: int, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]
 ) -> tuple[int, Callable[[], None]]:
-    """Serve `registry` on http://host:port/metrics from a thread of its own; port 0: a free one.
+    """Serve their MetricsPage on http://host:port/metrics from a thread of its own; port 0: a free one.
 
-    `labels` tell whose metrics they are: every sample has them, unless it has one of that name itself.
     Returns the port, and a function that stops the server and returns when it has.
     Raises ConfigError when the address cannot be bound.
     """
-    served = prometheus_client.CollectorRegistry()
-    served.register(_Labelled(registry, labels))
+    page = MetricsPage(registry, labels)
     try:
-        server, thread = prometheus_client.start_http_server(port, bindable(host), served)
+        server, thread = prometheus_client.start_http_server(port, bindable(host), page.registry)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {host_port(host, port)}: {error}") from error
 

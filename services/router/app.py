@@ -157,17 +157,18 @@ async def open_router(
         registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
         server = await _serve_grpc(config, service, api_keys)
         stack.push_async_callback(server.stop)
-        http = await stack.enter_async_context(
-            _serve_http(config, service, defaults, api_keys, HttpMetrics(registry))
-        )
-        stack.callback(watch.close)  # before HTTP, which waits for its calls
-        registry.register(CertificateCollector(config.certificates()))
         labels = {
             metrics_page.CLUSTER_LABEL: config.cluster,
             "role": "router",
             "worker": name,
             "model": config.served_name,
         }
+        shown = metrics_page.MetricsPage(registry, labels)
+        http = await stack.enter_async_context(
+            _serve_http(config, service, defaults, api_keys, HttpMetrics(registry), shown)
+        )
+        stack.callback(watch.close)  # before HTTP, which waits for its calls
+        registry.register(CertificateCollector(config.certificates()))
         metrics_port, stop_metrics = metrics_page.serve_metrics(
             config.host, config.metrics_port, registry, labels
         )
@@ -275,6 +276,7 @@ async def _serve_http(
     defaults: SamplingDefaults,
     api_keys: ApiKeys | None,
     metrics: HttpMetrics,
+    shown: metrics_page.MetricsPage,
 ) -> AsyncIterator[HttpFront]:
     try:
         listener = listen(config.host, config.http_port)
@@ -296,6 +298,7 @@ async def _serve_http(
             keys=api_keys,
             allowed_origins=config.allowed_origins,
             count=metrics.asked,
+            metrics=shown,
         ),
         log_config=None,
         access_log=False,

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from services.observe.metrics_page import MetricsPage
 from services.router.dialects.anthropic.answer import AnthropicDialect
 from services.router.dialects.call import REQUEST_ID
 from services.router.dialects.dialect import Dialect
@@ -30,6 +31,7 @@ from services.router.http.door.key_door import HttpDoor
 from services.router.http.door.request_id import RequestIds
 from services.router.http.error_answer import answer_error, answer_http_error
 from services.router.http.generating import Generating
+from services.router.http.metrics import Metrics
 from services.router.http.models import Models
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, HEALTH, MESSAGES, RESPONSES
 from services.router.http.stored import StoredResponses
@@ -54,12 +56,13 @@ def http_app(
     max_body_bytes: int = 8 << 20,
     clock: Callable[[], float] = time.time,
     count: Callable[[str], None] = lambda dialect: None,
+    metrics: MetricsPage | None = None,
 ) -> ASGIApp:
     """The ASGI app; without `keys` it serves anybody.
 
     `clock` gives seconds since the epoch, for the `created` fields. `count` is told each call's dialect.
     `model_path`: the model's directory on this machine, for SGLang's /model_info.
-    `page`: what people see at /.
+    `page`: what people see at /. `metrics`: what Prometheus does at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
     bodies = BodyReader(max_body_bytes)
@@ -75,6 +78,7 @@ def http_app(
         Route("/v1/cluster/watch", Watching(generation).stream, methods=["GET"]),
         *_about_routes(About(generation, model_path)),
         *(page.routes() if page is not None else ()),
+        *([Route("/metrics", Metrics(metrics).show, methods=["GET"])] if metrics is not None else ()),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)

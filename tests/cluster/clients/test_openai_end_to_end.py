@@ -362,6 +362,7 @@ async def test_a_router_with_keys_serves_who_shows_one(etcd_endpoint, model_dir,
                     await asyncio.sleep(0.02)
             answer = await http.post(COMPLETION, json={"prompt": "a"}, headers={"origin": "http://page"})
             assert answer.status_code == 200
+            assert "isthmus_requests_received_total{" in (await http.get("/metrics")).text
             assert answer.headers["access-control-allow-origin"] == "*"
         router = f"127.0.0.1:{cluster.routers[1].server.port}"
         for command, config in (
