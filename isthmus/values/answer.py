@@ -102,6 +102,7 @@ class Growing:
         self._reasoning: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._calls: dict[int, ToolCall] = {}
         self._first = generation_pb2.GenerateResponse()
         self._last: generation_pb2.GenerateResponse | None = None
@@ -116,6 +117,7 @@ class Growing:
         self._reasoning.append(piece.reasoning)
         self._ids += piece.token_ids
         self._logprobs += piece.logprobs
+        self._prompt_logprobs += _logprobs_of(response.prompt_logprobs)
         for call in piece.tool_calls:
             self._add_call(call)
         return piece
@@ -148,7 +150,7 @@ class Growing:
             answer_id=finish.answer_id,
             index=self._last.index,
             prompt_token_ids=tuple(self._first.prompt_token_ids),
-            prompt_logprobs=_logprobs_of(self._first.prompt_logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
             left_out=read(Totals, finish.left_out) if finish.HasField("left_out") else None,
             _parse=self._parse,
         )
