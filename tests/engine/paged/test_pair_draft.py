@@ -7,13 +7,14 @@ import pytest
 
 from engine.paged.draft_ranks import draft_with
 from engine.pair import FAKE, Pair, core_of
-from services.engine.fake import continuation, parse_carried
+from services.engine.fake import continuation, parse_carried, prompt_scores
 from services.engine.fake_draft import parse_draft
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes
 from services.transfer.prefill import rooms
 from services.values.errors import ConfigError, KvCorrupt
 from services.values.rank import Plan
+from services.values.request import SamplingParams
 
 ALWAYS = replace(FAKE, fake_draft="agree:1")
 WITHOUT = FAKE
@@ -46,6 +47,21 @@ async def test_a_conversation_moves_the_drafts_delta_too(carried):
         assert drafting.accepted == drafting.drafted > 10
         draft = core_of(pair.decode).runner.draft
         assert draft.computed_tokens <= 5 * 7 + 5  # the answers' tokens; those of the prompts came by wire
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("plan", list(Plan), ids=lambda plan: plan.value)
+@pytest.mark.parametrize("carried", ["", "window:6,state"])
+async def test_what_is_told_of_a_prompt_is_the_same_with_drafts(plan, carried):
+    async with Pair(replace(ALWAYS, fake_carried=carried, index_block=8)) as pair:
+        drafting = draft_with(core_of(pair.decode))
+        for start in (0, 9, 22):
+            sampling = SamplingParams(temperature=0, prompt_logprobs=1, prompt_logprobs_start=start)
+            answer = await pair.generate(PROMPT, 12, plan, sampling=sampling)
+            assert answer.tokens == right(PROMPT, 12, carried)
+            groups = parse_carried(carried)
+            assert answer.prompt_logprobs == prompt_scores(PROMPT, max(1, start), 1, groups)
+        assert drafting.accepted > 10
         await pair.assert_nothing_held()
 
 
