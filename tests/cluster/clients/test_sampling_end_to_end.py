@@ -7,6 +7,7 @@ import asyncio
 import math
 
 import grpc.aio
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -106,6 +107,20 @@ async def test_logprobs_come_with_every_token(cluster, sampling):
     assert again == pytest.approx([entry.chosen.logprob for entry in logprobs], abs=1e-4)
     assert not any(entry.top for entry in only_chosen)
     assert (await sample(cluster, **sampling))[1] == []
+
+
+async def test_an_answer_that_is_scored_as_a_prompt_is_as_probable(cluster):
+    """And the most probable at each token, as lm-eval reads that."""
+    ids, logprobs, _ = await sample(cluster, temperature=0, logprobs=1)
+    body = {"prompt": [*PROMPT, *ids], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    router = f"http://127.0.0.1:{cluster.routers[0].http_port}"
+    async with httpx.AsyncClient(base_url=router, timeout=60) as http:
+        answer = await http.post("/v1/completions", json=body)
+    told = answer.json()["choices"][0]["logprobs"]
+    scored = told["token_logprobs"][len(PROMPT) : -1]
+    assert scored == pytest.approx([entry.chosen.logprob for entry in logprobs], abs=1e-4)
+    best = [max(top.values()) for top in told["top_logprobs"][len(PROMPT) : -1]]
+    assert scored == best
 
 
 async def test_stop_tokens_end_it_but_not_before_min_tokens(cluster):
