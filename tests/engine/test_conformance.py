@@ -6,7 +6,7 @@ a minute to start, so that one pair of it serves all tests here (`make test-sgla
   no cache           a flag of its start, so another pair
   the page books     it tells how much is in use, not by whom: cached and evictable pages count as free
   seeded sampling    its random numbers are not a function of (seed, position)
-  log-probabilities, min_tokens    it is refused what it cannot give
+  answers' log-probabilities, min_tokens    it is refused what it cannot give; of prompts ranks are not told
 """
 
 import asyncio
@@ -89,6 +89,9 @@ class Sglang(Torch):
     plans: frozenset[Plan] = frozenset({Plan.REMOTE})
     seeded: bool = False
     running: Pair | None = None
+
+    def check_scores(self, prompt, start, told):
+        check_scores(Path(self.settings.model), prompt, start, told, ranks=False)
 
     @asynccontextmanager
     async def pair(self, is_eager=False, kv_pages=0, **changes):

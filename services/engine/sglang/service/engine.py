@@ -19,7 +19,9 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from services.engine.base import RemotePrefill
+from services.engine.paged.scores import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
+from services.engine.sglang.service.prompt_scores import check_scored, scoring_arguments, told_of_prompt
 from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
 from services.engine.sglang.service.worker import SglangWorker
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
@@ -106,6 +108,7 @@ class SglangRank:
         """SGLang itself does not look at the ids: one that is out of the vocabulary ends its process."""
         check_sampling(request.sampling)
         check_resumption(request)
+        check_scored(request)
         if request.priority and not self._worker.settings.heeds_priority:
             raise InvalidRequest("priority: engine sglang heeds it with --enable-priority-scheduling only")
         ids, vocab_size = request.all_ids, self._worker.shape.vocab_size
@@ -142,8 +145,9 @@ class SglangDecodeEngine(SglangRank):
             async with aclosing(self._worker.stream(body)) as chunks:
                 with self._worker.blaming_ourselves():
                     first, prefill = await _both(chunks, leg)
+                    check_told(prefill.prompt_logprobs, request)
                     admitted = await self._admitted(request, room, prefill, began, time.monotonic())
-                async for output in _outputs(request, first, chunks, admitted):
+                async for output in _outputs(request, first, chunks, admitted, prefill):
                     finished = output.finished is not None
                     yield output
                     if finished:
@@ -215,6 +219,7 @@ class SglangPrefillEngine(SglangRank):
         room = rendezvous.room
         body = self._body(request, room, self._own_id.rank)
         body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it
+        body |= scoring_arguments(request)
         began = time.monotonic()
         finished = False
         try:
@@ -236,6 +241,7 @@ class SglangPrefillEngine(SglangRank):
             kv_bytes_moved=moved,
             queue_s=queue_s,
             compute_s=compute_s,
+            prompt_logprobs=told_of_prompt(request, meta_info),
         )
 
 
@@ -296,13 +302,14 @@ async def _outputs(
     first: dict[str, Any],
     chunks: AsyncGenerator[dict[str, Any], None],
     admitted: Admitted,
+    prefill: PrefillResult,
 ) -> AsyncIterator[Output]:
     """Deltas until the finish; a stop token of the request's ends it whatever SGLang makes of it."""
     stops = set(request.sampling.stop_token_ids)
     if not request.sampling.ignore_eos:
         stops |= set(request.eos_token_ids)
     output = _output(first, stops)
-    yield replace(output, admitted=admitted)
+    yield replace(output, admitted=admitted, prompt_logprobs=prefill.prompt_logprobs)
     while output.finished is None:
         try:
             chunk = await _next(chunks)

@@ -14,8 +14,6 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest for what this engine does not offer."""
     if sampling.logprobs is not None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
-    if sampling.prompt_logprobs is not None:
-        raise InvalidRequest("sampling.prompt_logprobs: engine sglang tells none")
     if sampling.min_tokens:
         raise InvalidRequest("sampling.min_tokens: engine sglang, which has no tokenizer, offers none")
     if any(len(ids) > 1 for ids in sampling.bad_token_ids):
