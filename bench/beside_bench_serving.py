@@ -57,7 +57,7 @@ class Load:
         return f"{self.num_prompts} x {self.input_len} + {self.output_len} tokens, {loop}"
 
 
-LOADS = (Load(120, 256, 64, concurrency=8), Load(120, 256, 64, rate=10.0))
+LOADS = {"closed": Load(120, 256, 64, concurrency=8), "open": Load(60, 256, 64, rate=4.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ async def _bench(options: argparse.Namespace) -> None:
         async with LocalCluster(shape, lambda name, line: None) as cluster:
             tools = Tools(cluster, folder / "model", options.sglang_python, options.sglang_packages)
             rows: list[Row] = []
-            for load in LOADS:
+            for load in (LOADS[name] for name in options.loads):
                 measured = await measure(tools, load, options.rounds, folder / "out")
                 print(f"\n{load.name}: median of {options.rounds} runs (least to most)\n{table(measured)}\n")
                 rows += [{"load": load.name, **row} for row in measured]
@@ -175,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sglang-python", type=Path, default=ROOT / ".venv-sglang/bin/python")
     parser.add_argument("--sglang-packages", type=Path, default=ROOT / ".cache/clients/bench-serving")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--json", type=Path)
