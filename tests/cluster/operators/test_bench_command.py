@@ -46,14 +46,21 @@ async def test_both_apis(etcd_endpoint, cluster_name, tmp_path, capsys):
         assert [told[0][1][name] for name in same] == [told[1][1][name] for name in same]
 
         await measured(BenchConfig(**settings | {"input_len": 17_000}, warm_up=0), capsys, code=1)
-        await stopped(BenchConfig(**settings | {"output_len": 16_000}, warm_up=0), capsys)
+        await stopped(router, BenchConfig(**settings | {"output_len": 16_000}, warm_up=0), capsys)
         await cluster.assert_nothing_held()
 
 
-async def stopped(config, capsys):
-    """By Ctrl-C: what was measured is told."""
-    asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGINT)
+async def stopped(router, config, capsys):
+    """By Ctrl-C, while all three run: what was measured is told."""
+
+    async def press():
+        while router.generator.num_running < 3:
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = asyncio.create_task(press())
     text, figures = await measured(config, capsys, code=130)
+    await pressing
     assert figures["cut"] == 3 and "stopped, with 3 still running" in text
 
 
