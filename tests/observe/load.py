@@ -9,6 +9,7 @@ import signal
 import grpc
 
 from cluster.harness import ids_request
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _VOCABULARY = range(10, 500)
 _USERS = 6
@@ -22,6 +23,7 @@ async def run_load(stubs, seconds, kill_a_rank):
     async with asyncio.TaskGroup() as group:
         users = [group.create_task(_user(stubs, number, counts)) for number in range(_USERS)]
         users.append(group.create_task(_careless(stubs)))
+        users += [group.create_task(each) for each in (_chatting(stubs[0]), _watching(stubs[0]))]
         await asyncio.sleep(seconds / 2)
         kill_a_rank()
         await asyncio.sleep(seconds / 2)
@@ -61,6 +63,29 @@ async def _careless(stubs):
             await call.read()
         call.cancel()
         await asyncio.sleep(2)
+
+
+async def _chatting(stub):
+    """An assistant whose past answers go back by their names, and whose words are chosen from a few."""
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS)
+    sampling.constraint.choice.texts.extend(["yes, by all means", "no, never"])
+    while True:
+        chat = generation_pb2.Chat()
+        for _ in range(_TURNS):
+            chat.messages.add(role="user", content="And then?")
+            request = generation_pb2.GenerateRequest(chat=chat, sampling=sampling)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                text, answer_id = "", ""
+                async for response in stub.Generate(request, timeout=60):
+                    text, answer_id = text + response.text, response.finish.answer_id or answer_id
+                chat.messages.add(role="assistant", content=text, answer_id=answer_id)
+            await asyncio.sleep(1)
+
+
+async def _watching(stub):
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in stub.WatchCluster(generation_pb2.WatchClusterRequest(all_tenants=True)):
+            pass
 
 
 def _tokens(rng, count):

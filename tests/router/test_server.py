@@ -1,6 +1,7 @@
 """The gRPC front, before a generator that plays."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -35,9 +36,8 @@ async def talker():
     return Talker()
 
 
-@pytest.fixture
-async def stub(talker):
-    service = GenerationService("m", SimpleNamespace(), talker, SimpleNamespace(), None)
+@asynccontextmanager
+async def serving(service):
     server = await servers.open_server(
         "127.0.0.1:0",
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
@@ -46,6 +46,12 @@ async def stub(talker):
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
         yield generation_pb2_grpc.GenerationStub(channel)
     await server.stop()
+
+
+@pytest.fixture
+async def stub(talker):
+    async with serving(GenerationService("m", SimpleNamespace(), talker, SimpleNamespace(), None)) as stub:
+        yield stub
 
 
 async def test_a_client_that_stops_reading_is_not_waited_for_longer_than_its_request_may_take(stub, talker):
@@ -61,6 +67,27 @@ async def test_a_client_that_leaves_closes_its_generation(stub, talker):
     await call.read()
     call.cancel()
     await asyncio.wait_for(talker.closed.wait(), DEADLINE_S)
+
+
+async def test_who_watches_and_does_not_read_is_left_in_time(monkeypatch):
+    monkeypatch.setattr("services.router.server._UNREAD_S", 0.2)
+    closed = asyncio.Event()
+
+    async def responses(asked):
+        try:
+            while True:
+                yield generation_pb2.WatchClusterResponse(degraded="x" * (8 << 20))
+        finally:
+            closed.set()
+
+    watch = SimpleNamespace(responses=responses)
+    service = GenerationService("m", SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), watch)
+    async with serving(service) as stub:
+        call = stub.WatchCluster(generation_pb2.WatchClusterRequest())
+        await call.read()
+        await asyncio.wait_for(closed.wait(), DEADLINE_S)
+        assert not call.done()
+        call.cancel()
 
 
 async def test_the_ranks_of_a_model_are_those_that_are_up():

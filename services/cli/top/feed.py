@@ -46,13 +46,16 @@ async def follow(
     router: str,
     interval_s: float,
     tenant: str,
+    with_candidates: bool = False,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncGenerator[News | Away, None]:
     """Of a tenant; without one of all, where the router lets us, else of those that it shows.
 
     Raises what keeps it from beginning, and later what does not pass.
     """
-    request = WatchClusterRequest(interval_s=interval_s, tenant=tenant, all_tenants=not tenant)
+    request = WatchClusterRequest(
+        interval_s=interval_s, tenant=tenant, all_tenants=not tenant, no_candidates=not with_candidates
+    )
     has_begun = False
     while True:
         reason = f"{router} has ended its stream"

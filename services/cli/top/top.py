@@ -95,6 +95,7 @@ async def _news(config: TopConfig) -> AsyncIterator[_Feed]:
             config.router,
             config.interval_s,
             config.tenant,
+            with_candidates=config.json,  # a picture has no place for them
         )
         async with aclosing(news):
             yield news

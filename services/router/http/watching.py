@@ -69,6 +69,7 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "interval_s": _read_seconds,
     "tenant": lambda name, value: value,
     "all_tenants": _read_boolean,
+    "no_candidates": _read_boolean,
 }
 
 

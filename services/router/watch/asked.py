@@ -15,6 +15,7 @@ _SHORTEST_S, _LONGEST_S = 0.1, 60.0
 class Asked:
     interval_s: float
     tenant: str | None  # None: everybody's requests
+    wants_candidates: bool = True
 
     def sees(self, tenant: str) -> bool:
         return self.tenant is None or self.tenant == tenant
@@ -30,9 +31,9 @@ def read_asked(request: generation_pb2.WatchClusterRequest, caller: Caller) -> A
     if not is_id(request.tenant):
         raise InvalidRequest(f"tenant must be at most {MAX_ID_CHARS} printable characters")
     if not request.all_tenants:
-        return Asked(interval_s, caller.tenant_of(request.tenant))
+        return Asked(interval_s, caller.tenant_of(request.tenant), not request.no_candidates)
     if request.tenant:
         raise InvalidRequest("tenant must be empty where all_tenants is set")
     if not caller.is_operator:
         raise Forbidden("all_tenants needs an operator's API key")
-    return Asked(interval_s, None)
+    return Asked(interval_s, None, not request.no_candidates)

@@ -31,7 +31,13 @@ def running_request(progress: Progress, model: str, now: float) -> generation_pb
 
 
 def finished_request(
-    progress: Progress, outcome: str, model: str, *, duration_s: float, ended_at_s: float
+    progress: Progress,
+    outcome: str,
+    model: str,
+    *,
+    duration_s: float,
+    ended_at_s: float,
+    with_candidates: bool = True,
 ) -> generation_pb2.FinishedRequest:
     """`outcome`: as Generator tells it. `ended_at_s`: since the epoch."""
     finished = generation_pb2.FinishedRequest(
@@ -51,7 +57,7 @@ def finished_request(
     if progress.finish is not None:
         for name in _CLIENTS_ALONE:
             finished.finish.ClearField(name)
-    if (placed := progress.first_placed) is not None:
+    if with_candidates and (placed := progress.first_placed) is not None:
         finished.candidates.extend(few_candidates(placed.decision, placed.pinned, _MOST_CANDIDATES))
     return finished
 

@@ -119,9 +119,13 @@ class Watch:
         watchers = [watcher for watcher in self._watchers if watcher.asked.sees(progress.tenant)]
         if not watchers:
             return
-        duration_s = self._clock() - progress.began_s
         finished = finished_request(
-            progress, outcome, self._model_name, duration_s=duration_s, ended_at_s=self._now()
+            progress,
+            outcome,
+            self._model_name,
+            duration_s=self._clock() - progress.began_s,
+            ended_at_s=self._now(),
+            with_candidates=any(watcher.asked.wants_candidates for watcher in watchers),
         )
         for watcher in watchers:
             if not watcher.finished.put(finished):

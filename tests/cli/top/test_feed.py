@@ -50,7 +50,7 @@ class Router:
 
     async def told(self, count, tenant=""):
         told = []
-        async with aclosing(follow(self.open, "here:1", 2.0, tenant, self.sleep)) as news:
+        async with aclosing(follow(self.open, "here:1", 2.0, tenant, sleep=self.sleep)) as news:
             async for each in news:
                 told.append((each.response.dropped, each.is_first) if isinstance(each, News) else each.reason)
                 if len(told) == count:
@@ -109,7 +109,7 @@ async def test_a_tenant_that_is_named_is_asked_for_alone():
 
 async def test_it_is_said_whose_news_they_are():
     for router, of_all in ((Router([1]), True), (Router([FORBIDDEN], [1]), False)):
-        async with aclosing(follow(router.open, "here:1", 2.0, "", router.sleep)) as news:
+        async with aclosing(follow(router.open, "here:1", 2.0, "", sleep=router.sleep)) as news:
             first = await anext(news)
             assert isinstance(first, News) and first.of_all is of_all
     assert Away("x") == Away("x")

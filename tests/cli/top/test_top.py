@@ -70,6 +70,7 @@ async def test_json_is_the_routers_words(router, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)
     assert told["running"][0]["request_id"] == "request-1" and told["ranks"][0]["rank"]["worker"] == "prefill"
+    assert not router.asked[0][0].no_candidates
 
 
 async def test_a_pipe_gets_a_picture_each_interval(router, capsys, monkeypatch):
@@ -85,7 +86,7 @@ async def test_a_pipe_gets_a_picture_each_interval(router, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.count("isthmus top") == 1 and "\x1b" not in out
     ((asked, _),) = router.asked
-    assert asked.interval_s == 60 and asked.all_tenants
+    assert asked.interval_s == 60 and asked.all_tenants and asked.no_candidates
 
 
 async def test_the_key_and_the_tenant_are_shown(router, tmp_path):
@@ -142,6 +143,9 @@ async def test_at_a_terminal_it_is_live_until_somebody_leaves(router, terminal, 
         terminal.type(b"q") if how == "q" else os.kill(os.getpid(), signal.SIGINT)
 
     await asyncio.gather(shown(router, "--interval-s=60"), leave())
+    async with asyncio.timeout(20):
+        while b"\x1b[?1049l" not in terminal.seen:
+            await asyncio.sleep(0.01)
     seen = bytes(terminal.seen)
     assert b"q leaves" in seen and "█".encode() in seen
     assert (

@@ -67,6 +67,7 @@ async def test_events_are_responses_with_the_protos_names():
         ("", WatchClusterRequest()),
         ("?interval_s=0.5&tenant=a", WatchClusterRequest(interval_s=0.5, tenant="a")),
         ("?all_tenants=true", WatchClusterRequest(all_tenants=True)),
+        ("?no_candidates=1", WatchClusterRequest(no_candidates=True)),
         ("?all_tenants=0&interval_s=2", WatchClusterRequest(interval_s=2)),
     ],
 )

@@ -17,6 +17,11 @@ def test_intervals(interval_s, taken_s):
     assert asked(interval_s=interval_s) == Asked(taken_s, "")
 
 
+def test_candidates_are_told_unless_they_are_not_wanted():
+    for scope in ({}, {"all_tenants": True}):
+        assert asked(**scope).wants_candidates and not asked(**scope, no_candidates=True).wants_candidates
+
+
 @pytest.mark.parametrize("interval_s", [-1, 0.05, 61, float("nan"), float("inf")])
 def test_an_interval_that_cannot_be_is_named(interval_s):
     with pytest.raises(InvalidRequest, match=r"^interval_s must be"):

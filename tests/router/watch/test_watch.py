@@ -140,6 +140,24 @@ async def test_a_watcher_sees_its_tenants_requests_alone(watch, requests):
     assert names == [["a"], ["b"], ["a", "b"]]
 
 
+async def test_prices_are_written_down_only_where_somebody_wants_them(watch, requests, placed):
+    async def told(*streams):
+        for responses in streams:
+            await next_of(responses)
+        progress = requests.begin("r")
+        progress.placed = placed()
+        requests.end(progress)
+        responses = [(await next_of(responses)).finished[0] for responses in streams]
+        for each in streams:
+            await each.aclose()
+        return [bool(finished.candidates) for finished in responses]
+
+    plain = Asked(60.0, None, wants_candidates=False)
+    assert await told(watch.responses(plain)) == [False]
+    assert await told(watch.responses(SLOW)) == [True]
+    assert all(await told(watch.responses(plain), watch.responses(SLOW)))
+
+
 async def test_who_does_not_read_loses_the_oldest_and_is_told_how_many(watch, requests, registry):
     slow, quick = watch.responses(SLOW), watch.responses(SLOW)
     for responses in (slow, quick):

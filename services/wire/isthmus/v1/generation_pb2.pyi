@@ -469,14 +469,16 @@ class ListRanksResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., staleness_s: _Optional[float] = ..., degraded: _Optional[str] = ...) -> None: ...
 
 class WatchClusterRequest(_message.Message):
-    __slots__ = ("interval_s", "tenant", "all_tenants")
+    __slots__ = ("interval_s", "tenant", "all_tenants", "no_candidates")
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NO_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     interval_s: float
     tenant: str
     all_tenants: bool
-    def __init__(self, interval_s: _Optional[float] = ..., tenant: _Optional[str] = ..., all_tenants: _Optional[bool] = ...) -> None: ...
+    no_candidates: bool
+    def __init__(self, interval_s: _Optional[float] = ..., tenant: _Optional[str] = ..., all_tenants: _Optional[bool] = ..., no_candidates: _Optional[bool] = ...) -> None: ...
 
 class WatchClusterResponse(_message.Message):
     __slots__ = ("ranks", "gone", "running", "finished", "dropped", "staleness_s", "degraded", "num_running")
