@@ -224,6 +224,10 @@ def _cluster_settings(config: RouterConfig) -> ClusterSettings:
     )
 
 
+def _page(config: RouterConfig) -> Page | None:
+    return Page() if config.page == "on" else None
+
+
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
     """Until etcd has named the ranks, however long that takes: a router that knows none must not take the
     place of one that does. Then a moment for the index; until it is read, load alone decides."""
@@ -294,7 +298,7 @@ async def _serve_http(
             service,
             defaults=defaults,
             model_path=config.model,
-            page=Page() if config.page == "on" else None,
+            page=_page(config),
             keys=api_keys,
             allowed_origins=config.allowed_origins,
             count=metrics.asked,

@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "page" in item.path.parent.parts:
             item.add_marker(pytest.mark.page)
-            item.add_marker(pytest.mark.timeout(180))
+            item.add_marker(pytest.mark.timeout(400))
             if shutil.which("chromium") is None:
                 item.add_marker(missing)
 

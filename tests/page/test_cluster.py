@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from playwright.sync_api import expect
 
 from page.visitor import LONG_MS
@@ -62,6 +63,7 @@ def test_a_click_shows_the_price_list(visit):
     expect(turn.locator(".prices")).to_be_hidden()
 
 
+@pytest.mark.timeout(500)
 def test_a_rank_is_killed_and_comes_back(visit, cluster):
     person = visit()
     person.set_up(max_tokens=24)
@@ -71,7 +73,7 @@ def test_a_rank_is_killed_and_comes_back(visit, cluster):
     expect(rank).to_have_attribute("data-state", re.compile("suspect|gone"), timeout=LONG_MS)
     person.ask("Hello")  # by the other one
     expect(person.turns.first.locator(".way")).to_contain_text("decode/0")
-    expect(rank).to_have_attribute("data-state", re.compile("back|live"), timeout=LONG_MS)
+    expect(rank).to_have_attribute("data-state", re.compile("back|live"), timeout=4 * LONG_MS)
 
 
 def test_requests_of_others_are_told_to_whom_they_concern(visit, chromium):

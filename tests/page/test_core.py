@@ -152,6 +152,12 @@ def test_what_of_a_conversation_is_sent(core):
     assert sent[5] == {"role": "tool", "tool_call_id": "c1", "content": "21"}
     thought = core("conversation", "messagesOf", [ask, answer(tokenIds=[1], reasoning="hm")], "")
     assert thought[1] == {"role": "assistant", "content": "A"}
+    cut_short = core(
+        "conversation", "messagesOf", [ask, answer(content="", reasoning="hm", state="stopped"), ask], ""
+    )
+    assert [message["role"] for message in cut_short] == ["user", "assistant", "user"]
+    silent = core("conversation", "messagesOf", [ask, answer(content="", state="stopped"), ask], "")
+    assert [message["role"] for message in silent] == ["user"]
 
 
 def test_an_answer_grows_by_its_chunks(core):

@@ -23,7 +23,7 @@ _DEADLINE_S = 600  # a checkpoint of any size has to be loaded
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("pictures"), MODEL) as up:
+    with running(tmp_path_factory.mktemp("pictures"), MODEL, "--rank-flag=kv-pages=96") as up:
         yield up.url
 
 
@@ -32,9 +32,14 @@ def test_pictures(chromium, url):
     PICTURES.mkdir(parents=True, exist_ok=True)
     person = Visitor(chromium, url, "bare-key", viewport={"width": 1360, "height": 850})
     try:
-        converse(person, url)
-        take(person, "page-light")
+        with concurrent.futures.ThreadPoolExecutor() as others:
+            converse(person, url)
+            others.submit(ask_aside, url, "Count from one to a hundred.", 64)
+            busy = person.page.locator('.rank:has([data-label="tokens/s"]:not(:text-is("0"), :text-is("–")))')
+            expect(busy).not_to_have_count(0, timeout=LONG_MS)
+            take(person, "page-light")
         person.page.emulate_media(color_scheme="dark")
+        person.turns.first.locator("summary").click()
         take(person, "page-dark")
         person.page.set_viewport_size({"width": 390, "height": 800})
         person.page.emulate_media(color_scheme="light")
@@ -64,8 +69,8 @@ def converse(person, url):
     person.page.wait_for_timeout(1500)  # what is live has settled
 
 
-def ask_aside(url, question):
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 24, "temperature": 0}
+def ask_aside(url, question, max_tokens=24):
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0}
     headers = {"authorization": "Bearer bare-key", "content-type": "application/json"}
     request = urllib.request.Request(f"{url}v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=_DEADLINE_S) as answer:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.router.app import _sampling_defaults, _tell_ends
+from services.router.app import _page, _sampling_defaults, _tell_ends
 from services.router.config import RouterConfig
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
 from services.router.text.end_of_sequence import EndOfSequence
@@ -29,3 +29,8 @@ def test_the_log_tells_which_ends_a_sequence_has_and_who_says_so(caplog) -> None
     caplog.set_level(logging.INFO)
     _tell_ends(EndOfSequence("generation_config.json", (7, 8), 9))
     assert caplog.messages == ["end_of_sequence source=generation_config.json stated=7,8 tokenizer=9"]
+
+
+def test_the_page_can_be_left_out() -> None:
+    assert _page(RouterConfig(model="m")) is not None
+    assert _page(RouterConfig(model="m", page="off")) is None

@@ -60,7 +60,7 @@ export const withResult = (turns, callId, result) =>
   );
 
 const saysSomething = (turn) =>
-  turn.role === "assistant" && turn.state !== "failed" && (turn.content !== "" || turn.calls.length > 0);
+  turn.role === "assistant" && turn.state !== "failed" && Boolean(turn.content || turn.reasoning || turn.calls.length);
 
 // The messages of chat completions. Where no answer came, the question is left out as well: turns alternate.
 export const messagesOf = (turns, system) => {

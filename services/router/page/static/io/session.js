@@ -20,6 +20,7 @@ export class Session {
       link: "connecting", // to the watch
       linkProblem: "",
       everybody: false,
+      everybodyProblem: "",
       conversationId: randomId(),
       turns: [],
       cluster: newCluster(),
@@ -116,7 +117,7 @@ export class Session {
   }
 
   setEverybody(everybody) {
-    this._set({ everybody });
+    this._set({ everybody, everybodyProblem: "" });
     this._watch();
   }
 

@@ -3,7 +3,7 @@ import { seconds } from "../core/format.js";
 import { html } from "../vendor/htm-preact-3.1.1.module.js";
 import { Bar } from "./bar.js";
 
-const NAMED = 0.02; // of the whole: smaller ones are in the bar alone
+const NAMED = 0.04; // of the whole: smaller ones are in the bar alone
 
 // Where the time to the first token went.
 export const StageBar = ({ placed }) => {

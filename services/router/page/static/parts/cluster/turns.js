@@ -1,4 +1,4 @@
-import { seconds } from "../../core/format.js";
+import { count, seconds } from "../../core/format.js";
 import { html } from "../../vendor/htm-preact-3.1.1.module.js";
 import { PromptBar, PromptNumbers } from "../prompt_bar.js";
 import { StageBar } from "../stage_bar.js";
@@ -49,7 +49,7 @@ export const Turn = ({ title, id, state, placed, prices, running, isOpen, setIsO
         ${placed?.plan && html`<span class="plan" title=${PLANS[placed.plan]}>${placed.plan}</span>`}
         <span class="more">${placed ? "prices" : doing(state, running)}</span>
       </span>
-      ${placed && placed.usage.prompt_tokens > 0 ? html`<${Told} placed=${placed} />` : html`<${Untold} state=${state} />`}
+      ${placed && placed.usage.prompt_tokens > 0 ? html`<${Told} placed=${placed} />` : html`<${Untold} state=${state} running=${running} />`}
     </summary>
     <${Prices} placed=${placed} prices=${prices} />
   </details>
@@ -80,11 +80,16 @@ const Told = ({ placed }) => html`
   </span>
 `;
 
+const untoldText = (state, running) => {
+  if (state === "failed") return "It failed before anything was placed.";
+  return running?.prompt ? html`<span><b>${count(running.prompt)}</b> prompt tokens</span>` : "";
+};
+
 // As high as what comes in its place.
-const Untold = ({ state }) => html`
+const Untold = ({ state, running }) => html`
   <span class=${`told untold ${state}`}>
     <span class="bar"></span>
-    <span class="numbers">${state === "failed" ? "It failed before anything was placed." : ""}</span>
+    <span class="numbers">${untoldText(state, running)}</span>
     <span class="bar"></span>
     <span class="numbers"></span>
   </span>
