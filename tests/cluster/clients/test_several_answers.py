@@ -11,7 +11,7 @@ import pytest
 from cluster.answers import answers_of, running_at
 from cluster.harness import BLOCK, FakeCluster, ids_request, prompt_of
 from cluster.metrics_page import samples, value
-from services.engine.fake import continuation
+from services.engine.fake import continuation, parse_carried
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 PROMPT = prompt_of(1, 203)  # 50 pages and three quarters of one
@@ -126,3 +126,55 @@ async def test_the_best_are_told_when_all_have_ended_and_counted_once(etcd_endpo
         computed = len(PROMPT) + 4 * TAIL + len(prompt_of(2))
         assert value(page, "isthmus_computed_tokens_total") == computed
         assert value(page, "isthmus_prompt_tokens_total") == computed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["remote", "local"])
+async def test_a_pool_that_does_not_hold_all_of_them_serves_them_one_after_the_other(
+    etcd_endpoint, model_dir, cluster_name, plan
+):
+    """51 pages of the prompt and 8 x 25 of answers, in a pool of 120: they wait, and are retracted."""
+    pools = {"decode-0": 120}
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=(plan,), pools=pools)
+    async with cluster:
+        for seed in range(3):
+            ids = prompt_of(seed, 203)
+            answers = await answers_of(cluster, ids_request(ids, 100, n=8), timeout=60)
+            assert [answer.token_ids for answer in answers] == [continuation(ids, 100)] * 8
+            await cluster.assert_nothing_held()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["remote", "local"])
+async def test_a_rank_that_caches_nothing_computes_it_for_each(etcd_endpoint, model_dir, cluster_name, plan):
+    shape = {"decode": (1, 1), "plans": (plan,), "decode_cache": "off", "prefill_cache": "off"}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        answers = await answers_of(cluster, ids_request(PROMPT, 8, n=3))
+        assert [answer.token_ids for answer in answers] == [continuation(PROMPT, 8)] * 3
+        assert [answer.finish.usage.computed_tokens for answer in answers] == [len(PROMPT)] * 3
+        await cluster.assert_nothing_held()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["remote", "local"])
+async def test_with_states_they_go_on_from_the_last_resume_point(
+    etcd_endpoint, model_dir, cluster_name, plan
+):
+    carried = "state,window:6"
+    shape = {**SHAPE, "plans": (plan,), "fake_carried": carried}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        answers = await answers_of(cluster, ids_request(PROMPT, 8, n=6))
+        expected = continuation(PROMPT, 8, parse_carried(carried))
+        assert [answer.token_ids for answer in answers] == [expected] * 6
+        computed = [answer.finish.usage.computed_tokens for answer in answers]
+        assert computed == [len(PROMPT)] + 5 * [TAIL]
+        await cluster.assert_nothing_held()
+
+
+@pytest.mark.long
+async def test_as_many_as_there_may_be(etcd_endpoint, model_dir, cluster_name):
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1), kv_pages=4096) as cluster:
+        answers = await answers_of(cluster, ids_request(PROMPT, 8, n=128), timeout=60)
+        assert [answer.token_ids for answer in answers] == [continuation(PROMPT, 8)] * 128
+        assert sum(a.finish.usage.computed_tokens for a in answers) == len(PROMPT) + 127 * TAIL
+        await cluster.assert_nothing_held()

@@ -34,3 +34,19 @@ async def test_the_prompt_is_computed_once_where_they_go_on(etcd_endpoint, model
         assert sum(usage.decode_prefix_len < FULL * BLOCK for usage in later) == 1
         assert sum(usage.delta_tokens >= FULL * BLOCK for usage in later) == (plans == ("remote",))
         await cluster.assert_nothing_held()
+
+
+@pytest.mark.long
+async def test_a_prefill_rank_that_dies_under_the_first_costs_the_others_nothing(
+    etcd_endpoint, model_dir, cluster_name
+):
+    shape = {"prefill": (1, 1), "decode": (1, 1), "fake_prompt_token_s": 0.002}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        asked = asyncio.create_task(answers_of(cluster, ids_request(PROMPT, 8, n=4)))
+        left = await running_at(cluster, 1, roles=("prefill",))
+        await cluster.stop_rank(f"{left.address.id.worker}/0")
+        answers = await asked
+        assert [answer.token_ids for answer in answers] == [continuation(PROMPT, 8)] * 4
+        usages = [answer.finish.usage for answer in answers]
+        assert [usage.computed_tokens for usage in usages] == [len(PROMPT)] + 3 * [len(PROMPT) - FULL * BLOCK]
+        await cluster.assert_nothing_held()
