@@ -67,11 +67,16 @@ async def test_each_is_that_of_a_request_alone(etcd_endpoint, cluster_name, arch
     directory, cluster = cluster_of(etcd_endpoint, architecture, cluster_name, plan)
     async with cluster:
         ids = random_prompt(5 * PAGE + 3, seed=2)
-        answers = await answers_of(cluster, request_of(ids, 20, n=5))
+        answers = await answers_of(cluster, request_of(ids, 20, n=5, conversation_id="c"))
         await check_alone(cluster, ids, answers, 20)
         usages = [answer.finish.usage for answer in answers]
         assert usages[0].computed_tokens == len(ids)
         assert all(usage.computed_tokens <= PAGE + 3 for usage in usages[1:])
+        # The conversation goes on with any of them, and has lost nothing.
+        ids_so_far = [*ids, *answers[3].token_ids, 5]
+        (later,) = await answers_of(cluster, request_of(ids_so_far, 2, conversation_id="c"))
+        assert later.finish.usage.HasField("drift_tokens") and later.finish.usage.drift_tokens == 0
+        assert later.finish.usage.decode_prefix_len >= len(ids) + 20 - PAGE
         greedy = await answers_of(cluster, request_of(ids, 20, n=3, temperature=0))
         assert len({tuple(answer.token_ids) for answer in greedy}) == 1
         count_near_ties(reference_generation(directory, tuple(ids), 20), greedy[0].token_ids)

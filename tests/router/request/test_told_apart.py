@@ -61,13 +61,13 @@ class TalkingCluster(LosingCluster):
         pass
 
 
-def generator_of(tokenizer, cluster, tools="hermes", metrics=None):
+def generator_of(tokenizer, cluster, tools="hermes", metrics=None, max_attempts=1):
     return Generator(
         "m",
         tokenizer,
         cluster,
         metrics or MagicMock(),
-        max_attempts=1,
+        max_attempts=max_attempts,
         max_wait_s=1.0,
         request_timeout_s=60.0,
         parsers=choose(tools, "think", "", None),
