@@ -11,7 +11,7 @@ import grpc
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
 from services.settings.flags import setting
-from services.values.errors import ConfigError, InvalidRequest, Unavailable
+from services.values.errors import ConfigError, InvalidRequest, PeerFailed
 from services.values.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -80,20 +80,26 @@ async def responses(
         call.cancel()
 
 
-# As gRPC's own sentences begin where nobody was reached.
+# As gRPC's own sentences begin where nobody was reached, and speak of somebody who hung up.
 _NOBODY = ("failed to connect to all addresses", "errors resolving")
+_HUNG_UP = ("Socket closed", "Connection reset", "handshake failed", "Ssl")
 
 
 @contextmanager
 def naming(router: str) -> Iterator[None]:
-    """Around a call to the router: raises its error as one of ours. Unavailable says what to do where nobody
+    """Around a call to the router: raises its error as one of ours. PeerFailed says what to do where nobody
     answers on that HOST:PORT."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         if router and details.startswith(_NOBODY):
-            why = details.rpartition(": ")[2].strip("]")
-            hint = "`isthmus up MODEL` starts one here, --router names another"
-            raise Unavailable(f"no router answers on {router} ({why}): {hint}") from error
+            raise PeerFailed(_unreached(router, details)) from error
         raise grpc_errors.error_from(error) from error
+
+
+def _unreached(router: str, details: str) -> str:
+    why = details.rpartition(": ")[2].strip("]")
+    if any(sign in details for sign in _HUNG_UP):
+        return f"who answers on {router} hangs up ({why}): does it want TLS, or not? --tls-ca turns it on"
+    return f"no router answers on {router} ({why}): `isthmus up MODEL` starts one, --router names another"

@@ -38,7 +38,12 @@ def isthmus_command(monkeypatch, capsys):
         (("generate", "--seed=-1", "--prompt=x", NOWHERE), 2, "--seed"),
         (("generate", "--max-tokens=9999999999", "--prompt=x", NOWHERE), 2, "--max-tokens"),
         (("generate", "--prompt=\udcff", NOWHERE), 2, "--prompt"),  # as Python passes a byte 0xff
-        (("generate", "--prompt=x", NOWHERE), 1, ""),
+        (
+            ("generate", "--prompt=x", NOWHERE),
+            1,
+            "no router answers on 127.0.0.1:1 (Connection refused): `isthmus",
+        ),
+        (("index", NOWHERE), 1, "no router answers on 127.0.0.1:1 ("),
         (("make-model", "/proc/no/such/place"), 78, "cannot write to /proc/no/such/place"),
         (("up", "--model=/no/such/model"), 78, "--model: there is no directory /no/such/model"),
         (("up", "--model=x", "--port=70000"), 2, "--port"),

@@ -7,17 +7,24 @@ from services.cli.chat.conversation import Turn
 from services.cli.table import format_bytes, format_table
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-# As a request meets them; the rest of StageTimes' fields is their sum.
-_STAGES = (
-    *("tokenize", "route", "router_queue", "decode_queue", "prefill_queue", "prefill_compute"),
-    *("transfer", "first_decode_step", "relay", "first_token"),
-)
+# As a request meets them: the fields of StageTimes in each; the last is their sum.
+_STAGES = {
+    "tokenize": ("tokenize_s",),
+    "route": ("route_s", "router_queue_s"),
+    "decode queue": ("decode_queue_s",),
+    "prefill queue": ("prefill_queue_s",),
+    "prefill compute": ("prefill_compute_s",),
+    "transfer": ("transfer_s",),
+    "decode step": ("first_decode_step_s",),
+    "relay": ("relay_s",),
+    "TTFT": ("first_token_s",),
+}
 _MOVED = ("#", "decode rank", "plan", "prompt", "found", "delta", "KV moved", "answer", "TTFT ms", "tokens/s")
 _LEAST_MS = 0.05  # less is 0.0
 _ENDS = {
     common_pb2.FINISH_REASON_ABORTED: "stopped",
-    common_pb2.FINISH_REASON_LENGTH: "cut by its length",
-    common_pb2.FINISH_REASON_CAPACITY: "cut: no rank has room for more",
+    common_pb2.FINISH_REASON_LENGTH: "cut",
+    common_pb2.FINISH_REASON_CAPACITY: "cut, for no rank has room for more",
 }
 
 
@@ -27,7 +34,7 @@ def summary(answer: Answer) -> str:
     if finish is None or not finish.usage.prompt_tokens:
         return _end(answer)
     usage, rate = finish.usage, answer.tokens_per_s
-    found = f"{usage.decode_prefix_len} of {usage.prompt_tokens} tokens found on {_rank(finish)}"
+    found = f"{usage.decode_prefix_len} of {usage.prompt_tokens} found on {_rank(finish)}"
     moved = f"{format_bytes(usage.kv_bytes_moved) if usage.delta_tokens else 'nothing'} moved"
     first = f"TTFT {1e3 * finish.stages.first_token_s:.0f} ms"
     parts = (found, moved, first, "" if rate is None else f"{rate:.0f} tokens/s", _end(answer))
@@ -58,16 +65,16 @@ def _row(number: int, answer: Answer) -> Iterator[object]:
 
 def _stages(finished: Sequence[tuple[int, Answer]], width: int | None) -> str:
     """Stages that took nothing in any turn are left out."""
-    rows = [[1e3 * _stage(answer, stage) for stage in _STAGES] for _, answer in finished]
-    shown = [i for i in range(len(_STAGES)) if any(row[i] >= _LEAST_MS for row in rows)]
-    headings = ["#", *(_STAGES[i].replace("_", " ") for i in shown)]
-    numbers = [number for number, _ in finished]
-    cells = [[n, *(f"{row[i]:.1f}" for i in shown)] for n, row in zip(numbers, rows, strict=True)]
-    return format_table(headings, cells, width)
+    times = {stage: [_stage_ms(answer, stage) for _, answer in finished] for stage in _STAGES}
+    shown = {stage: row for stage, row in times.items() if max(row) >= _LEAST_MS}
+    rows = zip(*([f"{ms:.1f}" for ms in row] for row in shown.values()), strict=True)
+    cells = [(number, *row) for (number, _), row in zip(finished, rows, strict=True)]
+    return format_table(["#", *shown], cells, width)
 
 
-def _stage(answer: Answer, stage: str) -> float:
-    return float(getattr(answer.finish.stages, f"{stage}_s")) if answer.finish else 0.0
+def _stage_ms(answer: Answer, stage: str) -> float:
+    stages = answer.finish.stages if answer.finish else generation_pb2.StageTimes()
+    return 1e3 * sum(float(getattr(stages, name)) for name in _STAGES[stage])
 
 
 def _plan(finish: generation_pb2.Finish) -> str:

@@ -20,6 +20,7 @@ from services.cli.client import naming, responses
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 _ANSWER_TIMEOUT_S = 10.0
+_NOT_YET = "no decode rank is there yet: does the cluster still start?"
 _Metadata = Sequence[tuple[str, str]]
 
 
@@ -50,7 +51,8 @@ class Session:
         served = (
             f"{m.id}: {m.prefill_ranks} prefill and {m.decode_ranks} decode ranks" for m in answer.models
         )
-        return "\n".join(served)
+        has_ranks = any(model.decode_ranks for model in answer.models)
+        return "\n".join([*served, *([] if has_ranks else [_NOT_YET])])
 
     async def turn(self, question: str) -> None:
         """Ask, show the answer, remember both. Raises the router's error as one of ours; then neither is."""

@@ -32,7 +32,7 @@ def test_thinking_the_answer_and_calls_stand_apart():
     assert stream.getvalue().splitlines()[:5] == [
         *("Let me see.", "", "It is warm.", 'calls add {"a": 1}', "calls sub "),
     ]
-    assert "192 of 255 tokens found" in stream.getvalue()
+    assert "192 of 255 found" in stream.getvalue()
 
 
 def test_thinking_is_dim():

@@ -8,9 +8,9 @@ from services.wire.isthmus.v1 import common_pb2
 
 def test_one_line_says_what_was_found_and_what_moved():
     line = summary(plain_answer())
-    assert line == "192 of 255 tokens found on decode/1, 40.0 KiB moved, TTFT 18 ms, 6 tokens/s"
+    assert line == "192 of 255 found on decode/1, 40.0 KiB moved, TTFT 18 ms, 6 tokens/s"
     stopped = answered({"token_ids": [1], "finish": finish(moved=0, reason=common_pb2.FINISH_REASON_ABORTED)})
-    assert summary(stopped) == "192 of 255 tokens found on decode/1, nothing moved, TTFT 18 ms, stopped"
+    assert summary(stopped) == "192 of 255 found on decode/1, nothing moved, TTFT 18 ms, stopped"
 
 
 def test_what_never_came_has_no_figures():
@@ -27,7 +27,7 @@ def test_turns_are_told_with_their_stages():
     assert ["1", "decode/1", "remote", "255", "0", "255", "40.0", "KiB", "5", "18.0", "6.0"] in rows
     assert ["2", "decode/1", "local", "255", "192", "0", "0", "B", "5", "18.0", "6.0"] in rows
     # A stage that took nothing has no column; route's 10 us are nothing.
-    assert "#  tokenize  prefill compute  transfer  first token" in lines
+    assert "#  tokenize  prefill compute  transfer  TTFT" in lines
     assert ["1", "2.0", "12.0", "4.0", "18.0"] in rows
 
 

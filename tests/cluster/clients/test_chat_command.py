@@ -27,7 +27,7 @@ async def test_the_second_turn_of_a_pipe_hits(etcd_endpoint, model_dir, cluster_
         page = cluster.base.page_size
         await cluster.assert_nothing_held()
     printed, _, table = capsys.readouterr().out.partition("#  decode rank")
-    assert len(printed) > 6 and "tokens found" not in printed
+    assert len(printed) > 6 and "found on" not in printed
     rows = [line.split() for line in table.splitlines()[2:4]]
     assert [row[0] for row in rows] == ["1", "2"] and rows[0][1] == rows[1][1]
     (first, second), (none, found) = ([int(row[i]) for row in rows] for i in (3, 4))
@@ -92,10 +92,10 @@ async def test_at_a_terminal_ctrl_c_stops_the_answer(etcd_endpoint, model_dir, c
             terminal.type("Hello there\r")
             await terminal.until("Hello there\r\n.")
             terminal.type("\x03")
-            await terminal.until("tokens found on .*\r?\n?.*stopped(.|\n)*> ")
+            await terminal.until("found on .*\r?\n?.*stopped(.|\n)*> ")
             await cluster.assert_nothing_held()
             terminal.type("/sta\t\r")
-            await terminal.until("first\\s+token(.|\n)*> ")
+            await terminal.until("tokenize(.|\n)*TTFT(.|\n)*> ")
             assert max(map(len, terminal.seen.split("\r\n"))) <= 80
             terminal.type("/nonsense\r")
             await terminal.until("there is no command /nonsense(.|\n)*> ")

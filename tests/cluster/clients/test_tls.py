@@ -109,7 +109,7 @@ async def check_commands(cluster, folder):
     assert await asyncio.to_thread(generate.run, [*flags, "--max-tokens=3"]) == 0
     with pytest.raises(errors.ConfigError, match="--tls-ca"):
         await asyncio.to_thread(generate.run, [*flags[:1], *flags[2:]])
-    with pytest.raises(errors.PeerFailed):
+    with pytest.raises(errors.PeerFailed, match=r"hangs up .*: does it want TLS"):
         await asyncio.to_thread(generate.run, [flags[0], flags[-1]])
 
 
