@@ -161,3 +161,27 @@ def test_more_than_a_message_holds_is_refused():
     assert ask(prompt_len).next == 1
     with pytest.raises(InvalidRequest, match="48 MiB, got 20"):
         ask(prompt_len + 1)
+
+
+@pytest.mark.parametrize("carried", CARRIED[:2], ids=["attention", "state"])
+@pytest.mark.parametrize("start", [2, 23])
+def test_it_waits_only_for_what_it_may_take_over(carried, start):
+    """Of what another one computes in the same step: pages, or a resume point."""
+    rank = Rank(num_pages=64, chunk_size=64, carried=carried)
+    rank.submit(STEM, 1)
+    scored = rank.submit(STEM, 1, scored=asked(start))
+    rank.step()
+    assert (scored.computed > 0) is (start == 2)
+    rank.run([scored])
+    check(rank, scored, start)
+    assert scored.reused_tokens == (0 if start == 2 else 20)
+
+
+@pytest.mark.parametrize("start", [0, 17, 39])
+def test_while_it_waits_what_it_will_compute_is_reported(start):
+    rank, prompt = Rank(), [*STEM, *range(16)]
+    rank.run([rank.submit(prompt, 1)])
+    rank.submit(prompt, 1, scored=asked(start))
+    computed = 40 - max(0, start - 1) // 4 * 4
+    load = rank.core.load()
+    assert (load.pending_tokens, load.waiting_tokens) == (computed, computed)
