@@ -30,7 +30,7 @@ def url(tmp_path_factory):
 @pytest.mark.timeout(_DEADLINE_S)
 def test_pictures(chromium, url):
     PICTURES.mkdir(parents=True, exist_ok=True)
-    person = Visitor(chromium, url, "bare-key", viewport={"width": 1360, "height": 850})
+    person = Visitor(chromium, url, "bare-key", viewport={"width": 1360, "height": 940})
     try:
         with concurrent.futures.ThreadPoolExecutor() as others:
             converse(person, url)
