@@ -34,6 +34,8 @@ PYTHON = {
     "try_pydantic_ai": "frameworks",
     "try_litellm": "litellm",
     "try_llama_index": "llama-index",
+    "try_lm_eval": "lm-eval",
+    "try_aiperf": "aiperf",
 }
 
 
@@ -74,13 +76,14 @@ def free_port():
 
 
 def try_it(command, cluster):
-    url, _ = cluster
+    url, model = cluster
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
         "PYTHONPATH": str(SCRIPTS),
     }
-    environment |= {"ISTHMUS_URL": url, "ISTHMUS_MODEL": SERVED, "ISTHMUS_NODE": str(ENVIRONMENTS / "node")}
+    environment |= {"ISTHMUS_URL": url, "ISTHMUS_MODEL": SERVED, "ISTHMUS_MODEL_DIRECTORY": str(model)}
+    environment |= {"ISTHMUS_NODE": str(ENVIRONMENTS / "node")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     said = done.stdout + done.stderr
     print(said)

@@ -6,6 +6,7 @@ import traceback
 
 BASE = os.environ["ISTHMUS_URL"]
 MODEL = os.environ["ISTHMUS_MODEL"]
+DIRECTORY = os.environ["ISTHMUS_MODEL_DIRECTORY"]  # with its tokenizer
 QUESTION = "Is it warm in Corinth?"
 SCHEMA = {
     "type": "object",
