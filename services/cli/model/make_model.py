@@ -43,6 +43,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from services.cli.model.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
 from services.cli.model.families import FAMILIES, Sizes, family_config, fill_family
@@ -192,6 +193,7 @@ def make_model(
         steer(model, {tokens.convert_tokens_to_ids(token): liking for token, liking in likings.items()})
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        disable_progress_bar()  # there is nothing to wait for
         model.save_pretrained(directory)
         tokens.save_pretrained(directory)
     except (OSError, SafetensorError) as error:
