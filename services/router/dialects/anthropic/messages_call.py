@@ -28,6 +28,7 @@ _REFUSED: Refused = {
     **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
     **refused.CONTINUING,
     "n": (1,),
+    "prompt_logprobs": (),
     "container": (),
     "stop": (),
     "response_format": (),

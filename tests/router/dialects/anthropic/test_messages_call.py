@@ -247,6 +247,8 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"stream": 1}, "stream"),
     ],

@@ -219,6 +219,8 @@ def test_what_codex_sends_is_taken() -> None:
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"metadata": "x"}, "metadata"),
     ],
