@@ -61,7 +61,7 @@ async def answer(cluster, request, **call):
 async def test_the_log_line_has_the_prices_of_the_trace(
     etcd_endpoint, model_dir, cluster_name, spans, caplog
 ):
-    caplog.set_level(logging.INFO, "services.router.request.generation")
+    caplog.set_level(logging.INFO, "services.router.request.story")
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
         await cluster.generate(PROMPT)
         router, *_ = await one_of_each(spans)
@@ -114,6 +114,7 @@ async def test_a_request_is_one_trace_from_the_client_on(etcd_endpoint, model_di
             "outcome": "finished",
             "attempts": 1,
             "placements": 1,
+            "answers": 1,
             "completion_tokens": 8,
             "reasoning_tokens": 0,
             "tool_calls": 0,
