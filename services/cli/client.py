@@ -25,7 +25,7 @@ class ClientConfig:
     tls_cert: Path | None = setting(None, "PEM of our certificate, where the router asks for one")
     tls_key: Path | None = setting(None, "PEM of its key")
     tls_server_name: str = setting("", "name that its certificate carries; default: the host in --router")
-    api_key_file: Path | None = setting(None, "file whose first line is the key to show the router")
+    api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
 
     def open_channel(self) -> grpc.aio.Channel:
         """Raises ConfigError when the TLS flags cannot work."""

@@ -17,7 +17,7 @@ class RanksConfig(ClusterConfig):
     """How a command finds the ranks: through a router, unless --etcd is given."""
 
     router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
-    api_key_file: Path | None = setting(None, "file whose first line is the key to show the router")
+    api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
 
 
 async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
