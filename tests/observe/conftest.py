@@ -43,7 +43,7 @@ def watched(tmp_path_factory):
 async def _watch(folder, stack, collector):
     lines = []
     shape = Shape(
-        model=tiny_checkpoint(),
+        model=tiny_checkpoint("gemma3"),  # its windows' tails are carried, and it tells where it can go on
         data_dir=folder / "etcd",
         routers=2,
         prefill_workers=2,
@@ -54,7 +54,12 @@ async def _watch(folder, stack, collector):
             "--trace-sample-ratio=0.2",
         ),
         # Small pools, so that some must wait and be evicted; a slow writer keeps quarantine short.
-        rank_flags=("--page-size=16", "--kv-pages=160", "--max-running-requests=4"),
+        rank_flags=(
+            "--page-size=16",
+            "--kv-pages=160",
+            "--max-running-requests=4",
+            "--speculation=lookup",
+        ),
         router_flags=("--plans=remote",),
         ready_timeout_s=300.0,
     )

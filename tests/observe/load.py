@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -66,20 +67,20 @@ async def _careless(stubs):
 
 
 async def _chatting(stub):
-    """An assistant whose past answers go back by their names, and whose words are chosen from a few."""
-    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS)
-    sampling.constraint.choice.texts.extend(["yes, by all means", "no, never"])
-    while True:
+    """An assistant whose past answers go back by their names, and which may choose its words from a few."""
+    for number in itertools.count():
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS)
+        sampling.constraint.choice.texts.extend(["yes, by all means", f"no, not before {number}"])
         chat = generation_pb2.Chat()
         for _ in range(_TURNS):
             chat.messages.add(role="user", content="And then?")
             request = generation_pb2.GenerateRequest(chat=chat, sampling=sampling)
+            text, answer_id = "", ""
             with contextlib.suppress(grpc.aio.AioRpcError):
-                text, answer_id = "", ""
                 async for response in stub.Generate(request, timeout=60):
                     text, answer_id = text + response.text, response.finish.answer_id or answer_id
-                chat.messages.add(role="assistant", content=text, answer_id=answer_id)
-            await asyncio.sleep(1)
+            chat.messages.add(role="assistant", content=text, answer_id=answer_id)
+            await asyncio.sleep(0.5)
 
 
 async def _watching(stub):
