@@ -35,6 +35,7 @@ PYTHON = {
     "try_litellm": "litellm",
     "try_llama_index": "llama-index",
     "try_lm_eval": "lm-eval",
+    "try_guidellm": "guidellm",
     "try_aiperf": "aiperf",
 }
 
