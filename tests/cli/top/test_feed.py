@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from services.cli.top.feed import Away, News, follow
-from services.values.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
+from services.values.errors import Forbidden, InvalidRequest, PeerFailed, Unauthenticated
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterResponse
 
 
@@ -76,13 +76,13 @@ async def test_who_goes_away_is_asked_again_and_said_to_be_away():
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.UNAVAILABLE, PeerFailed),
         (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
     ],
 )
 async def test_who_cannot_begin_is_told_why(code, error):
-    details = "failed to connect to all addresses" if error is Unavailable else "no"
+    details = "failed to connect to all addresses" if error is PeerFailed else "no"
     with pytest.raises(error):
         await Router([failure(code, details)]).told(1)
 

@@ -15,7 +15,7 @@ from cli.top.cluster_news import finished, first
 from services.cli.top import keys, top
 from services.net import servers
 from services.settings.flags import load
-from services.values.errors import Unavailable
+from services.values.errors import PeerFailed
 from services.wire.isthmus.v1 import generation_pb2_grpc
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterResponse
 
@@ -99,7 +99,7 @@ async def test_the_key_and_the_tenant_are_shown(router, tmp_path):
 
 async def test_where_no_router_is_it_says_so():
     config = load(top.TopConfig, ["--router=127.0.0.1:1"], prog="isthmus top")
-    with pytest.raises(Unavailable, match=r"no router answers on 127\.0\.0\.1:1"):
+    with pytest.raises(PeerFailed, match=r"no router answers on 127\.0\.0\.1:1"):
         await top._top(config)
 
 
