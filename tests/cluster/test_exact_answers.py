@@ -56,7 +56,7 @@ async def check_alone(cluster, ids, answers, max_tokens):
 @pytest.mark.parametrize(
     ("architecture", "plan"),
     [
-        ("llama", "remote"),
+        pytest.param("llama", "remote", marks=pytest.mark.exact),
         pytest.param("llama", "local", marks=pytest.mark.exact),
         pytest.param("mistral", "remote", marks=pytest.mark.exact),
         pytest.param("qwen3_next", "remote", marks=pytest.mark.exact),
