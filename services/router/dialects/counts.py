@@ -7,6 +7,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 MAX_EACH = 128  # GenerateRequest.n
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024  # of one call
+_MOST_BYTES = 64 << 20  # of all that is said for each of a call's prompts alike
 
 
 def read_n(body: Body, request: GenerateRequest) -> None:
@@ -31,13 +32,16 @@ def read_best_of(body: Body, request: GenerateRequest, stream: bool) -> None:
 def one_for_each(num_prompts: int, request: GenerateRequest, param: str) -> list[GenerateRequest]:
     """Requests for so many prompts, the first one `request` itself. `param`: what the body calls the prompts.
 
-    Raises InvalidParameter: there are too many, or none.
+    Raises InvalidParameter: there are too many, or none, or too much is asked of each.
     """
     if not 1 <= num_prompts <= MAX_PROMPTS:
         raise InvalidParameter(param, f"must be at most {MAX_PROMPTS} prompts, got {num_prompts}")
     num_answers = num_prompts * max(request.n or 1, request.best_of)
     if num_answers > MAX_ANSWERS:
         problem = f"with n or best_of asks for {num_answers} answers; a call gets {MAX_ANSWERS} at most"
+        raise InvalidParameter(param, problem)
+    if num_prompts * request.ByteSize() > _MOST_BYTES:  # a body of megabytes would be held for each
+        problem = f"is {num_prompts} prompts, too many beside so long a body: send fewer at a time"
         raise InvalidParameter(param, problem)
     return [request, *(_another(request, place) for place in range(1, num_prompts))]
 

@@ -9,7 +9,7 @@ from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Ref
 from services.router.dialects.call import Call, read_addressee, traceparent_of
 from services.router.dialects.counts import one_for_each, read_n
 from services.router.dialects.dialect import Envelope
-from services.router.dialects.openai.constraint import read_constraint
+from services.router.dialects.openai.constraint import NamedConstraint, read_constraint
 from services.router.dialects.openai.errors import error_json
 from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.sampling import read_sampling
@@ -63,15 +63,14 @@ def read_generate_call(
     request = GenerateRequest()
     read_addressee(body, headers, request)
     read_n(all_params[0], request)
+    logprobs = read_logprobs(body)
+    named = _put_sampling(all_params[0], defaults, logprobs, request)
     requests = one_for_each(len(prompts), request, param)
-    named, logprobs = None, read_logprobs(body)
     for each, prompt, params in zip(requests, prompts, all_params, strict=True):
-        _check_n(params, request)
+        if params is not all_params[0]:
+            _check_n(params, request)
+            named = _put_sampling(params, defaults, logprobs, each) or named
         prompt(each)
-        each.sampling.CopyFrom(_read_sampling(params, defaults))
-        ask(logprobs, each.sampling)
-        if (named := read_constraint(params)) is not None:
-            each.sampling.constraint.CopyFrom(named.constraint)
     return GenerateCall(
         request=request,
         more=tuple(requests[1:]),
@@ -98,6 +97,17 @@ def _check_n(params: Body, request: GenerateRequest) -> None:
     read_n(params, own)
     if (own.n or 1) != (request.n or 1):
         raise params.wrong("n", "must be the same for all prompts")
+
+
+def _put_sampling(
+    params: Body, defaults: SamplingDefaults, logprobs: Asked | None, request: GenerateRequest
+) -> NamedConstraint | None:
+    """With its constraint, as the body calls it, if it has one."""
+    request.sampling.CopyFrom(_read_sampling(params, defaults))
+    ask(logprobs, request.sampling)
+    if (named := read_constraint(params)) is not None:
+        request.sampling.constraint.CopyFrom(named.constraint)
+    return named
 
 
 def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from router.http.backend import FakeBackend, chat, complete, events, finished, response
+from services.router.dialects.body import InvalidParameter
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
 from services.router.keys.callers import Caller, calling
@@ -135,6 +136,24 @@ def test_a_long_id_leaves_room_for_the_prompts_number(given: str) -> None:
     call = read_completion_call({"prompt": ["p"] * 12}, {"x-request-id": given}, OPENAI)
     ids = [request.request_id for request in (call.request, *call.more)]
     assert len(set(ids)) == 12 and max(map(len, ids)) == 128
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"conversation_id": "c" * (1 << 20)},
+        {"guided_json": "j" * (1 << 20)},
+        {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)},
+        {"stop_token_ids": [2**32 - 1] * 100_000},
+    ],
+    ids=lambda large: next(iter(large)),
+)
+def test_many_prompts_beside_a_long_body_are_refused(large: dict[str, object]) -> None:
+    """Each would have it of its own."""
+    read_completion_call({"prompt": ["p"] * 8, **large}, {}, OPENAI)
+    with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
+        read_completion_call({"prompt": ["p"] * 256, **large}, {}, OPENAI)
+    assert raised.value.param == "prompt"
 
 
 async def test_each_prompt_of_a_list_is_the_keys_tenants() -> None:

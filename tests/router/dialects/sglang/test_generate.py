@@ -140,6 +140,22 @@ def test_each_text_is_a_request_alike_in_all_else() -> None:
     assert [request.sampling.max_tokens for request in (call.request, *call.more)] == [1, 2]
 
 
+def test_each_prompts_constraint_is_its_own() -> None:
+    params = [{"regex": "a"}, {}, {"regex": "b"}]
+    call = read_generate_call({"text": ["p", "q", "r"], "sampling_params": params}, {}, OPENAI)
+    assert [request.sampling.constraint.regex for request in call.requests] == ["a", "", "b"]
+    last = read_generate_call({"text": ["p", "q"], "sampling_params": params[:2]}, {}, OPENAI)
+    assert call.constraint_param == "sampling_params[2].regex"
+    assert last.constraint_param == "sampling_params[0].regex"
+
+
+def test_many_texts_beside_a_long_body_are_refused() -> None:
+    params = {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)}
+    with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
+        read_generate_call({"text": ["p"] * 256, "sampling_params": params}, {}, OPENAI)
+    assert raised.value.param == "text"
+
+
 async def test_several_answers_are_a_list_and_their_events_have_indexes() -> None:
     first, second = response("a", [65]), finished("b", [66])
     other = finished("c", [67])
