@@ -69,7 +69,7 @@ class Generating(Generic[CallT]):
         if call.stream:
             told = events(answer, responses, call.num_answers)
             return EventStream(told, self._generation.time_limit_s(timeout_s))
-        told_whole = whole(answer, responses, call.num_answers)
+        told_whole = whole(answer, responses, call.num_answers, call.answers_each)
         return JSONResponse(await until_disconnect(request.receive, told_whole))
 
     def _responses(

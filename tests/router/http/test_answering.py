@@ -1,16 +1,23 @@
-"""The loop over a stream: what is sent while there is nothing to tell."""
+"""Responses joined to a whole, and the loop over a stream: what is sent while there is nothing to tell."""
 
-from collections.abc import AsyncGenerator, Iterator
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from router.http.backend import finished, response
-from services.router.dialects.answer import Event
-from services.router.http.answering import events
+import pytest
+
+from router.dialects.prompts_told import scored
+from router.http.backend import FakeBackend, chat, complete, finished, response
+from services.router.dialects.answer import Event, Json
+from services.router.http.answering import events, whole
 from services.values.errors import Unavailable
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 
 class Telling:
-    """Of each response its text, if it has any."""
+    """Of each response its text, if it has any; of a whole, where it was made."""
+
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        return {"in_thread": threading.current_thread() is not threading.main_thread()}
 
     def events(self, response: GenerateResponse) -> list[Event]:
         return [Event(response.text)] if response.text else []
@@ -47,3 +54,27 @@ async def test_long_silence_is_broken_by_comments() -> None:
 async def test_what_fails_behind_a_comment_is_an_event() -> None:
     lines = await told(*[response("")] * 9, Unavailable("gone"), seconds_each=5.0)
     assert lines[-1] == "data: gone" and lines[0].startswith(":")
+
+
+def of_prompt(num_tokens: int) -> GenerateResponse:
+    told = scored(65, -1.0, 1, *range(20))
+    return GenerateResponse(request_id="r1", prompt_token_ids=[65], prompt_logprobs=[told] * num_tokens)
+
+
+@pytest.mark.parametrize(("num_tokens", "in_thread"), [(10, False), (1000, True)])
+async def test_many_log_probabilities_are_written_down_in_a_thread(num_tokens: int, in_thread: bool) -> None:
+    async def responses() -> AsyncGenerator[GenerateResponse, None]:
+        yield of_prompt(num_tokens)
+        yield finished("a")
+
+    assert await whole(Telling(), responses()) == {"in_thread": in_thread}
+
+
+async def test_more_of_them_than_a_router_can_hold_are_refused_and_the_generation_is_closed() -> None:
+    """Each of `n` choices tells its prompt's."""
+    asked = {"n": 128, "prompt_logprobs": 20}
+    for ask in (complete, chat):
+        backend = FakeBackend(of_prompt(512), "wait")
+        answer = await ask(backend, **asked)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+        assert backend.closed.is_set()

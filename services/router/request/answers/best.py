@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from services.router.request.answers.held_logprobs import HeldLogprobs
 from services.router.request.answers.several import SeveralAnswers
 from services.router.request.progress import Checked
 from services.values.errors import InvalidRequest
@@ -39,8 +40,11 @@ class BestAnswers:
 
     async def _all(self) -> list[GenerateResponse]:
         joined, unfinished = [JoinedResponses() for _ in range(self._checked.answers)], self._checked.answers
+        held = HeldLogprobs()
         while unfinished:
             response = await self._answers.next_response()
+            if self._checked.tells_logprobs:
+                held.add(response)
             joined[response.index].add(response)
             unfinished -= response.HasField("finish")
         return [each.whole() for each in joined]

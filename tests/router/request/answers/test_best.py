@@ -1,5 +1,6 @@
 import pytest
 
+from services.router.request.answers import held_logprobs
 from services.router.request.answers.best import BestAnswers
 from services.router.request.progress import Checked
 from services.values.errors import InvalidRequest
@@ -59,6 +60,13 @@ async def test_what_the_others_took_is_told_with_the_last():
 async def test_log_probabilities_that_nobody_asked_for_are_not_told():
     (told,) = await best(1, tells_logprobs=False)
     assert list(told.token_ids) == [7, 7, 7] and not told.logprobs
+
+
+async def test_of_the_many_that_were_asked_for_no_more_are_held_than_for_any_whole(monkeypatch):
+    monkeypatch.setattr(held_logprobs, "MOST", 5)
+    with pytest.raises(InvalidRequest, match="5 of them"):
+        await best(1)
+    assert len(await best(1, tells_logprobs=False)) == 1
 
 
 class Refusing(Several):
