@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused, check_ids, check_text
@@ -42,6 +43,7 @@ _SAMPLING_REFUSED: Refused = {
 }
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
 _DEFAULT_MAX_TOKENS = 128  # SGLang's own
+_MOST_LOGPROBS = 1024  # in a list of an event that is not an answer's last
 
 _PutPrompt = Callable[[GenerateRequest], None]
 
@@ -173,13 +175,14 @@ class GenerateAnswer:
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
         told = [
-            {**so_far.take(answer), "output_ids": list(answer.token_ids)}
+            {**so_far.take(answer, most_logprobs=inf), "output_ids": list(answer.token_ids)}
             for so_far, answer in zip(self._so_far, answers, strict=True)
         ]
         return told if self._call.is_list else told[0]
 
     def events(self, response: GenerateResponse) -> list[Event]:
-        told = self._so_far[response.index].take(response)
+        most_logprobs = inf if response.HasField("finish") else _MOST_LOGPROBS
+        told = self._so_far[response.index].take(response, most_logprobs)
         if self._call.is_list:
             told["index"] = response.index
         self._num_finished += response.HasField("finish")
@@ -199,15 +202,15 @@ class _SoFar:
         self._text = ""
         self._num_tokens = 0
 
-    def take(self, response: GenerateResponse) -> Json:
-        """What is told of it now."""
+    def take(self, response: GenerateResponse, most_logprobs: float) -> Json:
+        """What is told of it now; longer lists of log-probabilities are not."""
         self._text += response.text
         self._num_tokens += len(response.token_ids)
         meta: Json = {"id": response.request_id, "completion_tokens": self._num_tokens, "finish_reason": None}
         if self._words is not None:
             self._words.add_prompt(self._of_prompt, response)
             self._of_answer.add(response.logprobs, self._words)
-            meta |= self._words.meta(self._of_prompt, self._of_answer)
+            meta |= self._words.meta(self._of_prompt, self._of_answer, most_logprobs)
         if response.HasField("finish"):
             meta |= _finished(response.finish)
         return {"text": self._text, "meta_info": meta}

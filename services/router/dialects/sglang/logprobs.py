@@ -3,13 +3,18 @@
 return_logprob, top_logprobs_num: 2, logprob_start_len: 3    (-1, the default: none of the prompt)
 input_token_logprobs     [[null, id 3, text], [logprob, id 4, text], ...]    its first is always null
 input_top_logprobs       [null, [[logprob, id, text], ...], ...]             where others are asked for
+
+Each event has all of them so far, as it has all the text. Long lists come with an answer's last event alone:
+to write them down with each token would take the square of the answer's length.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from services.router.dialects.answer import Json
 from services.router.dialects.body import INT32_MAX, UINT32_MAX, Body
+from services.router.dialects.openai.choice import finite
 from services.wire.isthmus.v1.common_pb2 import SamplingParams, TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
@@ -69,7 +74,7 @@ class Words:
         return self.token_text(token_id) if self.asked.with_text else None
 
     def told(self, token: TokenLogprob) -> _Told:
-        return max(token.logprob, -9999.0), token.token_id, self.text(token.token_id)
+        return finite(token.logprob), token.token_id, self.text(token.token_id)
 
     def add_prompt(self, told: ToldTokens, response: GenerateResponse) -> None:
         """What a response tells of its prompt: nothing, but for the first ones."""
@@ -79,11 +84,15 @@ class Words:
             logprobs = logprobs if self.asked.start == 0 else logprobs[1:]
         told.add(logprobs, self)
 
-    def meta(self, of_prompt: ToldTokens, of_answer: ToldTokens) -> Json:
-        meta: Json = {
-            "input_token_logprobs": of_prompt.tokens,
-            "output_token_logprobs": of_answer.tokens,
-        }
+    def meta(self, of_prompt: ToldTokens, of_answer: ToldTokens, most: float = inf) -> Json:
+        """Lists of more than so many log-probabilities are left out."""
+        lists = {"input": of_prompt, "output": of_answer}
+        short = {name: told for name, told in lists.items() if len(told.tokens) * self._each <= most}
+        meta: Json = {f"{name}_token_logprobs": told.tokens for name, told in short.items()}
         if self.asked.num_top:
-            meta |= {"input_top_logprobs": of_prompt.top, "output_top_logprobs": of_answer.top}
+            meta |= {f"{name}_top_logprobs": told.top for name, told in short.items()}
         return meta
+
+    @property
+    def _each(self) -> int:
+        return 1 + self.asked.num_top

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.dialects.prompts_told import not_told, told_in_pieces
+from router.dialects.prompts_told import not_told, scored, told_in_pieces
 from router.http.backend import FakeBackend, client, finished, post, response
 from services.router.dialects.body import InvalidParameter
 from services.router.dialects.sampling_defaults import OPENAI
@@ -244,6 +244,23 @@ async def test_logprobs_of_the_prompt_begin_with_null(start: int, stream: bool) 
     assert meta["input_top_logprobs"] == (tops if start == 0 else [None, tops[2]])
     assert meta["output_token_logprobs"] == [[-0.25, 97, "a"], [-0.25, 98, "b"]]
     assert len(meta["output_top_logprobs"]) == 2
+
+
+async def test_long_lists_come_with_the_last_event_alone() -> None:
+    """To each token the whole prompt again, with twenty others of each: that kept the loop for seconds."""
+    prompt, *_, last = told_in_pieces()
+    del prompt.prompt_logprobs[1:]
+    prompt.prompt_logprobs.extend([scored(33, -0.5, 1, 33, 98)] * 400)
+    tokens = [response("a", [97], [scored(97, -0.25, 0, 97, 98)] * 200) for _ in range(3)]
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    events = [
+        event["meta_info"] for event in told(await generate(FakeBackend(prompt, *tokens, last), **asked))
+    ]
+    names = ("input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs")
+    lengths = [[len(event[name]) if name in event else None for name in names] for event in events]
+    assert lengths[-1] == [402, 402, 601, 601]
+    assert [each[:2] for each in lengths[:-1]] == [[None, None]] * 4
+    assert [each[2] for each in lengths[:-1]] == [0, 200, None, None]
 
 
 async def test_logprobs_of_the_answer_alone_have_no_text() -> None:
