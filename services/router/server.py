@@ -1,7 +1,7 @@
 """The Generation service: gRPC in front of the Generator."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -10,13 +10,14 @@ from services.net import servers
 from services.observe import traces
 from services.router.cluster import Cluster
 from services.router.keys import callers
+from services.router.keys.refusals import WRONG_KEY
 from services.router.request.generation import Explanation, Generator
 from services.router.shown.candidates import all_candidates
 from services.router.shown.ranks import ranks_of
 from services.router.text.tokenizer import Tokenizer
 from services.router.watch.asked import read_asked
 from services.router.watch.watch import Watch
-from services.values.errors import Forbidden, InvalidRequest, IsthmusError
+from services.values.errors import Forbidden, InvalidRequest, IsthmusError, Unauthenticated
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -136,7 +137,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def watch(
         self, request: generation_pb2.WatchClusterRequest
     ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-        return self._watch.responses(read_asked(request, callers.current()))
+        responses = self._watch.responses(read_asked(request, callers.current()))
+        return _while_good(callers.still_good(), responses)
 
     async def list_models(self) -> generation_pb2.ListModelsResponse:
         """With the ranks that are up; the context does not change while they come and go."""
@@ -151,6 +153,24 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     def _num_up(self, role: Role) -> int:
         return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
+
+
+async def _while_good(
+    is_good: Callable[[], bool], responses: AsyncGenerator[generation_pb2.WatchClusterResponse, None]
+) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
+    """Ends as where the router stops: who connects again is told why. Closes `responses`.
+
+    Raises Unauthenticated before the first of them.
+    """
+    has_begun = False
+    async with aclosing(responses):
+        async for response in responses:
+            if not is_good():
+                if has_begun:
+                    return
+                raise Unauthenticated(WRONG_KEY)
+            has_begun = True
+            yield response
 
 
 def _callers_own(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:

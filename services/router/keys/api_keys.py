@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,6 +51,13 @@ class ApiKeys:
         if not fitting:
             raise Unauthenticated(WRONG_KEY)
         return self._callers[fitting[0]]
+
+    def is_good(self, authorization: str | None, caller: Caller) -> bool:
+        """Whether it is let in as that caller, as it was once."""
+        try:
+            return self.check(authorization) == caller
+        except Unauthenticated:
+            return False
 
     def _follow(self) -> None:
         stamp = _stamp(self._path)
@@ -105,22 +113,22 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         if not handler_call_details.method.startswith(self._methods):
             return await continuation(handler_call_details)
-        metadata = dict(handler_call_details.invocation_metadata or ())
+        shown = dict(handler_call_details.invocation_metadata or ()).get("authorization")
         try:
-            caller = self._keys.check(metadata.get("authorization"))
+            caller = self._keys.check(shown)
         except Unauthenticated as error:
             return _refusing(error, self._keys.refusals)
         handler = await continuation(handler_call_details)
-        return None if handler is None else _as(caller, handler)
+        return None if handler is None else _as(caller, partial(self._keys.is_good, shown, caller), handler)
 
 
-def _as(caller: Caller, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     """The same, in whose calls `callers.current` is the caller. Its behavior is a coroutine."""
     answers = "stream" if handler.response_streaming else "unary"
     behavior = getattr(handler, f"unary_{answers}")
 
     async def behave(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        with calling(caller):
+        with calling(caller, is_good):
             return await behavior(request, context)
 
     make_handler = getattr(grpc, f"unary_{answers}_rpc_method_handler")

@@ -1,7 +1,7 @@
-"""Who asks: what a key is good for, and whose call is being served."""
+"""Who asks: what a key is good for, whose call is being served, and whether that key is still good."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ class Caller:
 
 ANYBODY = Caller(is_operator=True)  # where no keys are asked for
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+_IS_GOOD: ContextVar[Callable[[], bool]] = ContextVar("is_good", default=lambda: True)
 
 
 def current() -> Caller:
@@ -33,11 +34,18 @@ def current() -> Caller:
     return _CALLER.get()
 
 
+def still_good() -> Callable[[], bool]:
+    """Tells, whenever it is called, whether the key that was shown for this call is still good for the same:
+    a call without an end has to ask."""
+    return _IS_GOOD.get()
+
+
 @contextlib.contextmanager
-def calling(caller: Caller) -> Iterator[None]:
-    """Within it, and in the tasks made there, `current` is the caller."""
-    token = _CALLER.set(caller)
+def calling(caller: Caller, is_good: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Within it, and in the tasks made there, `current` is the caller, and `still_good` is `is_good`."""
+    token, good_token = _CALLER.set(caller), _IS_GOOD.set(is_good)
     try:
         yield
     finally:
         _CALLER.reset(token)
+        _IS_GOOD.reset(good_token)

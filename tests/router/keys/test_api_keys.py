@@ -1,5 +1,6 @@
 """Who may use a router: the file of keys, and the doors of both APIs."""
 
+import asyncio
 import hmac
 import os
 import re
@@ -15,6 +16,7 @@ from router.http.backend import FakeBackend, client, complete
 from router.http.test_leaving import PROMPTS
 from services.cli.client import key_metadata
 from services.net import channels, grpc_errors, servers
+from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
 from services.router.request.metrics import RouterMetrics
@@ -291,13 +293,26 @@ class Player:
         self.rejections = []
 
 
-@asynccontextmanager
-async def serving(keys, player):
+async def told_of(asked):
+    """A watch that says whose requests it shows."""
+    yield generation_pb2.WatchClusterResponse(degraded=repr(asked.tenant))
+
+
+async def told_for_ever(asked):
+    while True:
+        yield generation_pb2.WatchClusterResponse(degraded=repr(asked.tenant))
+        await asyncio.sleep(0.01)
+
+
+def service_of(player, told):
     ranks = {Role.DECODE: [], Role.PREFILL: []}
-    watch = SimpleNamespace(responses=told_of)
-    service = GenerationService(
-        "m", None, player, SimpleNamespace(ranks=ranks.__getitem__, is_up=None), watch
-    )
+    watch = SimpleNamespace(responses=told)
+    return GenerationService("m", None, player, SimpleNamespace(ranks=ranks.__getitem__, is_up=None), watch)
+
+
+@asynccontextmanager
+async def serving(keys, player, told=told_of):
+    service = service_of(player, told)
     server = await servers.open_server(
         "127.0.0.1:0",
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
@@ -307,11 +322,6 @@ async def serving(keys, player):
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
     await server.stop()
-
-
-async def told_of(asked):
-    """A watch that says whose requests it shows."""
-    yield generation_pb2.WatchClusterResponse(degraded=repr(asked.tenant))
 
 
 @pytest.fixture
@@ -382,6 +392,59 @@ async def test_all_tenants_are_an_operators_to_watch(of_tenants, key, sees_all):
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await watching.read()
             assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+# An operator's key that is taken out, and one that is no operator's any more.
+@pytest.mark.parametrize("left", ["bare-key\n", "bare-key\nours-key\n"])
+async def test_a_watch_ends_with_its_key(of_tenants, file, left):
+    metadata = tuple(bearer("ours").items())
+    async with serving(of_tenants, Player(), told_for_ever) as channel:
+        request = generation_pb2.WatchClusterRequest(all_tenants=True)
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        watching = stub.WatchCluster(request, timeout=20, metadata=metadata)
+        for _ in range(3):
+            assert (await watching.read()).degraded == "None"
+        (new := file.with_name("new")).write_text(left)
+        os.replace(new, file)
+        async with asyncio.timeout(20):
+            while (response := await watching.read()) is not grpc.aio.EOF:
+                assert response.degraded == "None"
+        assert await watching.code() is grpc.StatusCode.OK
+
+
+async def test_a_key_that_goes_before_the_first_response_is_refused(of_tenants, file):
+    async def told_late(asked):
+        file.write_text("bare-key\n")
+        yield generation_pb2.WatchClusterResponse()
+
+    async with client(service_of(Player(), told_late), keys=of_tenants) as http:
+        answer = await http.get("/v1/cluster/watch", headers=bearer("acme"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_a_watch_over_http_ends_with_its_key(of_tenants, file):
+    sent = []
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+        if len(sent) == 4:
+            (new := file.with_name("new")).write_text("bare-key\n")
+            os.replace(new, file)
+
+    headers = [(name.encode(), value.encode()) for name, value in bearer("acme").items()]
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/cluster/watch",
+        "headers": headers,
+        "query_string": b"",
+    }
+    app = http_app(service_of(Player(), told_for_ever), keys=of_tenants)
+    await asyncio.wait_for(app(scope, receive, send), 20)
+    assert sent[0]["status"] == 200 and not sent[-1]["body"] and len(sent) == 5
 
 
 async def test_a_key_with_a_tenant_aborts_its_own_alone(of_tenants):

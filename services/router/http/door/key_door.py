@@ -1,5 +1,7 @@
 """The door of HTTP that asks for a key."""
 
+from functools import partial
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,14 +25,15 @@ class HttpDoor:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
+        shown = _key_of(Headers(scope=scope))
         try:
-            caller = self._keys.check(_key_of(Headers(scope=scope)))
+            caller = self._keys.check(shown)
         except Unauthenticated as error:
             self._keys.refusals.note("http", _peer_of(scope), error)
             answer = await answer_error(Request(scope), error)
             await answer(scope, receive, send)
             return
-        with calling(caller):
+        with calling(caller, partial(self._keys.is_good, shown, caller)):
             await self._app(scope, receive, send)
 
 
