@@ -33,3 +33,15 @@ def test_a_chat_without_a_key_asks_for_it(visit):
     person.say("Hello")
     expect(person.answers.first.get_by_role("alert", include_hidden=True)).to_contain_text("no API key")
     expect(person.page.get_by_role("dialog")).to_be_visible()
+
+
+def test_with_the_key_goes_what_was_said(visit):
+    """Of an answer that is being written, too."""
+    person = visit()
+    person.page.route("**/v1/chat/completions", lambda route: None)  # it never comes
+    person.say("Hello")
+    expect(person.answers).to_have_count(1)
+    person.page.get_by_role("button", name="Forget key").click()
+    expect(person.page.get_by_role("dialog")).to_be_visible()
+    person.page.wait_for_timeout(300)
+    assert (person.answers.count(), person.page.locator(".said.user").count()) == (0, 0)

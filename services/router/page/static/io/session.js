@@ -68,8 +68,8 @@ export class Session {
 
   forgetKey() {
     keepKey("");
-    this.stop();
-    this._set({ key: "", keyProblem: "", cluster: newCluster(), turns: [], conversationId: randomId() });
+    this.startOver();
+    this._set({ key: "", keyProblem: "", cluster: newCluster() });
     this._watch();
   }
 
