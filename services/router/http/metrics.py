@@ -17,8 +17,9 @@ class Metrics:
         self._page = page
 
     async def show(self, request: Request) -> Response:
-        """They are of everybody's requests: not for a tenant's key."""
-        if callers.current().tenant is not None:
+        """They are of everybody's requests: not for a tenant's key, unless it is an operator's, too."""
+        caller = callers.current()
+        if caller.tenant is not None and not caller.is_operator:
             raise Forbidden("metrics are of all tenants: this API key is one tenant's")
         accept = request.headers.get("accept", "")
         body, content_type = await asyncio.to_thread(self._page.rendered, accept)

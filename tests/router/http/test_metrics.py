@@ -34,7 +34,7 @@ async def test_they_are_in_the_format_that_is_asked_for(page):
 
 
 async def test_keys_are_asked_for_and_one_tenants_sees_none(page, tmp_path):
-    (file := tmp_path / "keys").write_text("plain-key\none-tenants tenant=a\n")
+    (file := tmp_path / "keys").write_text("plain-key\none-tenants tenant=a\nour-own tenant=a operator\n")
     async with client(page, ApiKeys(file)) as http:
         statuses = [
             (await http.get("/metrics", headers=headers)).status_code
@@ -42,6 +42,7 @@ async def test_keys_are_asked_for_and_one_tenants_sees_none(page, tmp_path):
                 {},
                 {"authorization": "Bearer plain-key"},
                 {"authorization": "Bearer one-tenants"},
+                {"authorization": "Bearer our-own"},
             )
         ]
-    assert statuses == [401, 200, 403]
+    assert statuses == [401, 200, 403, 200]
