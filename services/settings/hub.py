@@ -69,7 +69,7 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
 def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], None]) -> Path:
     from huggingface_hub import constants
 
-    cached = _cached(name)
+    cached = _cached(name, flag)
     if cached is not None and (_has_weights(cached) if weights else (cached / "config.json").is_file()):
         return cached
     if constants.HF_HUB_OFFLINE:
@@ -81,14 +81,19 @@ def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], No
     return directory
 
 
-def _cached(name: HubName) -> Path | None:
-    """The snapshot, whatever it holds."""
+def _cached(name: HubName, flag: str) -> Path | None:
+    """The snapshot, whatever it holds. Raises ConfigError for a name that the hub would not take."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except FileNotFoundError:  # LocalEntryNotFoundError is one
         return None
+    except HFValidationError as error:  # a path, more likely
+        raise ConfigError(
+            f"{flag}: there is no directory {name} here, and nothing on the hub may be called so"
+        ) from error
 
 
 def _has_weights(directory: Path) -> bool:

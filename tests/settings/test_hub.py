@@ -105,3 +105,11 @@ def test_what_is_nowhere_is_told(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=f"{nowhere}.*HF_HUB_OFFLINE is set"):
         resolved(Config("/m", draft_model="org/name"), weights=True)
+
+
+@pytest.mark.parametrize(
+    "path", ["models/my--model", "models/a..b", "out/tiny.git", "out-/tiny", "o/" + "n" * 120]
+)
+def test_what_the_hub_would_not_take_is_told_of_as_a_path(cache, path):
+    with pytest.raises(ConfigError, match="--model: there is no directory"):
+        resolved(Config(path), weights=True)
