@@ -30,7 +30,8 @@ def script(commands: Sequence[CommandWords], others: Iterable[str]) -> str:
             f"    help) _values command {names} ;;",
             "  esac",
             "}",
-            "compdef _isthmus isthmus",
+            # In a folder of $fpath the file is the function, and is run for the first word that is completed.
+            'if [[ $funcstack[1] == _isthmus ]]; then _isthmus "$@"; else compdef _isthmus isthmus; fi',
             "",
         ]
     )

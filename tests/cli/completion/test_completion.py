@@ -88,6 +88,8 @@ def test_bash_completes(tmp_path):
 def test_zsh_and_fish_are_told_the_same():
     told = zsh.script(COMMANDS, ["help"])
     assert told.startswith("#compdef isthmus\n") and "'up:start one'" in told
+    # As a file of $fpath it is run at once: who only defined there would offer nothing to the first TAB.
+    assert told.splitlines()[-1].startswith('if [[ $funcstack[1] == _isthmus ]]; then _isthmus "$@"; else')
     assert "'--page=[a page]:value:(on off)'" in told and "'--tls-ca=[PEM]:value:_files'" in told
     assert r"'--port=[where it'\''s\: \[here\]]:value: '" in told
     assert (
