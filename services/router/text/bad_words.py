@@ -16,7 +16,8 @@ def banned_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[Ids, ...]:
     """Each word at a text's beginning and behind a blank, as vLLM's bad_words. Where one way of writing ends
     with another, the shorter one bans both."""
     written = dict.fromkeys(ids for word in words for ids in _written(tokenizer, word))
-    return tuple(ids for ids in written if not any(ids[first:] in written for first in range(1, len(ids))))
+    lengths = {len(ids) for ids in written}  # of words of a thousand ids their ends are too many to look up
+    return tuple(ids for ids in written if not any(ids[-n:] in written for n in lengths if n < len(ids)))
 
 
 def _written(tokenizer: TextEncoder, word: str) -> Iterator[Ids]:

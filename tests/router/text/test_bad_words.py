@@ -1,3 +1,6 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
 from services.router.text.bad_words import banned_ids
 
 
@@ -25,6 +28,16 @@ def test_a_word_is_banned_at_the_beginning_and_behind_a_blank():
 def test_what_ends_with_a_banned_sequence_is_banned_by_it():
     assert banned_ids(PieceTokenizer(), ["cat"]) == (tuple(b"cat"),)
     assert banned_ids(PieceTokenizer(), ["cat", "at", "t", "t"]) == ((ord("t"),),)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=6))
+def test_none_that_is_left_ends_with_another_and_each_ends_with_one_that_is(words):
+    banned = banned_ids(PieceTokenizer(" a", "ba"), words)
+    assert not [1 for one in banned for other in banned if one != other and one[-len(other) :] == other]
+    for word in words:
+        for text in (word, f" {word}"):
+            ids = tuple(PieceTokenizer(" a", "ba").encode(text, special_tokens=False))
+            assert any(ids[-len(one) :] == one for one in banned)
 
 
 def test_a_blank_is_a_word_too():
