@@ -13,6 +13,7 @@ from services.router.dialects.body import InvalidParameter
 from services.router.dialects.call import TENANT
 from services.router.http.backend import GenerationBackend
 from services.router.http.event_stream import COMMENT, SILENCE_S, EventStream, sse
+from services.router.watch.pace import Pace
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
 
@@ -26,6 +27,7 @@ class Watching:
     def __init__(self, generation: GenerationBackend, silence_s: float = SILENCE_S) -> None:
         self._generation = generation
         self._silence_s = silence_s
+        self._pace = Pace()  # of all streams
 
     async def stream(self, request: Request) -> Response:
         watch = read_watch(request.query_params, request.headers)
@@ -36,7 +38,7 @@ class Watching:
             raise InvalidParameter(name, problem) from error
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
-        return EventStream(_events(responses, self._silence_s), time_limit_s=None)
+        return EventStream(_events(responses, self._silence_s, self._pace), time_limit_s=None)
 
 
 def read_watch(query: Mapping[str, str], headers: Mapping[str, str]) -> WatchClusterRequest:
@@ -74,7 +76,7 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
 
 
 async def _events(
-    responses: AsyncGenerator[WatchClusterResponse, None], silence_s: float
+    responses: AsyncGenerator[WatchClusterResponse, None], silence_s: float, pace: Pace
 ) -> AsyncGenerator[bytes, None]:
     """One each, and a comment where none comes for so long. Closes `responses`."""
     async with aclosing(responses):
@@ -88,11 +90,19 @@ async def _events(
                 response = coming.result()
                 if response is None:
                     return
-                yield sse(Event(json_format.MessageToDict(response, preserving_proto_field_name=True)))
+                while (left_s := pace.left_s) > 0:
+                    await asyncio.sleep(left_s)
+                with pace.turn():
+                    event = _event(response)
+                yield event
                 coming = _next_of(responses)
         finally:
             coming.cancel()
             await asyncio.gather(coming, return_exceptions=True)
+
+
+def _event(response: WatchClusterResponse) -> bytes:
+    return sse(Event(json_format.MessageToDict(response, preserving_proto_field_name=True)))
 
 
 def _next_of(

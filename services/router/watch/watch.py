@@ -19,6 +19,7 @@ from services.router.request.progress import Progress
 from services.router.watch.asked import Asked
 from services.router.watch.changes import Changes, RankName, Shown
 from services.router.watch.metrics import WatchMetrics
+from services.router.watch.pace import Pace
 from services.router.watch.requests import finished_request, running_request
 from services.router.watch.ring import Ring
 from services.values.errors import NoCapacity, Unavailable
@@ -27,6 +28,7 @@ from services.wire.isthmus.v1 import generation_pb2
 _KEPT = 256  # finished requests that a watcher may be behind
 _MOST_RUNNING = 1_000  # told of in a response
 _GATHER_S = 0.05  # for more finished requests to go with the first
+_LOOK_S = 0.1  # a watcher that waits for its turn sees so soon that all is over
 _FRESH_S = 0.09  # in which one picture of the ranks does for all; below the shortest interval
 
 _Ranks = Mapping[RankName, Shown]
@@ -71,11 +73,13 @@ class Watch:
         self._watchers: list[_Watcher] = []
         self._stop_listening: Callable[[], None] | None = None
         self._picture: _Picture | None = None
+        self._pace = Pace()
         self._closed = False
 
     async def responses(self, asked: Asked) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
         """Until it is closed, or all is. Raises NoCapacity where too many watch, and Unavailable."""
         with self._entered(asked) as watcher:
+            await self._turn()
             yield self._response(watcher)
             is_last = False
             while not is_last:
@@ -139,9 +143,18 @@ class Watch:
                 await watcher.woken.wait()
                 if not self._closed:
                     await asyncio.sleep(_GATHER_S)
+        await self._turn()
         watcher.woken.clear()
 
+    async def _turn(self) -> None:
+        while not self._closed and (left_s := self._pace.left_s) > 0:
+            await asyncio.sleep(min(left_s, _LOOK_S))
+
     def _response(self, watcher: _Watcher) -> generation_pb2.WatchClusterResponse:
+        with self._pace.turn():
+            return self._told(watcher)
+
+    def _told(self, watcher: _Watcher) -> generation_pb2.WatchClusterResponse:
         picture = self._ranks_now()
         changes = Changes.between(watcher.ranks, picture.ranks)
         watcher.ranks = picture.ranks

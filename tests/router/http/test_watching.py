@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from router.http.backend import DEADLINE_S, FakeBackend, client
+from services.router.http import watching
 from services.router.http.routes import http_app
 from services.router.http.watching import Watching, _events
+from services.router.watch.pace import Pace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import (
@@ -121,7 +124,7 @@ async def test_a_head_does_not_watch():
 async def test_while_nothing_comes_a_comment_does():
     backend = FakeBackend()
     backend.watch_script = [WatchClusterResponse(), "wait"]
-    events = _events(backend.watch(WatchClusterRequest()), silence_s=0.01)
+    events = _events(backend.watch(WatchClusterRequest()), silence_s=0.01, pace=Pace())
     got = [await asyncio.wait_for(anext(events), DEADLINE_S) for _ in range(3)]
     assert got == [b"data: {}\n\n", b": at it\n\n", b": at it\n\n"]
     await events.aclose()
@@ -144,3 +147,23 @@ async def test_a_client_that_leaves_ends_its_watch():
     before = asyncio.all_tasks()
     await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
     assert backend.closed.is_set() and asyncio.all_tasks() == before
+
+
+async def test_events_that_take_long_to_write_down_leave_the_loop_to_others(monkeypatch):
+    """However many read them: together they have a tenth of it."""
+
+    def slow(event, sse=watching.sse):
+        time.sleep(0.005)
+        return sse(event)
+
+    monkeypatch.setattr(watching, "sse", slow)
+    pace, began_s = Pace(), time.perf_counter()
+
+    async def read():
+        backend = FakeBackend()
+        backend.watch_script = [WatchClusterResponse()] * 2
+        return [event async for event in _events(backend.watch(WatchClusterRequest()), 15.0, pace)]
+
+    told = await asyncio.wait_for(asyncio.gather(read(), read()), DEADLINE_S)
+    assert told == [[b"data: {}\n\n"] * 2] * 2
+    assert time.perf_counter() - began_s > 3 * 0.005 / 0.1
