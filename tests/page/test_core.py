@@ -122,6 +122,18 @@ def test_finished_requests_are_summed_once(core):
     assert cluster["placed"]["b"]["placed"]["prefill"] == "p/2"
 
 
+def test_an_id_that_is_given_again_is_another_request(core):
+    cluster = core("cluster", "newCluster")
+    for ended_at_s in (1.0, 2.0, 2.0):
+        told = [{**finished(name, 100, 0), "ended_at_s": ended_at_s} for name in ("r", "toString")]
+        cluster = core("cluster", "applied", cluster, {"finished": told}, 0, False)
+    assert [(request["id"], request["endedAt"]) for request in cluster["finished"]] == [
+        ("toString", 2),
+        ("r", 2),
+    ]
+    assert cluster["totals"]["requests"] == 4
+
+
 def answer(**fields):
     base = {
         "role": "assistant",

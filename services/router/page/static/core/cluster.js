@@ -19,8 +19,10 @@ export const newCluster = () => ({
 
 // `now`: Unix time, seconds. `isFirst`: of a connection; such an event names all ranks that there are.
 export const applied = (cluster, event, now, isFirst) => {
-  const finished = (event.finished ?? []).map(readFinished).filter(({ id }) => !(id in cluster.placed));
-  const kept = [...finished.toReversed(), ...cluster.finished].slice(0, KEPT_REQUESTS);
+  const finished = (event.finished ?? []).map(readFinished).filter((request) => !isKnown(cluster, request));
+  const ids = new Set(finished.map(({ id }) => id));
+  const before = cluster.finished.filter(({ id }) => !ids.has(id));
+  const kept = [...finished.toReversed(), ...before].slice(0, KEPT_REQUESTS);
   return {
     ranks: withRanks(isFirst ? withoutThose(cluster.ranks, event, now) : cluster.ranks, event, now),
     running: (event.running ?? []).map(readRunning),
@@ -32,6 +34,9 @@ export const applied = (cluster, event, now, isFirst) => {
     degraded: event.degraded ?? "",
   };
 };
+
+// A client may give an id again when its request has ended.
+const isKnown = ({ placed }, { id, endedAt }) => Object.hasOwn(placed, id) && placed[id].endedAt === endedAt;
 
 // Once a second, whether events come or not: ranks that do not change send none.
 export const ticked = (cluster, now) => ({
