@@ -128,12 +128,13 @@ class Progress:
         return self.served[0].placed if self.served else self.placed
 
     def another(self, index: int) -> "Progress":
-        """Of another answer to the same prompt."""
+        """Of another answer to the same prompt. An abort that came before there was any is of all of them."""
         return Progress(
             self.request_id,
             self.began_s,
             self.span,
             tokenize_s=self.tokenize_s,
+            aborted=self.aborted,
             operation=self.operation,
             constraint=self.constraint,
             index=index,

@@ -17,6 +17,7 @@ from services.values.rank import Plan
 from services.values.request import Admitted, FinishReason, Output
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
+from services.wire.packed_ids import PackedIds
 
 ADMITTED = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
 
@@ -169,6 +170,24 @@ async def test_an_abort_reaches_those_that_wait(tokenizer):
     reasons = [response.finish.reason for response in responses]
     assert reasons == [common_pb2.FINISH_REASON_ABORTED] * 3
     assert len(cluster.starts) == 1
+
+
+async def test_an_abort_before_the_prompt_is_encoded_reaches_all(tokenizer):
+    cluster = HeldCluster()
+    generator = generator_of(tokenizer, cluster)
+    encoder = MagicMock()
+
+    async def encode(request, past):
+        assert generator.abort("r")
+        return PackedIds.of([7])
+
+    encoder.encode = encode
+    generator._encoder = lambda: encoder
+    async with asyncio.timeout(5):
+        responses = await asked(generator, n=3)
+    reasons = [response.finish.reason for response in responses]
+    assert reasons == [common_pb2.FINISH_REASON_ABORTED] * 3
+    assert not cluster.starts
 
 
 @pytest.mark.parametrize("error", [NoCapacity("full"), PeerFailed("gone")])
