@@ -12,17 +12,24 @@ from services.wire.joined_responses import JoinedResponses
 
 
 class BestAnswers:
-    """As SeveralAnswers, but nothing is said before all of them have ended: each then in one response."""
+    """As SeveralAnswers, but none is heard before all of them have ended: each then in one response. What is
+    told of the prompt goes before them as it comes, for it may be more than one message holds."""
 
     def __init__(self, answers: SeveralAnswers, checked: Checked) -> None:
         self._answers = answers
         self._checked = checked
+        self._joined = [JoinedResponses() for _ in range(checked.answers)]
+        self._held = HeldLogprobs()
+        self._unfinished = checked.answers
         self._best: Iterator[GenerateResponse] | None = None
 
     async def next_response(self) -> GenerateResponse:
         if self._best is None:
             with self._naming_best_of():
-                self._best = iter(self._chosen(await self._all()))
+                of_prompt = await self._read()
+            if of_prompt is not None:
+                return of_prompt
+            self._best = iter(self._chosen())
         return next(self._best)
 
     async def aclose(self) -> None:
@@ -38,22 +45,25 @@ class BestAnswers:
                 raise
             raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 
-    async def _all(self) -> list[GenerateResponse]:
-        joined, unfinished = [JoinedResponses() for _ in range(self._checked.answers)], self._checked.answers
-        held = HeldLogprobs()
-        while unfinished:
+    async def _read(self) -> GenerateResponse | None:
+        """What is told of the prompt next, which is no answer's own; None: all answers have ended."""
+        while self._unfinished:
             response = await self._answers.next_response()
+            told = GenerateResponse(request_id=response.request_id, prompt_logprobs=response.prompt_logprobs)
+            response.ClearField("prompt_logprobs")
             if self._checked.tells_logprobs:
-                held.add(response)
-            joined[response.index].add(response)
-            unfinished -= response.HasField("finish")
-        return [each.whole() for each in joined]
+                self._held.add(response)
+            self._joined[response.index].add(response)
+            self._unfinished -= response.HasField("finish")
+            if told.prompt_logprobs:
+                return told
+        return None
 
-    def _chosen(self, answers: Sequence[GenerateResponse]) -> list[GenerateResponse]:
+    def _chosen(self) -> list[GenerateResponse]:
         """Numbered anew, best first; the last one says what the others took."""
+        answers = [each.whole() for each in self._joined]
         ranked = sorted(answers, key=mean_logprob, reverse=True)  # those that are equal stay in their order
         best, left_out = ranked[: self._checked.answered], ranked[self._checked.answered :]
-        best[0].prompt_logprobs.MergeFrom(answers[0].prompt_logprobs if best[0] is not answers[0] else [])
         for index, answer in enumerate(best):
             answer.index = index
             if not self._checked.tells_logprobs:

@@ -69,6 +69,36 @@ async def test_of_the_many_that_were_asked_for_no_more_are_held_than_for_any_who
     assert len(await best(1, tells_logprobs=False)) == 1
 
 
+class Scoring(Several):
+    """The first answer, which is not the best, tells of the prompt: in a response of its own, and beside its
+    own tokens."""
+
+    def __init__(self):
+        super().__init__()
+        first, *others = self._responses
+        first.prompt_logprobs.append(scored(2))
+        self._responses = iter([GenerateResponse(answer_id="x", prompt_logprobs=[scored(1)]), first, *others])
+
+
+def scored(token_id):
+    return TokenLogprobs(chosen=TokenLogprob(token_id=token_id))
+
+
+@pytest.mark.parametrize("answered", [1, 2])
+async def test_what_is_told_of_the_prompt_comes_first_and_once(answered):
+    checked = Checked("r", SamplingParams(), "", "", 0, answers=4, answered=answered)
+    answers = BestAnswers(Scoring(), checked)
+    told = [await answers.next_response() for _ in range(2 + answered)]
+    assert [[each.chosen.token_id for each in response.prompt_logprobs] for response in told[:2]] == [
+        [1],
+        [2],
+    ]
+    assert not any(response.text or response.HasField("finish") for response in told[:2])
+    assert [response.index for response in told] == [0, 0, *range(answered)]
+    assert [response.text for response in told[2:]] == ["b", "aA"][:answered]
+    assert not any(response.prompt_logprobs for response in told[2:])
+
+
 class Refusing(Several):
     async def next_response(self):
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
