@@ -52,7 +52,7 @@ class BaseClient:
             raise Cancelled("the client is closed")
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retries, timeout_s, self._clock, self._chance)
+        return Attempts(self._retries, timeout_s, self._clock, self._chance, self._check_open)
 
     def _prepared(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Call, float | None]:
         """The call, and the seconds that it has."""

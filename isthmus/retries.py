@@ -38,7 +38,8 @@ class Retries:
 
 
 class Attempts:
-    """Of one call, which has `timeout_s` in all; None: the router bounds it."""
+    """Of one call, which has `timeout_s` in all; None: the router bounds it. `check_open` raises once the
+    client is closed."""
 
     def __init__(
         self,
@@ -46,15 +47,18 @@ class Attempts:
         timeout_s: float | None,
         clock: Callable[[], float],
         chance: Callable[[], float],
+        check_open: Callable[[], None] = lambda: None,
     ) -> None:
         self.failed = 0
+        self._check_open = check_open
         self._retries = retries
         self._clock = clock
         self._chance = chance
         self._deadline = None if timeout_s is None else clock() + timeout_s
 
     def left_s(self) -> float | None:
-        """For the next attempt. Raises DeadlineExceeded when there is nothing left."""
+        """For the next attempt. Raises DeadlineExceeded when there is nothing left, and as `check_open`."""
+        self._check_open()
         if self._deadline is None:
             return None
         left_s = self._deadline - self._clock()

@@ -145,6 +145,34 @@ async def test_closing_the_client_ends_its_calls(kind):
             await client.call("models")
 
 
+@pytest.mark.parametrize(("name", "arguments"), [("generate", ["Hi"]), ("models", [])])
+async def test_closing_the_client_ends_calls_that_would_be_tried_again(kind, name, arguments):
+    async with serving(ScriptedRouter(GONE, GONE)) as target:
+        client = kind(target, Pauses())
+
+        def close(seconds):
+            client.client.close()
+
+        async def close_aio(seconds):
+            await client.client.close()
+
+        client.client._sleep = close if kind is Blocking else close_aio
+        with pytest.raises(isthmus.Cancelled):
+            await client.call(name, *arguments)
+
+
+async def test_a_stream_that_was_made_before_its_client_was_closed():
+    async with serving(ScriptedRouter()) as target:
+        client, aio = Client(target), AsyncClient(target)
+        stream, stream_aio = client.stream("Hi"), aio.stream("Hi")
+        client.close()
+        await aio.close()
+        with pytest.raises(isthmus.Cancelled):
+            stream.read()
+        with pytest.raises(isthmus.Cancelled):
+            await stream_aio.read()
+
+
 async def test_a_task_that_is_cancelled_is_cancelled():
     router = ScriptedRouter([said("Hel", 1), FOR_EVER])
     async with serving(router) as target, AsyncClient(target) as client:
