@@ -44,7 +44,7 @@ async def _bench(config: BenchConfig) -> int:
     finally:
         await side.close()
     _report(config, side, meter)
-    if meter.cut_off:
+    if meter.stopped:
         return _STOPPED
     return 1 if meter.errors or not meter.completed else 0
 
@@ -74,7 +74,8 @@ async def _measured(config: BenchConfig, side: Side) -> Meter:
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             sending.cancel()
-    if not sending.cancelled() and (error := sending.exception()) is not None:
+    meter.stopped = sending.cancelled()
+    if not meter.stopped and (error := sending.exception()) is not None:
         raise root_cause(error)
     return meter
 

@@ -62,7 +62,7 @@ def lines_of(meter: Meter, width: int | None) -> Iterator[str]:
     )
     for name, times in meter.errors.most_common():
         yield fold(f"failed: {times} with {name}: {meter.first_errors[name]}", width)
-    if meter.cut_off:
+    if meter.stopped:
         yield f"stopped, with {meter.cut_off} still running: they are in none of the figures"
 
 

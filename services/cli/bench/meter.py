@@ -42,6 +42,7 @@ class Meter:
         self.ttft, self.itl, self.tpot, self.e2e = (Samples() for _ in range(4))
         self.counts = Counts()
         self.sent = self.completed = self.cut_off = self.running = self.most_running = 0
+        self.stopped = False  # before its end
         self.errors: Counter[str] = Counter()
         self.first_errors: dict[str, str] = {}
         self.tokens_by_second: Counter[int] = Counter()

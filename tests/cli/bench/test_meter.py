@@ -64,6 +64,7 @@ def a_bad_run():
     meter.note(cut, Came(5))
     meter.note(failed, Came(5))
     meter.cut()
+    meter.stopped = True
     meter.fail(NoCapacity("the cluster is full: the request would wait 9.0 s for its turn"))
     return meter
 
