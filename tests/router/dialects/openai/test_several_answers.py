@@ -1,5 +1,6 @@
 """Several answers to a prompt, and to each of several prompts, as choices."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 
@@ -11,6 +12,7 @@ from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
 from services.router.keys.callers import Caller, calling
 from services.values import errors
+from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 
@@ -40,6 +42,29 @@ class EachItsOwn(FakeBackend):
             yield of(index, response(request.text))
         for index in range(request.n or 1):
             yield of(index, finished(str(index)))
+
+
+class AbortingOne(FakeBackend):
+    """Somebody stops the first prompt; the second goes on until it is given up."""
+
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        if request.text == "a":
+            yield finished("", reason=common_pb2.FINISH_REASON_ABORTED)
+            return
+        try:
+            await asyncio.sleep(3600)
+            yield finished("b")
+        finally:
+            self.closed.set()
+
+
+async def test_a_prompt_that_is_aborted_ends_the_others() -> None:
+    backend = AbortingOne()
+    async with asyncio.timeout(5):
+        answer = await complete(backend, prompt=["a", "b"])
+    assert answer.status_code == 499 and backend.closed.is_set()
 
 
 async def test_each_answer_is_a_choice_and_the_prompt_counts_once() -> None:
