@@ -14,6 +14,7 @@ import signal
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import cycle
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -254,13 +255,15 @@ class ProcessCluster:
         """The Finish; the tokens are asserted."""
         return await self.open(ids, max_tokens, router, **fields).exact()
 
-    async def until_used(self, name, generation, router=0):
+    async def until_used(self, name, generation):
         """Send small batches until one request has gone through this life of the rank."""
 
         async def used():
             self._batch += 1
             prompts = [prompt_of(1000 + 10 * self._batch + i, 40) for i in range(4)]
-            finishes = await asyncio.gather(*(self.generate(p, router=router) for p in prompts))
+            # Each router prefers ranks of its own share.
+            asked = zip(prompts, cycle(range(len(self.stubs))), strict=False)
+            finishes = await asyncio.gather(*(self.generate(p, router=router) for p, router in asked))
             placements = [side for f in finishes for side in (f.placement.decode, f.placement.prefill)]
             return any((f"{p.worker}/{p.rank}", p.generation) == (name, generation) for p in placements)
 
