@@ -102,7 +102,7 @@ test: $(STAMP) ## the default tests: no GPU, no network, no download
 	$(BIN)/python -m pytest -q -n 4
 
 test-exact: $(STAMP) ## every combination against transformers; minutes
-	$(BIN)/python -m pytest -q -n 2 -m exact
+	$(BIN)/python -m pytest -q -n 2 -m "exact and not slow"
 
 test-long: $(STAMP) ## clusters of processes, the tests under mutations, short benchmarks; minutes
 	$(BIN)/python -m pytest -q -n 3 -m "long and not slow"

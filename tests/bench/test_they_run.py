@@ -49,6 +49,7 @@ def test_hybrid_quickly(tmp_path, monkeypatch):
     assert {row["workload"] for row in written["sides"]} == {"conversations", "documents"}
 
 
+@pytest.mark.slow
 def test_router_saturated_quickly(tmp_path, monkeypatch):
     """With ranks of its own and clients in a process."""
     figures = tmp_path / "figures.json"
