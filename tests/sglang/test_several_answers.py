@@ -9,7 +9,7 @@ from engine.sglang.real_cluster import PAGE
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, TokenIds
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 ANSWER = 11
 TAIL = 3

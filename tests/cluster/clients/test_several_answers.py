@@ -129,7 +129,7 @@ async def test_the_best_are_told_when_all_have_ended_and_counted_once(etcd_endpo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["remote", "local"])
+@pytest.mark.parametrize("plan", ["remote", pytest.param("local", marks=pytest.mark.slow)])
 async def test_a_pool_that_does_not_hold_all_of_them_serves_them_one_after_the_other(
     etcd_endpoint, model_dir, cluster_name, plan
 ):
@@ -145,7 +145,7 @@ async def test_a_pool_that_does_not_hold_all_of_them_serves_them_one_after_the_o
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["remote", "local"])
+@pytest.mark.parametrize("plan", ["remote", pytest.param("local", marks=pytest.mark.slow)])
 async def test_a_rank_that_caches_nothing_computes_it_for_each(etcd_endpoint, model_dir, cluster_name, plan):
     shape = {"decode": (1, 1), "plans": (plan,), "decode_cache": "off", "prefill_cache": "off"}
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
@@ -156,7 +156,7 @@ async def test_a_rank_that_caches_nothing_computes_it_for_each(etcd_endpoint, mo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["remote", "local"])
+@pytest.mark.parametrize("plan", ["remote", pytest.param("local", marks=pytest.mark.slow)])
 async def test_with_states_they_go_on_from_the_last_resume_point(
     etcd_endpoint, model_dir, cluster_name, plan
 ):
@@ -172,6 +172,7 @@ async def test_with_states_they_go_on_from_the_last_resume_point(
 
 
 @pytest.mark.long
+@pytest.mark.slow
 async def test_as_many_as_there_may_be(etcd_endpoint, model_dir, cluster_name):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1), kv_pages=4096) as cluster:
         answers = await answers_of(cluster, ids_request(PROMPT, 8, n=128), timeout=60)

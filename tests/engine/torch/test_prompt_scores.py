@@ -19,8 +19,8 @@ from services.engine.torch.runner import TorchRunner
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.prompt_logprobs import ScoredToken
 
-# Whose logits are multiplied, whose layers have an unusual name, and one of the usual.
-UNUSUAL = ("falcon_h1", "llama4", "qwen3")
+# Whose layers have an unusual name, and one of the usual.
+UNUSUAL = ("llama4", "qwen3")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
