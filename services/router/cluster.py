@@ -131,7 +131,7 @@ class Cluster:
         self._balance = balance
         self._tls = tls
         self._tie = tie
-        self._gathering = Gathering(coalesce_s)
+        self._gathering = Gathering(coalesce_s) if coalesce_s else None
         self._connections = Connections(self._open_client, self._open_watch)
         self._placer = Placer(
             settings.placer, mirror.index, balance, mirror.progress, self._connections.is_connected

@@ -9,6 +9,7 @@ surely as a dead one.
 
 import asyncio
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class OutputStream:
         self._items: deque[Output | IsthmusError] = deque()
         self._came = asyncio.Event()  # there are items, and no reason to wait for more
         self._waits = False
+        self._heard_s = -math.inf  # when tokens came last
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
@@ -73,9 +75,13 @@ class OutputStream:
 
     def _is_held(self, item: Output | IsthmusError) -> bool:
         """Whether it waits for others of its request. Who is yet to read what has come will take it along."""
-        if isinstance(item, IsthmusError) or item.admitted is not None or self._gathering is None:
+        if isinstance(item, IsthmusError) or self._gathering is None:
             return False
-        self._waits = self._waits or (not self._came.is_set() and self._gathering.hold(self))
+        since_s, self._heard_s = self._heard_s, self._gathering.clock()
+        if item.admitted is not None:
+            return False
+        may_wait = not self._came.is_set()
+        self._waits = self._waits or (may_wait and self._gathering.hold(self, self._heard_s, since_s))
         return self._waits
 
     def release(self) -> None:

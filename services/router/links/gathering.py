@@ -2,7 +2,8 @@
 
 A message costs the router the same with one token as with ten. While it has time to spare none waits; while
 its loop's thread is short of time, tokens wait as long as it takes to have some again, and never longer than
---coalesce-ms. What a client waits for most, the first token and the end, never does.
+--coalesce-ms. What a client waits for most, the first token and the end, never does; nor does a token whose
+request has them further apart than that, for no other would come to go with it.
 """
 
 import asyncio
@@ -53,14 +54,12 @@ class Gathering:
 
     def __init__(
         self,
-        most_s: float = 0.0,
+        most_s: float,
         clock: Callable[[], float] = time.monotonic,
         busy_s: Callable[[], float] = busy_s,
     ) -> None:
-        """`most_s`: 0 holds nothing."""
+        self.clock = clock
         self._window = Window(most_s)
-        self._on = most_s > 0
-        self._clock = clock
         self._busy_s = busy_s
         self._sampled = clock(), busy_s()
         self._held: list[Waiting] = []
@@ -70,25 +69,23 @@ class Gathering:
         """That tokens wait now, at most."""
         return self._window.now_s
 
-    def hold(self, waiting: Waiting) -> bool:
-        """Whether it is to wait. It is then released in a moment, once for each time that it was held."""
-        if not self._on:
-            return False
-        self._sample()
-        if not self._window.now_s:
+    def hold(self, waiting: Waiting, now_s: float, since_s: float) -> bool:
+        """Whether it is to wait, whose last token came at `since_s`. It is then released in a moment, once
+        for each time that it was held."""
+        self._sample(now_s)
+        if now_s - since_s >= self._window.now_s:
             return False
         if not self._held:
             asyncio.get_running_loop().call_later(self._window.now_s, self._release)
         self._held.append(waiting)
         return True
 
-    def _sample(self) -> None:
-        now = self._clock()
+    def _sample(self, now_s: float) -> None:
         since, busy_before = self._sampled
-        if now - since >= _SAMPLE_S:
+        if now_s - since >= _SAMPLE_S:
             busy = self._busy_s()
-            self._window.heed((busy - busy_before) / (now - since))
-            self._sampled = now, busy
+            self._window.heed((busy - busy_before) / (now_s - since))
+            self._sampled = now_s, busy
 
     def _release(self) -> None:
         held, self._held = self._held, []

@@ -26,8 +26,11 @@ class Times:
         self.now += seconds
         self.ran += share * seconds
 
-    def gathering(self, most_s=MOST_S):
-        return Gathering(most_s, lambda: self.now, lambda: self.ran)
+    def gathering(self):
+        return Gathering(MOST_S, lambda: self.now, lambda: self.ran)
+
+    def is_held(self, gathering, since_s=0.0):
+        return gathering.hold(MagicMock(), self.now, self.now - since_s)
 
 
 def busy_gathering():
@@ -36,7 +39,7 @@ def busy_gathering():
     gathering = times.gathering()
     for _ in range(20):
         times.spend(0.3, 1.0)
-        gathering.hold(MagicMock())
+        times.is_held(gathering)
     assert gathering.window_s == MOST_S
     gathering._release()
     return times, gathering
@@ -72,15 +75,18 @@ async def test_an_idle_router_holds_nothing():
     gathering = times.gathering()
     for _ in range(20):
         times.spend(0.3, 0.5)
-        assert not gathering.hold(MagicMock())
+        assert not times.is_held(gathering)
 
 
-async def test_with_no_time_allowed_nothing_is_held_however_busy():
-    times = Times()
-    gathering = times.gathering(0.0)
-    for _ in range(20):
-        times.spend(0.3, 1.0)
-        assert not gathering.hold(MagicMock())
+async def test_tokens_further_apart_than_they_would_wait_do_not():
+    times, gathering = busy_gathering()
+    assert times.is_held(gathering, 0.9 * MOST_S) and not times.is_held(gathering, 1.1 * MOST_S)
+    stream = OutputStream(MagicMock(), "r", None, gathering)
+    for token in (1, 2, 3):
+        times.spend(2 * MOST_S, 1.0)
+        stream.put(Output((token,)))
+        assert stream._came.is_set()
+        await stream.next(all_at_once=True)
 
 
 async def test_tokens_of_a_moment_come_in_one_and_the_first_and_the_last_at_once():
@@ -104,7 +110,10 @@ async def test_tokens_of_a_moment_come_in_one_and_the_first_and_the_last_at_once
 async def test_a_failure_does_not_wait():
     _, gathering = busy_gathering()
     stream = OutputStream(MagicMock(), "r", None, gathering)
+    stream.put(FIRST)
+    await stream.next()
     stream.put(Output((2,)))
+    assert not stream._came.is_set()
     stream.put(PeerFailed("lost"))
     assert stream._came.is_set()
     assert (await stream.next(all_at_once=True)).token_ids == (2,)
@@ -113,6 +122,9 @@ async def test_a_failure_does_not_wait():
 async def test_streams_are_released_together_and_each_once():
     _, gathering = busy_gathering()
     streams = [OutputStream(MagicMock(), str(number), None, gathering) for number in range(3)]
+    for stream in streams:
+        stream.put(FIRST)
+        await stream.next()
     for stream in (*streams, *streams):
         stream.put(Output((1,)))
     assert len(gathering._held) == 3
