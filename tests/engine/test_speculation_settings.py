@@ -58,6 +58,8 @@ async def test_answers_are_the_same_whoever_drafts(mode):
         assert sum(output.drafted_tokens for output in told) == load.drafted_tokens
         assert sum(output.accepted_draft_tokens for output in told) == load.accepted_draft_tokens
         # What the tree knew for longer the n-grams of its salt may be asked for, as the steps' times have it.
-        assert {count.source for count in load.drafts if count.accepted} - {"ngrams"} == SOURCES[mode]
-        assert (load.tokens_per_step > 1.5) == (mode in ("tree", "draft"))
+        helped = {count.source for count in load.drafts if count.accepted}
+        assert helped - {"ngrams"} == SOURCES[mode]
+        # How much is up to those times, too: where a verifying step took long, none follows for a while.
+        assert (load.tokens_per_step > 1.0) == bool(helped)
         await pair.assert_nothing_held()
