@@ -109,7 +109,7 @@ class Etcd:
     async def get(self, key: bytes, revision: int = 0) -> KeyValue | None:
         """As of `revision` (0: now). Raises EtcdCompacted."""
         response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key, revision=revision))
-        return _key_value(response.kvs[0]) if response.kvs else None
+        return key_value(response.kvs[0]) if response.kvs else None
 
     async def current_revision(self, key: bytes = b"\0") -> int:
         """The store's revision, agreed on by a majority (a linearizable read of a key that we may read)."""
@@ -152,7 +152,7 @@ class Etcd:
     async def _page(self, start: bytes, end: bytes, revision: int, page_keys: int) -> Page:
         request = etcd_pb2.RangeRequest(key=start, range_end=end, limit=page_keys, revision=revision)
         response = await self.connection.unary(_RANGE, request)
-        kvs = [_key_value(kv) for kv in response.kvs]
+        kvs = [key_value(kv) for kv in response.kvs]
         next_key = kvs[-1].key + b"\0" if response.more else None
         return Page(revision or response.header.revision, kvs, next_key)
 
@@ -216,5 +216,5 @@ def _next_page_keys(page: Page, page_keys: int) -> int:
     return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
 
 
-def _key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
+def key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
     return KeyValue(pb.key, pb.value, pb.mod_revision, pb.lease)

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd, KeyValue, prefix_end
+from services.etcd.client import Etcd, KeyValue, key_value, prefix_end
 from services.etcd.connection import EtcdStream, Method
 from services.etcd.errors import EtcdCompacted
 from services.values.errors import ConfigError, IsthmusError, Unavailable
@@ -91,7 +91,7 @@ class PrefixWatch:
         self._unremembered = () if unremembered is None else (unremembered,)
         self._idle_timeout_s = idle_timeout_s
         self._delivered: dict[bytes, int] = {}  # key -> mod_revision, of those that are remembered
-        self._newest: tuple[bytes, int] | None = None  # the last one written that the watch showed
+        self._newest: KeyValue | None = None  # the last one written that the watch showed
         self._must_list = True
         self._rewound = False
         self._interrupted = False  # a stream has been opened since the listing
@@ -235,26 +235,29 @@ class PrefixWatch:
             raise EtcdCompacted(f"etcd is at revision {now}, before our {self.revision}")
         if self._newest is None:
             return
-        # It may have overtaken us since. But then another key was written at the revision of our newest.
-        key, mod_revision = self._newest
+        # It may have overtaken us since. But then something else was written at the revision of our newest:
+        # perhaps the same key and value, as a rank's first words are, but not under the same lease.
+        newest = self._newest
         try:
-            found = await self._etcd.get(key, mod_revision)
+            found = await self._etcd.get(newest.key, newest.mod_revision)
         except EtcdCompacted:
             self._rewound = True  # as far as can be known
             raise
-        if found is None or found.mod_revision != mod_revision:
+        if found != newest:
             self._rewound = True
-            raise EtcdCompacted(f"etcd wrote something else at revision {mod_revision} than we were told")
+            raise EtcdCompacted(
+                f"etcd wrote something else at revision {newest.mod_revision} than we were told"
+            )
 
     def _deliver(self, events: list[etcd_pb2.Event]) -> WatchBatch:
         changes = tuple(_change(event) for event in events)
-        for change in changes:
+        for event, change in zip(events, changes, strict=True):
             if change.value is None:
                 self._delivered.pop(change.key, None)
             else:
                 if self._remembers(change.key):
                     self._delivered[change.key] = change.mod_revision
-                self._newest = change.key, change.mod_revision
+                self._newest = key_value(event.kv)
         self.revision = max(self.revision, changes[-1].mod_revision)
         return WatchBatch(self.revision, changes)
 

@@ -217,6 +217,29 @@ async def test_an_etcd_that_lost_its_memory_is_read_from_the_beginning(tmp_path:
                 await until(lambda: follower.state == {b"a": b"2", b"c": b"3"})
 
 
+@pytest.mark.parametrize(("value", "leased"), [(b"2", False), (b"1", True)])
+async def test_another_etcd_that_wrote_the_same_key_at_the_same_revision_is_another(
+    tmp_path: Path, value: bytes, leased: bool
+) -> None:
+    """Under a lease it may even be the same value: a rank registers with the same words."""
+    async with (
+        EmbeddedEtcd(tmp_path / "other", extra_arguments=FAST) as server,
+        client(server.endpoint) as etcd,
+    ):
+        await etcd.put(b"p/a", value, (await etcd.grant_lease(60))[0] if leased else 0)
+        await etcd.put(b"p/b", b"1")
+    async with EmbeddedEtcd(tmp_path / "one", extra_arguments=FAST) as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        async with client(server.endpoint) as etcd, following(etcd, b"p/") as follower:
+            await etcd.put(b"p/a", b"1")
+            await until(lambda: follower.state == {b"a": b"1"})
+            await server.kill()
+            async with EmbeddedEtcd(tmp_path / "other", client_port=port, extra_arguments=FAST):
+                await until(lambda: follower.watch.listings == 2)
+                assert any(batch.rewound for batch in follower.batches)
+                await until(lambda: follower.state == {b"a": value, b"b": b"1"})
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_quiet_watch_is_no_trouble(
     etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch, answers: bool
