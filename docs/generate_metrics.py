@@ -30,7 +30,7 @@ from services.observe import build_info
 from services.prefill.metrics import PrefillMetrics
 from services.router.cluster import Cluster
 from services.router.http.door.connection import HttpMetrics
-from services.router.request.metrics import RankCollector, RouterMetrics
+from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
 from services.router.watch.metrics import WatchMetrics
 from services.values.kv import KvLayout
 from services.values.load import RankLoad

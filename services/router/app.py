@@ -45,7 +45,7 @@ from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
-from services.router.request.metrics import RankCollector, RouterMetrics
+from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
 from services.router.server import GenerationService
 from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence

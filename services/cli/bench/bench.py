@@ -17,10 +17,10 @@ from services.cli.bench.config import BenchConfig
 from services.cli.bench.figures import figures_of, lines_of
 from services.cli.bench.load import closed_loop, open_loop
 from services.cli.bench.meter import Meter
-from services.cli.bench.over_grpc import GrpcSide
-from services.cli.bench.over_http import HttpSide, Url
 from services.cli.bench.progress import shown
-from services.cli.bench.side import Side, vocab_size_of
+from services.cli.bench.sides.over_grpc import GrpcSide
+from services.cli.bench.sides.over_http import HttpSide, Url
+from services.cli.bench.sides.side import Side, vocab_size_of
 from services.cli.bench.trace import count_lines, read_trace
 from services.cli.bench.workload import Chance, Session
 from services.cli.client import key_metadata

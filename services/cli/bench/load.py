@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 from services.cli.bench.meter import Meter
-from services.cli.bench.side import Asked, Counts, Side
+from services.cli.bench.sides.side import Asked, Counts, Side
 from services.cli.bench.workload import Session
 from services.values.errors import IsthmusError, PeerFailed
 

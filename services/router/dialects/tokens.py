@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.router.dialects.body import Body
-from services.router.dialects.openai.chat_call import read_chat_call
+from services.router.dialects.openai.chat.call import read_chat_call
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest

@@ -23,14 +23,14 @@ from services.observe import traces
 from services.router.cluster import Cluster, Explained
 from services.router.parsing.choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
-from services.router.request import gen_ai
 from services.router.request.answers.answers import answers_to, counts_of
 from services.router.request.answers.response_stream import Means
-from services.router.request.metrics import RouterMetrics
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress
-from services.router.request.story import tell
-from services.router.request.trace_attributes import attributes_of
+from services.router.request.telemetry import gen_ai
+from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.telemetry.story import tell
+from services.router.request.telemetry.trace_attributes import attributes_of
 from services.router.text.bad_words import banned_ids
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory

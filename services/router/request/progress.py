@@ -8,7 +8,7 @@ from opentelemetry.trace import Span
 from services.router.cluster import Placed
 from services.router.links.decode_client import OutputStream
 from services.router.request.answers.prompt_turns import PromptTurns
-from services.router.request.stages import Stages
+from services.router.request.telemetry.stages import Stages
 from services.router.request.tools import ChatTools
 from services.values.rank import RankId
 from services.values.request import Admitted, FinishReason, Output, SamplingParams

@@ -4,7 +4,7 @@ import pytest
 
 from services.cli.bench.bench import open_side, run
 from services.cli.bench.config import BenchConfig
-from services.cli.bench.over_http import Url
+from services.cli.bench.sides.over_http import Url
 from services.values.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import pytest
 from router.scripted_router import Pauses
 from services.cli.bench.load import closed_loop, open_loop
 from services.cli.bench.meter import Meter
-from services.cli.bench.side import Asked, Came, Counts, vocab_size_of
+from services.cli.bench.sides.side import Asked, Came, Counts, vocab_size_of
 from services.cli.bench.workload import Session, Turn
 from services.values.errors import NoCapacity, PeerFailed
 

@@ -61,7 +61,7 @@ async def answer(cluster, request, **call):
 async def test_the_log_line_has_the_prices_of_the_trace(
     etcd_endpoint, model_dir, cluster_name, spans, caplog
 ):
-    caplog.set_level(logging.INFO, "services.router.request.story")
+    caplog.set_level(logging.INFO, "services.router.request.telemetry.story")
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
         await cluster.generate(PROMPT)
         router, *_ = await one_of_each(spans)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from router.cluster.fake_mirror import D0_KEY, LAYOUT, connect, view
 from services.router.request.generation import Explanation
-from services.router.request.metrics import RankCollector, RouterMetrics
+from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
 from services.router.server import GenerationService
 from services.values.kv import GroupKind, KvGroup
 from services.values.rank import Plan, Role

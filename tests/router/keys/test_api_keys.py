@@ -19,7 +19,7 @@ from services.net import channels, grpc_errors, servers
 from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
-from services.router.request.metrics import RouterMetrics
+from services.router.request.telemetry.metrics import RouterMetrics
 from services.router.server import GenerationService
 from services.values.errors import ConfigError, Forbidden, Unauthenticated
 from services.values.rank import Role

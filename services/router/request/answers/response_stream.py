@@ -11,10 +11,10 @@ from services.router.request.answer_text import Said
 from services.router.request.answers.prompt_scores import PromptScores
 from services.router.request.failover import FailoverStream
 from services.router.request.finish import finish_of
-from services.router.request.metrics import RouterMetrics
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Checked, Progress, Served
-from services.router.request.stages import Stages, stages_of
+from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.telemetry.stages import Stages, stages_of
 from services.router.text.chats.conversations import ConversationMemory, drift_tokens
 from services.router.text.chats.own_ids import until_stop_string, without_stop_token
 from services.router.text.chats.past_answers import PastAnswers

@@ -13,7 +13,7 @@ from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.answers.response_stream import Means, ResponseStream
 from services.router.request.answers.seeds import seed_of
 from services.router.request.progress import Checked, Progress
-from services.router.request.story import tell_answer
+from services.router.request.telemetry.story import tell_answer
 from services.router.text.chats.past_answers import PastAnswers
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 from services.wire.packed_ids import PackedIds

@@ -6,8 +6,8 @@ import pytest
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
-from services.router.request import gen_ai
 from services.router.request.progress import Progress
+from services.router.request.telemetry import gen_ai
 from services.values.request import FinishReason
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from router.http.backend import DEADLINE_S, FakeBackend, client
-from services.router.http import watching
+from services.router.http.look import watching
+from services.router.http.look.watching import Watching, _events
 from services.router.http.routes import http_app
-from services.router.http.watching import Watching, _events
 from services.router.watch.pace import Pace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId

@@ -10,9 +10,9 @@ from router.conftest import character_backend, save_tokenizer
 from router.request.test_generation import LosingCluster
 from services.router.links.decode_client import OutputStream
 from services.router.parsing.choice import choose
-from services.router.request import gen_ai
 from services.router.request.generation import Generator
-from services.router.request.metrics import RouterMetrics
+from services.router.request.telemetry import gen_ai
+from services.router.request.telemetry.metrics import RouterMetrics
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.rank import Plan

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.router.dialects.answer import Json
-from services.router.dialects.openai.chat_tools import call_deltas, joined_calls
+from services.router.dialects.openai.chat.tools import call_deltas, joined_calls
 from services.router.dialects.openai.choice import Piece, TokenBytes, TokenText, finite
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs

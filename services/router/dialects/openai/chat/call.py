@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
 from services.router.dialects.counts import read_n
 from services.router.dialects.openai import refused
-from services.router.dialects.openai.chat_tools import read_calls, read_tools
+from services.router.dialects.openai.chat.tools import read_calls, read_tools
 from services.router.dialects.openai.continuing import read_continuing
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling

@@ -11,9 +11,9 @@ from services.index.read.mirror import Mirror
 from services.observe import traces
 from services.router.cluster import Cluster, Placed
 from services.router.keys.refusals import FRONTS, REASONS
-from services.router.request.gen_ai import GenAiMetrics
 from services.router.request.progress import Progress
-from services.router.request.stages import STAGES
+from services.router.request.telemetry.gen_ai import GenAiMetrics
+from services.router.request.telemetry.stages import STAGES
 from services.router.text.chats.past_answers import OUTCOMES
 from services.values.constraint import ConstraintKind
 from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRequest, IsthmusError, NotFound

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from services.cli.bench.side import COUNTED, Asked, Came, Counts
+from services.cli.bench.sides.side import COUNTED, Asked, Came, Counts
 from services.cli.client import responses
 from services.net import grpc_errors
 from services.values.errors import InvalidRequest

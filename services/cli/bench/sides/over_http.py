@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from services.cli.bench.side import COUNTED, Asked, Came, Counts
+from services.cli.bench.sides.side import COUNTED, Asked, Came, Counts
 from services.values.errors import (
     ConfigError,
     DeadlineExceeded,

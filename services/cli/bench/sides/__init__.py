@@ -1,0 +1,1 @@
+"""Whom a load is put on, over gRPC or HTTP."""
