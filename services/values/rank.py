@@ -1,6 +1,6 @@
 """Who is who: ranks, their lives, and the plan of a request over two of them. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
@@ -28,10 +28,10 @@ class RankId:
     worker: str
     rank: int
     generation: Generation
+    key: RankKey = field(init=False, repr=False, compare=False)  # made once: it is asked for very often
 
-    @property
-    def key(self) -> RankKey:
-        return RankKey(self.worker, self.rank)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", RankKey(self.worker, self.rank))
 
     def __str__(self) -> str:
         return f"{self.worker}/{self.rank}"

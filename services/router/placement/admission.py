@@ -10,9 +10,9 @@ for nobody. So who would wait too long is refused at the door, with the time aft
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.values.errors import NoCapacity
 from services.values.rank import Plan
@@ -43,19 +43,18 @@ class Receiving(Computing, Protocol):
         """The prefill ranks' KV."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(NamedTuple):
     """Of a request for its turn, in seconds; infinite where the plan cannot be."""
 
-    plans: frozenset[Plan]
+    is_local: bool  # whether plan local can be, and
+    is_remote: bool  # plan remote
 
     def local_s(self, decode: Receiving) -> float:
-        return max(decode.queue_wait_s, decode.compute_wait_s) if Plan.LOCAL in self.plans else inf
+        return max(decode.queue_wait_s, decode.compute_wait_s) if self.is_local else inf
 
     def remote_s(self, decode: Receiving, compute_s: float) -> float:
         """With a prefill rank that computes it in `compute_s`."""
-        is_able = Plan.REMOTE in self.plans and decode.receives
-        return decode.queue_wait_s + compute_s if is_able else inf
+        return decode.queue_wait_s + compute_s if self.is_remote and decode.receives else inf
 
     def shortest_s(self, decode: Receiving, compute_s: float) -> float:
         """At this decode rank; `compute_s` as above, of the prefill rank that is soonest."""
@@ -85,12 +84,18 @@ class Waits:
 
     def _soonest_s(self, prefills: Iterable[Computing], enough_s: float) -> float:
         soonest_s = inf
-        if Plan.REMOTE in self.plans:
+        if self.is_remote:
             for prefill, _ in zip(prefills, range(_LOOKED_AT), strict=False):
                 soonest_s = min(soonest_s, prefill.compute_wait_s)
                 if soonest_s <= enough_s:
                     break
         return soonest_s
+
+
+@cache
+def waits_of(plans: frozenset[Plan]) -> Waits:
+    """By the plans that may be chosen."""
+    return Waits(Plan.LOCAL in plans, Plan.REMOTE in plans)
 
 
 def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:

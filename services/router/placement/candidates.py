@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from services.kv.block_hash import BlockChains
-from services.router.placement.admission import Waits
+from services.router.placement.admission import Waits, waits_of
 from services.values.rank import Plan, RankId, RankKey
 
 
@@ -30,9 +31,11 @@ class Asked:
         return int(min(self.prompt_tokens - 1, self.reusable_tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    """A decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
+class DecodeCandidate(NamedTuple):
+    """A decode rank as one request sees it. `prefill_tokens_per_s` is positive.
+
+    A tuple, as the other one: a dozen are made for each decision, in a sixth of the time.
+    """
 
     id: RankId
     hit_tokens: int  # what a predicted decode_prefix_len under plan remote is worth
@@ -66,8 +69,7 @@ class DecodeCandidate:
         return self.waiting_tokens <= self.free_tokens + self.evictable_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
+class PrefillCandidate(NamedTuple):
     """A prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
@@ -112,4 +114,4 @@ class PlacementRequest:
 
     @property
     def waits(self) -> Waits:
-        return Waits(self.plans)
+        return waits_of(self.plans)

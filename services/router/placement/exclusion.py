@@ -9,7 +9,6 @@ An empty reason is none. Nothing else excludes a rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple, TypeVar
 
@@ -36,7 +35,7 @@ def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
     """A lapsed lease alone is no reason: a decode rank whose stream is up is alive, and a prefill rank is
     left alone for a while if it fails, and until it speaks if it is silent."""
     is_decode = rank.role is Role.DECODE
-    if rank.id in asked.tried:
+    if asked.tried and rank.id in asked.tried:
         return "it failed this request"
     if rank.draining:
         return "draining"
@@ -83,7 +82,7 @@ def _in_time(
 
     def judged(rank: _Candidate, wait_s: float) -> _Candidate:
         is_too_long = not rank.excluded and request.max_wait_s < wait_s < inf
-        return replace(rank, excluded=TOO_LONG) if is_too_long else rank
+        return rank._replace(excluded=TOO_LONG) if is_too_long else rank
 
     return (
         [judged(decode, waits.shortest_s(decode, compute_s)) for decode in decodes],
@@ -103,6 +102,6 @@ def _holding_all(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) 
     if most is None or not any(decode.holds_tokens >= most for decode in decodes if not decode.excluded):
         return decodes
     return [
-        decode if decode.excluded or decode.holds_tokens >= most else replace(decode, excluded=TOO_SMALL)
+        decode if decode.excluded or decode.holds_tokens >= most else decode._replace(excluded=TOO_SMALL)
         for decode in decodes
     ]

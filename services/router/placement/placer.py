@@ -13,18 +13,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import BlockChains
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
-from services.router.placement.admission import Waits, refusal
+from services.router.placement.admission import refusal, waits_of
 from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
+from services.router.placement.sight import Queue, Sight
 from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
@@ -54,8 +56,7 @@ _SHORTEST = Asked(BlockChains(()), 1, frozenset(Plan))
 _Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
 
 
-@dataclass(frozen=True, slots=True)
-class _Hit:
+class _Hit(NamedTuple):
     """Of a prompt at a rank, in tokens; see DecodeCandidate."""
 
     matched: int
@@ -130,14 +131,19 @@ class Placer:
 
     def place(self, asked: Asked, tie: float) -> Decision:
         """Choose the ranks and the plan. Raises as placement.place."""
-        self.check_waits(asked)
+        sight = self._sight(asked)
+        self._check_waits(sight)
         if asked.at is not None:
-            return replace(self._place(asked, tie, self._few), reason="same_prompt")
+            return replace(self._place(sight, tie, self._few), reason="same_prompt")
+        fitting = self._where_it_fits(asked)
         try:
-            return self._place(self._where_it_fits(asked), tie, self._few)
+            return self._place(sight if fitting is asked else self._sight(fitting), tie, self._few)
         except IsthmusError:
             # Those looked at are excluded: look at all of them, and say what is wrong with each.
-            return self._place(asked, tie, self._all)
+            return self._place(sight, tie, self._all)
+
+    def _sight(self, asked: Asked) -> Sight:
+        return Sight(asked, self._balance, self._is_connected, self._apart)
 
     def _where_it_fits(self, asked: Asked) -> Asked:
         """The same, of the ranks that hold all of it where there are such and others. Of many ranks a few are
@@ -149,27 +155,29 @@ class Placer:
 
     def check_waits(self, asked: Asked) -> None:
         """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
+        self._check_waits(self._sight(asked))
+
+    def _check_waits(self, sight: Sight) -> None:
+        asked = sight.asked
         if asked.max_wait_s == math.inf:
             return
-        decodes, prefills = self._queues(self._decodes, asked), self._queues(self._prefills, asked)
-        wait_s = Waits(asked.plans).about_s(decodes, prefills, asked.max_wait_s)
+        decodes, prefills = self._queues(self._decodes, sight), self._queues(self._prefills, sight)
+        wait_s = waits_of(asked.plans).about_s(decodes, prefills, asked.max_wait_s)
         if asked.max_wait_s < wait_s < math.inf:
             raise refusal(wait_s, asked.max_wait_s)
 
-    def _queues(self, side: _Side, asked: Asked) -> Iterator["_Queue"]:
+    def _queues(self, side: _Side, sight: Sight) -> Iterator[Queue]:
         """Of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
-        able = (key for key in keys if not self._exclusion(side.ranks[key], asked))
-        others = asked.answers - 1
-        return (_Queue(self._balance, key, key not in self._apart, others) for key in able)
+        return (Queue(sight, key) for key in keys if not sight.exclusion(side.ranks[key]))
 
     def exclusion(self, rank: Registration) -> str:
         """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
-        return self._exclusion(rank, _SHORTEST)
+        return self._sight(_SHORTEST).exclusion(rank)
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """As `place`, with every rank looked at and enough of them compared."""
-        request, decodes, prefills = self._looked_at(asked, self._all)
+        request, decodes, prefills = self._looked_at(self._sight(asked), self._all)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         try:
             return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
@@ -177,15 +185,16 @@ class Placer:
             all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
 
-    def _place(self, asked: Asked, tie: float, find: Callable[[_Side, Asked], Iterator[_Found]]) -> Decision:
-        request, decodes, prefills = self._looked_at(asked, find)
+    def _place(self, sight: Sight, tie: float, find: Callable[[_Side, Sight], Iterator[_Found]]) -> Decision:
+        request, decodes, prefills = self._looked_at(sight, find)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         return place(request, decodes, prefills, bandwidth, weights, tie)
 
     def _looked_at(
-        self, asked: Asked, find: Callable[[_Side, Asked], Iterator[_Found]]
+        self, sight: Sight, find: Callable[[_Side, Sight], Iterator[_Found]]
     ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
-        layout, most = self._layout, asked.most_tokens
+        asked, layout = sight.asked, self._layout
+        most = asked.most_tokens
         request = PlacementRequest(
             prompt_tokens=asked.prompt_tokens,
             kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
@@ -197,14 +206,14 @@ class Placer:
             longest_tokens=self._longest_tokens,
             carried_bytes=self.carried_bytes(asked.prompt_tokens),
         )
-        receivers = list(find(self._receiving(asked), asked))
-        senders = list(find(self._prefills, asked)) if Plan.REMOTE in asked.plans else []
+        receivers = list(find(self._receiving(asked), sight))
+        senders = list(find(self._prefills, sight)) if Plan.REMOTE in asked.plans else []
         decodes = [
-            self._decode_candidate(rank, asked, hit)
+            self._decode_candidate(rank, sight, hit)
             for (_, rank, _), hit in zip(receivers, self._hits(receivers, asked), strict=True)
         ]
         prefills = [
-            self._prefill_candidate(rank, asked, hit)
+            self._prefill_candidate(rank, sight, hit)
             for (_, rank, _), hit in zip(senders, self._hits(senders, asked), strict=True)
         ]
         return request, decodes, prefills
@@ -243,48 +252,48 @@ class Placer:
             resumed[key] = tokens, max(trusted, guessed.get(key, 0) * block_tokens)
         return resumed
 
-    def _all(self, side: _Side, asked: Asked) -> Iterator[_Found]:
-        by_token, by_pair = map(self._index.match_all, (asked.chains.tokens, asked.chains.pairs))
+    def _all(self, side: _Side, sight: Sight) -> Iterator[_Found]:
+        chains = sight.asked.chains
+        by_token, by_pair = map(self._index.match_all, (chains.tokens, chains.pairs))
         for key, rank in side.ranks.items():
             yield key, rank, (by_pair if key in self._paired else by_token).get(key, 0)
 
-    def _few(self, side: _Side, asked: Asked) -> Iterator[_Found]:
+    def _few(self, side: _Side, sight: Sight) -> Iterator[_Found]:
         """Those that may win."""
         if side.order is None:
-            yield from self._all(side, asked)
+            yield from self._all(side, sight)
             return
         seen = set()
-        for key in self._promising(side, side.order, asked):
+        for key in self._promising(side, side.order, sight):
             if key not in seen and key in side.ranks:
                 seen.add(key)
-                yield key, side.ranks[key], self._index.match(key, self._hashes(key, asked))
+                yield key, side.ranks[key], self._index.match(key, self._hashes(key, sight.asked))
 
-    def _promising(self, side: _Side, order: LoadOrder, asked: Asked) -> Iterator[RankKey]:
-        balance, chains = self._balance, (asked.chains.tokens, asked.chains.pairs)
+    def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
+        asked, balance = sight.asked, self._balance
+        chains = (asked.chains.tokens, asked.chains.pairs)
         if asked.pinned is not None:
             yield asked.pinned
         for hashes in chains:
             yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
-        least_loaded = (key for key in order if self._may_serve(side.ranks[key], asked))
+        least_loaded = (key for key in order if sight.may_serve(side.ranks[key]))
         few = list(islice(least_loaded, _LEAST_LOADED))
         yield from few
         if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
             roomiest = (key for key in order if self._holds_most(side.ranks[key]))
-            yield from islice(
-                (key for key in roomiest if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED
-            )
+            yield from islice((key for key in roomiest if sight.may_serve(side.ranks[key])), _LEAST_LOADED)
         if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
             yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
-            yield from islice((key for key in own if self._may_serve(side.ranks[key], asked)), _LEAST_LOADED)
+            yield from islice((key for key in own if sight.may_serve(side.ranks[key])), _LEAST_LOADED)
         if self._telling and few:
-            yield from self._resuming(side, order, asked, few[0])
+            yield from self._resuming(side, order, sight, few[0])
         for hashes in chains:
-            yield from self._holding(side, order, asked, hashes)
+            yield from self._holding(side, order, sight, hashes)
 
     def _holding(
-        self, side: _Side, order: LoadOrder, asked: Asked, hashes: Sequence[BlockHash]
+        self, side: _Side, order: LoadOrder, sight: Sight, hashes: Sequence[BlockHash]
     ) -> Iterator[RankKey]:
         """Those that hold more of this chain than all before them."""
         longest, ranks, taken = 0, iter(order), set[RankKey]()
@@ -296,24 +305,24 @@ class Placer:
                 holders = order.ascending(holders)
             # Of a rank whose records are half applied a match may be too short: nobody is taken twice.
             untaken = (key for key in holders if key not in taken)
-            deeper = next((key for key in untaken if self._may_serve(side.ranks[key], asked)), None)
+            deeper = next((key for key in untaken if sight.may_serve(side.ranks[key])), None)
             if deeper is None:
                 return
             taken.add(deeper)
             longest = max(longest, self._index.match(deeper, hashes))
             yield deeper
 
-    def _resuming(self, side: _Side, order: LoadOrder, asked: Asked, least: RankKey) -> Iterator[RankKey]:
+    def _resuming(self, side: _Side, order: LoadOrder, sight: Sight, least: RankKey) -> Iterator[RankKey]:
         """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
         least loaded that may serve: nobody stands before it."""
         guesses, points = self._balance.resume_guesses, self._index.resume_points
-        hashes = asked.chains.tokens
+        hashes = sight.asked.chains.tokens
         for found in (guesses.along(hashes, self._balance.clock()), points.along(hashes)):
             taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
                 # Those seen go on further: who was taken of them stands first, or they may not serve.
                 unseen = order.ascending(ranks - seen, taken)
-                first = next((key for key in unseen if self._may_serve(side.ranks[key], asked)), None)
+                first = next((key for key in unseen if sight.may_serve(side.ranks[key])), None)
                 seen |= ranks
                 if first is not None:
                     taken = first
@@ -321,9 +330,9 @@ class Placer:
                 if taken == least:
                     break
 
-    def _decode_candidate(self, rank: Registration, asked: Asked, hit: _Hit) -> DecodeCandidate:
+    def _decode_candidate(self, rank: Registration, sight: Sight, hit: _Hit) -> DecodeCandidate:
         key = rank.id.key
-        now, page_size = self._balance.now(key), rank.layout.page_size
+        now, page_size = sight.now(key), rank.layout.page_size
         books = now.load.books
         return DecodeCandidate(
             id=rank.id,
@@ -334,23 +343,23 @@ class Placer:
             token_s=now.load.token_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
-            excluded=self._exclusion(rank, asked),
+            excluded=sight.exclusion(rank),
             queued=now.queued,
             matched_tokens=hit.matched,
             waiting_tokens=now.load.waiting_tokens,
             own=key in self._decodes.own,
-            queue_wait_s=self._balance.queue_wait_s(key, asked.answers - 1),
+            queue_wait_s=sight.queue_wait_s(key),
             compute_wait_s=now.compute_wait_s,
             holds_tokens=rank.max_context_tokens,
-            receives=key not in self._apart,
+            receives=sight.receives(key),
             resume_tokens=hit.resume,
             matched_resume_tokens=hit.matched_resume,
             tokens_per_step=now.load.tokens_per_step,
         )
 
-    def _prefill_candidate(self, rank: Registration, asked: Asked, hit: _Hit) -> PrefillCandidate:
+    def _prefill_candidate(self, rank: Registration, sight: Sight, hit: _Hit) -> PrefillCandidate:
         key = rank.id.key
-        now, page_size = self._balance.now(key), rank.layout.page_size
+        now, page_size = sight.now(key), rank.layout.page_size
         books = now.load.books
         return PrefillCandidate(
             id=rank.id,
@@ -359,7 +368,7 @@ class Placer:
             prefill_tokens_per_s=now.tokens_per_s,
             free_tokens=books.free * page_size,
             evictable_tokens=books.cached * page_size,
-            excluded=self._exclusion(rank, asked),
+            excluded=sight.exclusion(rank),
             queued=now.queued,
             matched_tokens=hit.matched,
             own=key in self._prefills.own,
@@ -369,22 +378,8 @@ class Placer:
             matched_resume_tokens=hit.matched_resume,
         )
 
-    def _may_serve(self, rank: Registration, asked: Asked) -> bool:
-        """As far as can be told of it alone: its own part of the wait comes whatever the other rank adds."""
-        if self._exclusion(rank, asked):
-            return False
-        queue = _Queue(self._balance, rank.id.key, others=asked.answers - 1)
-        wait_s = queue.queue_wait_s if rank.role is Role.DECODE else queue.compute_wait_s
-        return wait_s <= asked.max_wait_s
-
     def _holds_most(self, rank: Registration) -> bool:
         return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
-
-    def _exclusion(self, rank: Registration, asked: Asked) -> str:
-        key = rank.id.key
-        liveness, differs_in = self._balance.liveness(key), self._apart.get(key, "")
-        standing = exclusion.Standing(liveness, self._is_connected(key), differs_in)
-        return exclusion.of_rank(rank, standing, asked)
 
     def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
         """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
@@ -455,21 +450,3 @@ class Placer:
             if rank.role is Role.DECODE:
                 load_s += (lacking - evicted) * now.load.token_s / max(1, now.running)
         return load_s, now.running
-
-
-class _Queue:
-    """A rank's waits, looked up when they are asked for: where all are full, a thousand are."""
-
-    __slots__ = ("_balance", "_others", "_rank", "receives")
-
-    def __init__(self, balance: Balance, rank: RankKey, receives: bool = True, others: int = 0) -> None:
-        """`others`: requests that come with the next one."""
-        self._balance, self._rank, self.receives, self._others = balance, rank, receives, others
-
-    @property
-    def queue_wait_s(self) -> float:
-        return self._balance.queue_wait_s(self._rank, self._others)
-
-    @property
-    def compute_wait_s(self) -> float:
-        return self._balance.now(self._rank).compute_wait_s

@@ -100,11 +100,8 @@ class Sender(NamedTuple):
     compute_s: float
     occupy_s: float
     evict_s: float
+    fixed_s: float  # all but the computing
     prefill: PrefillCandidate
-
-    @property
-    def fixed_s(self) -> float:
-        return self.wait_s + self.occupy_s + self.evict_s
 
 
 class Receiver(NamedTuple):
@@ -115,6 +112,7 @@ class Receiver(NamedTuple):
     room_s: float  # until the delta has pages
     evict_s: float
     outgrow_s: float  # to go on elsewhere when its pool is at its end, by how likely that is
+    at_decode_s: float  # under plan remote, whatever the prefill rank
     delta: int
     uncached: int
     decode: DecodeCandidate
@@ -146,27 +144,24 @@ class PriceList:
         compute_s = max(1, prompt - prefill.reused_tokens) / rate
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
-        return Sender(
-            prefill.pending_tokens / rate,
-            compute_s,
-            self.occupy * compute_s,
-            evicted * self.evict_s_per_token,
-            prefill,
-        )
+        wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy * compute_s
+        evict_s = evicted * self.evict_s_per_token
+        return Sender(wait_s, compute_s, occupy_s, evict_s, wait_s + occupy_s + evict_s, prefill)
 
     def receiver(self, decode: DecodeCandidate) -> Receiver:
         prompt = self.request.prompt_tokens
         delta, uncached = max(0, prompt - decode.hit_tokens), max(1, prompt - decode.reused_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
         outgrow_s, lacking = self.outgrow_s(decode), delta - decode.free_tokens
-        if lacking <= 0:
-            return Receiver(wait_s, 0.0, 0.0, outgrow_s, delta, uncached, decode)
-        # Sequences that end free at least as many tokens as were generated, one each in that time.
-        shortage = max(0, lacking - decode.evictable_tokens)
-        room_s = shortage * decode.token_s / max(1, decode.running)
-        evicted = min(lacking, decode.evictable_tokens)
-        evict_s = evicted * self.evict_s_per_token
-        return Receiver(wait_s, room_s, evict_s, outgrow_s, delta, uncached, decode)
+        room_s = evict_s = 0.0
+        if lacking > 0:
+            # Sequences that end free at least as many tokens as were generated, one each in that time.
+            shortage = max(0, lacking - decode.evictable_tokens)
+            room_s = shortage * decode.token_s / max(1, decode.running)
+            evict_s = min(lacking, decode.evictable_tokens) * self.evict_s_per_token
+        late_s, itl_s = self.beside(wait_s, decode)
+        at_decode_s = late_s + room_s + evict_s + itl_s + outgrow_s
+        return Receiver(wait_s, room_s, evict_s, outgrow_s, at_decode_s, delta, uncached, decode)
 
     def outgrow_s(self, decode: DecodeCandidate) -> float:
         """Nothing where no rank holds more than this one, or all of it fits."""
@@ -191,7 +186,7 @@ class PriceList:
 
     def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
-        wait_s, itl_s = self.beside(receiver)
+        wait_s, itl_s = self.beside(receiver.wait_s, receiver.decode)
         carried = {"carried": self.carried_s(bytes_per_s)} if self.request.carried_bytes else {}
         return {
             "wait_prefill": sender.wait_s,
@@ -217,20 +212,18 @@ class PriceList:
         """To move tails and states."""
         return self.request.carried_bytes / bytes_per_s
 
-    def beside(self, receiver: Receiver) -> tuple[float, float]:
+    def beside(self, wait_s: float, decode: DecodeCandidate) -> tuple[float, float]:
         """What a prompt that comes computed suffers from those computed there, and does to those running.
 
         It does not wait for them, but its tokens come late while they last.
         """
-        decode, itl_weight = receiver.decode, self.weights.itl_weight
-        return itl_weight * receiver.wait_s, itl_weight * decode.running * decode.token_s
+        itl_weight = self.weights.itl_weight
+        return itl_weight * wait_s, itl_weight * decode.running * decode.token_s
 
     def receiving_s(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
         """`fixed` and `overlapped` of a decode rank."""
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
-        wait_s, itl_s = self.beside(receiver)
-        at_decode_s = wait_s + receiver.room_s + receiver.evict_s + itl_s + receiver.outgrow_s
-        return at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
+        return receiver.at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
 
     def remote(self, receiver: Receiver, sender: Sender) -> Option:
         bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)

@@ -9,8 +9,7 @@ worse in `fixed` and in `fixed + overlapped`: the best pair lies in what remains
 of ranks. Where the waits of a pair are bounded together, it must be no worse in that too.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from services.router.placement.candidates import Candidate
@@ -57,17 +56,28 @@ def shortlist(
     lowest = min(fixed_s), min(waits_s)
     chosen: list[int] = []
     front: list[tuple[float, float]] = []  # `fixed` and wait of those of use; the walk is in ascending price
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    for (_, fixed, wait), group in groupby(order, key=keys.__getitem__):
+    for group in _equal(keys):
+        _, fixed, wait = keys[group[0]]
         is_of_use = all(fixed < other_fixed or wait < other_wait for other_fixed, other_wait in front)
         if is_of_use:
             front.append((fixed, wait))
         wanted = max(spare_ranks - len(chosen), int(is_of_use))
         if wanted > 0:
-            chosen += least_crowded_first(list(group), crowds.__getitem__, tie)[:wanted]
+            chosen += least_crowded_first(group, crowds.__getitem__, tie)[:wanted]
         if len(chosen) >= spare_ranks and (front[-1] == lowest or _is_long(chosen, front, lowest)):
             break
     return chosen
+
+
+def _equal(keys: Sequence[tuple[float, float, float]]) -> Iterator[list[int]]:
+    """The indices of equal keys together, in ascending order."""
+    group: list[int] = []
+    for index in sorted(range(len(keys)), key=keys.__getitem__):
+        if group and keys[index] != keys[group[0]]:
+            yield group
+            group = []
+        group.append(index)
+    yield group
 
 
 def _is_long(chosen: list[int], front: list[tuple[float, float]], lowest: tuple[float, float]) -> bool:
@@ -76,6 +86,8 @@ def _is_long(chosen: list[int], front: list[tuple[float, float]], lowest: tuple[
 
 def least_crowded_first(members: list[_T], crowd: Callable[[_T], int], tie: float) -> list[_T]:
     """The least crowded first, those as `tie` goes round their circle."""
+    if len(members) == 1:
+        return members
     fewest = min(map(crowd, members))
     least = [member for member in members if crowd(member) == fewest]
     others = sorted((member for member in members if crowd(member) > fewest), key=crowd)

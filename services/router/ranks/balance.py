@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from services.router.ranks.predictions import Predictions
 from services.router.ranks.resume_guesses import ResumeGuesses
@@ -29,8 +30,7 @@ _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
 _NO_LOAD = RankLoad()
 
 
-@dataclass(frozen=True, slots=True)
-class RankNow:
+class RankNow(NamedTuple):
     """A rank as the next request sees it."""
 
     load: RankLoad  # as last reported

@@ -26,11 +26,11 @@ def decode(index: int, **changes) -> DecodeCandidate:
         free_tokens=1_000_000,
         evictable_tokens=0,
     )
-    return replace(idle, **changes)
+    return idle._replace(**changes)
 
 
 def prefill(index: int, **changes) -> PrefillCandidate:
-    return replace(PrefillCandidate(RankId("prefill", index, Generation(index)), 0, 0, 10_000.0), **changes)
+    return PrefillCandidate(RankId("prefill", index, Generation(index)), 0, 0, 10_000.0)._replace(**changes)
 
 
 def request(prompt_tokens: int = 4_000, **changes) -> PlacementRequest:

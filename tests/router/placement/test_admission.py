@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.admission import Waits, allowed_wait_s, refusal
+from services.router.placement.admission import allowed_wait_s, refusal, waits_of
 from services.values.rank import Plan
 
 LOCAL, REMOTE = frozenset({Plan.LOCAL}), frozenset({Plan.REMOTE})
@@ -38,7 +38,7 @@ class Ranks:
         )
 
     def shortest_s(self, enough_s):
-        return Waits(self.plans).about_s(self.decodes, self.prefills, enough_s)
+        return waits_of(self.plans).about_s(self.decodes, self.prefills, enough_s)
 
     def ways(self):
         """Of every rank and pair: until it has room, until the prompt is computed, and until both."""

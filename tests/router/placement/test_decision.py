@@ -214,7 +214,7 @@ def test_of_near_equals_one_of_this_routers_share_is_taken():
     foreign, own = decode(0, own=False), decode(1, pending_tokens=300)
     decision = choose(request(), [foreign, own])
     assert (decision.chosen.decode.id.rank, decision.reason) == (1, "share")
-    decision = choose(request(), [foreign, replace(own, pending_tokens=3_000)])
+    decision = choose(request(), [foreign, own._replace(pending_tokens=3_000)])
     assert (decision.chosen.decode.id.rank, decision.reason) == (0, "cheapest")
     # What computes the prompt is what others may have sent to.
     senders = [prefill(0, own=False), prefill(1, pending_tokens=300)]

@@ -91,9 +91,9 @@ def test_a_queue_is_too_long_whichever_rank_one_is_paired_with():
     assert shortest_wait_s(asked, decodes, prefills) == 2.0
     assert reasons(asked, decodes, prefills) == (["", TOO_LONG], ["", TOO_LONG])
     # Both could take it from the other side's idle rank, if that one were not gone.
-    idle = replace(decodes[0], queue_wait_s=0.0)
+    idle = decodes[0]._replace(queue_wait_s=0.0)
     assert reasons(asked, [idle, decodes[1]], prefills) == (["", TOO_LONG], ["", ""])
-    gone = replace(idle, excluded="draining")
+    gone = idle._replace(excluded="draining")
     assert reasons(asked, [gone, decodes[1]], prefills) == (["draining", TOO_LONG], [TOO_LONG, TOO_LONG])
 
 

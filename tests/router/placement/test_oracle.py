@@ -1,6 +1,5 @@
 """Every way priced by the book: the choice is the best of them, or the home."""
 
-from dataclasses import replace
 from math import exp, inf
 
 import pytest
@@ -137,8 +136,7 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
     drawn = draw(st.lists(states, min_size=1, max_size=25))
     ranks = [DecodeCandidate(RankId("decode", i, Generation(i)), *state) for i, state in enumerate(drawn)]
     waiting = [
-        replace(
-            rank,
+        rank._replace(
             queue_wait_s=draw(waits),
             compute_wait_s=draw(waits),
             receives=draw(RECEIVES),
@@ -155,7 +153,7 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
     states = st.tuples(tokens, tokens, rates, tokens, tokens, EXCLUDED, queues)
     drawn = draw(st.lists(states, max_size=25))
     ranks = [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
-    waiting = [replace(rank, compute_wait_s=draw(waits)) for rank in ranks]
+    waiting = [rank._replace(compute_wait_s=draw(waits)) for rank in ranks]
     ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
     return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
 
@@ -166,13 +164,13 @@ def resuming(draw, ranks) -> list:
     if shares is None:
         return ranks
     return [
-        replace(rank, resume_tokens=int(draw(st.sampled_from(shares)) * rank.hit_tokens)) for rank in ranks
+        rank._replace(resume_tokens=int(draw(st.sampled_from(shares)) * rank.hit_tokens)) for rank in ranks
     ]
 
 
 def shared_out(draw, ranks) -> list:
     share, routers = draw(st.sampled_from([(0, 1), (0, 2), (1, 3), (7, 8)]))
-    return [replace(rank, own=index % routers == share) for index, rank in enumerate(ranks)]
+    return [rank._replace(own=index % routers == share) for index, rank in enumerate(ranks)]
 
 
 @st.composite
@@ -200,7 +198,7 @@ def requests(draw) -> PlacementRequest:
 )
 def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weights, tie):
     if asked.plans == REMOTE:
-        decodes = [d if d.receives else replace(d, excluded="another layout") for d in decodes]
+        decodes = [d if d.receives else d._replace(excluded="another layout") for d in decodes]
     able = able_ranks(decodes, prefills)
     ways = every_way(asked, *able)
     decodes_in_time, prefills_in_time = (in_time(asked, ranks, ways) for ranks in able)

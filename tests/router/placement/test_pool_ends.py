@@ -20,7 +20,7 @@ SMALL, LARGE = decode(0, holds_tokens=5_000), decode(1, holds_tokens=20_000)
 @pytest.mark.parametrize("plans", [REMOTE, LOCAL, REMOTE | LOCAL])
 def test_who_cannot_hold_all_of_it_is_left_out(plans):
     """However busy the other one is."""
-    busy = replace(LARGE, pending_tokens=50_000)
+    busy = LARGE._replace(pending_tokens=50_000)
     asked = request(4_000, plans=plans, most_tokens=5_001, longest_tokens=20_000)
     decision = choose(asked, [SMALL, busy], [prefill(0)])
     assert decision.chosen.decode is busy
@@ -33,7 +33,7 @@ def test_who_cannot_hold_all_of_it_is_left_out(plans):
 def test_where_nobody_who_could_hold_it_can_be_chosen_the_others_serve(state):
     """It will go on elsewhere, and that has its price."""
     asked = request(4_000, plans=LOCAL, most_tokens=9_000, longest_tokens=20_000, max_wait_s=5.0)
-    decision = choose(asked, [SMALL, replace(LARGE, **state)])
+    decision = choose(asked, [SMALL, LARGE._replace(**state)])
     assert decision.chosen.decode is SMALL
     assert dict(decision.chosen.terms)["outgrow"] == pytest.approx(exp(-1_000 / 512) * 5_000 / 5_000)
 
@@ -56,20 +56,20 @@ def test_the_price_of_outgrowing_a_rank(prompt_tokens, most_tokens, longest_toke
 
 def test_a_long_prompt_that_may_become_any_length_goes_to_the_larger_pool():
     asked = request(4_990, plans=LOCAL, longest_tokens=20_000)
-    busy = replace(LARGE, pending_tokens=2_000)
+    busy = LARGE._replace(pending_tokens=2_000)
     assert choose(asked, [SMALL, busy]).chosen.decode is busy
     assert choose(replace(asked, prompt_tokens=500), [SMALL, busy]).chosen.decode is SMALL
 
 
 def test_nothing_is_left_out_that_already_is():
-    gone = replace(SMALL, excluded="draining")
+    gone = SMALL._replace(excluded="draining")
     assert beside_others(request(most_tokens=6_000), [gone, LARGE], []) == ([gone, LARGE], [])
     assert beside_others(request(), [SMALL, LARGE], []) == ([SMALL, LARGE], [])
 
 
 def at_end(rank, num_tokens: int):
     """As the router excludes it."""
-    return replace(rank, excluded="the prompt is longer than its context" * (num_tokens >= rank.holds_tokens))
+    return rank._replace(excluded="the prompt is longer than its context" * (num_tokens >= rank.holds_tokens))
 
 
 def lived(pools: list[int], model_tokens: int, prompt_tokens: int, max_tokens: int | None):
