@@ -51,6 +51,7 @@ class AnswerText:
         includes_stop: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(decoder)
+        self._may_stop = bool(stop)
         self._stop = StopStrings(stop, includes_stop)
         self._parser = parser
         self._parallel_calls = parallel_calls
@@ -72,6 +73,14 @@ class AnswerText:
         """What comes behind the token that completes a stop string is no part of the answer: it ends at the
         same token however its tokens come."""
         said = Said()
+        if self._parser is None and not self._may_stop:
+            said.content, said.num_tokens = self._detokenizer.push(token_ids), len(token_ids)
+        else:
+            self._push_each(said, token_ids)
+        self._keep(said)
+        return said
+
+    def _push_each(self, said: Said, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             said.num_tokens += 1
             text = self._detokenizer.push((token_id,))
@@ -81,8 +90,6 @@ class AnswerText:
                 self._parse(said, text, self._parser)
             if said.ended:
                 break
-        self._keep(said)
-        return said
 
     def finish(self) -> Said:
         """The rest, where the answer ends without a stop string."""

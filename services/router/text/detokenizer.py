@@ -27,8 +27,8 @@ _MAX_WINDOW = 32
 
 
 class TokenDecoder(Protocol):
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Bytes that are not UTF-8 become U+FFFD."""
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Of ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""
 
     def is_silent(self, token_id: int) -> bool:
         """Whether the id has no text wherever it stands (special, unknown)."""
@@ -38,8 +38,9 @@ class Detokenizer:
     """The text of one stream of ids.
 
     All pushes and finish put together are `decode(all ids)`, for decoders whose text never changes once
-    it is complete (byte-level, sentencepiece without byte fallback, per character). Each id costs one or
-    two decodes of at most _MAX_WINDOW + 1 ids, however long the stream is.
+    it is complete (byte-level, sentencepiece without byte fallback, per character), and the same however
+    the ids are cut into pushes. A push costs one or two decodes, and where it breaks a character, or ends
+    within one, as many for each id: of at most _MAX_WINDOW ids, the push's, and those of the push before.
     """
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
@@ -50,13 +51,25 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text that is final; "" while a character is incomplete."""
-        return "".join(self._push_one(token_id) for token_id in token_ids)
+        is_silent = self._tokenizer.is_silent
+        audible = [token_id for token_id in token_ids if not is_silent(token_id)]
+        whole = self._push_whole(audible) if len(audible) > 1 else None
+        return "".join(map(self._push_one, audible)) if whole is None else whole
+
+    def _push_whole(self, token_ids: list[int]) -> str | None:
+        """None, and nothing is done, where a character of them is broken, or may be incomplete."""
+        window = self._window + token_ids
+        text = self._tokenizer.text_of(window)
+        new_text = text[self._released :]
+        if _INCOMPLETE in new_text:
+            return None
+        self._window, self._released = window, max(self._released, len(text))
+        self._cut_at_clean_point()
+        return new_text
 
     def _push_one(self, token_id: int) -> str:
-        if self._tokenizer.is_silent(token_id):
-            return ""
         self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
+        text = self._tokenizer.text_of(self._window)
         held = self._held_chars(text)
         new_text = text[self._released : len(text) - held]
         self._released = max(self._released, len(text) - held)
@@ -73,17 +86,17 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back. Nothing can be pushed after."""
-        rest = self._tokenizer.decode(self._window)[self._released :]
+        rest = self._tokenizer.text_of(self._window)[self._released :]
         self._window, self._clean_point, self._released = [], 0, 0
         return rest
 
     def _cut_at_clean_point(self) -> None:
         if len(self._window) > _CUT_ABOVE:
             context = self._window[self._clean_point :]
-            self._window, self._released = context, len(self._tokenizer.decode(context))
+            self._window, self._released = context, len(self._tokenizer.text_of(context))
         self._clean_point = len(self._window)
 
     def _cut_anywhere(self, held: int) -> None:
         self._window = self._window[-_MIN_WINDOW:]
-        self._released = max(0, len(self._tokenizer.decode(self._window)) - held)
+        self._released = max(0, len(self._tokenizer.text_of(self._window)) - held)
         self._clean_point = 0

@@ -26,8 +26,8 @@ class MarkerDecoder:
             token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.text_of([each for each in token_ids if not self.is_silent(each)])
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.text_of(token_ids)
 
     def is_silent(self, token_id: int) -> bool:
         return token_id not in self._shown and self._tokenizer.is_silent(token_id)

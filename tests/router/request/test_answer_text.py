@@ -110,6 +110,19 @@ def test_without_a_parser_all_is_content(ids, stop):
     assert content == (Characters().decode(ids).split(stop)[0] if stop else Characters().decode(ids))
 
 
+def test_tokens_that_come_together_are_decoded_together():
+    class Counting(Characters):
+        decodes = 0
+
+        def text_of(self, token_ids):
+            self.decodes += 1
+            return super().text_of(token_ids)
+
+    decoder = Counting()
+    said = AnswerText(decoder, ()).push(ids_of("some text"))
+    assert (said.content, said.num_tokens, decoder.decodes) == ("some text", len("some text"), 1)
+
+
 @given(st.lists(st.sampled_from([*SPECIAL, *map(ord, "ab.")]), max_size=30))
 def test_a_stop_string_is_content_where_it_is_included(ids):
     plain, shown = (AnswerText(Characters(), ("a.",), includes_stop=includes) for includes in (False, True))

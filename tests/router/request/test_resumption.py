@@ -53,7 +53,7 @@ def test_the_rest_is_the_end_of_what_the_whole_answer_tells(text, data):
 
 def test_without_a_parser_half_a_character_is_made_whole():
     class Bytes(Characters):
-        def decode(self, token_ids):
+        def text_of(self, token_ids):
             return bytes(token_ids).decode(errors="replace")
 
         def is_silent(self, token_id):

@@ -14,11 +14,16 @@ class BytesDecoder:
     """Id i is byte i; 256 is silent. Counts the ids it is asked to decode."""
 
     def __init__(self) -> None:
-        self.num_decoded = 0
+        self.num_decodes = self.num_decoded = 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decodes += 1
         self.num_decoded += len(token_ids)
         return bytes(token_id for token_id in token_ids if token_id != SILENT).decode(errors="replace")
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        assert SILENT not in token_ids
+        return self.decode(token_ids)
 
     def is_silent(self, token_id: int) -> bool:
         return token_id == SILENT
@@ -32,6 +37,7 @@ class PiecesDecoder(BytesDecoder):
         self.pieces = pieces
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decodes += 1
         return b"".join(self.pieces[token_id] for token_id in token_ids).decode(errors="replace")
 
 
@@ -64,6 +70,14 @@ def test_pushes_and_finish_make_the_whole_text(ids: list[int], data: st.DataObje
     decoder = BytesDecoder()
     assert "".join(stream(Detokenizer(decoder), pushes)) == decoder.decode(ids)
     assert "".join(stream(Detokenizer(decoder), [[token_id] for token_id in ids])) == decoder.decode(ids)
+
+
+@given(id_streams, st.data())
+def test_what_is_told_does_not_depend_on_the_cuts(ids: list[int], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(ids)))
+    together, alone = Detokenizer(BytesDecoder()), Detokenizer(BytesDecoder())
+    for part in (ids[:cut], ids[cut:]):
+        assert together.push(part) == "".join(alone.push([token_id]) for token_id in part)
 
 
 @given(st.text(alphabet="aé語👋\ufffd", min_size=1), st.lists(st.integers(1, 5), min_size=1, max_size=8))
@@ -107,6 +121,14 @@ def test_the_work_for_an_id_does_not_grow_with_the_stream(pattern: bytes) -> Non
     assert decoder.num_decoded < 40 * len(ids)
 
 
+def test_ids_that_come_together_are_decoded_together() -> None:
+    decoder = BytesDecoder()
+    detokenizer = Detokenizer(decoder)
+    for _ in range(100):
+        assert detokenizer.push(utf8_ids("eight él")) == "eight él"
+    assert decoder.num_decodes <= 200
+
+
 def test_silent_ids_in_any_number_leave_no_trace() -> None:
     ids = [*utf8_ids("a"), *[SILENT] * 100, 0xC3, *[SILENT] * 100, 0xA9]
     assert stream(Detokenizer(BytesDecoder()), [ids]) == ["aé", ""]
@@ -122,15 +144,17 @@ def test_real_tokenizers_stream_what_they_decode(
         assert "".join(stream(Detokenizer(tokenizer), pushes)) == tokenizer.decode(ids)
 
 
-@given(text=st.text(alphabet="ab  cé語👋", max_size=60))
+@given(text=st.text(alphabet="ab  cé語👋", max_size=60), data=st.data())
 def test_sentencepiece_keeps_spaces_and_bytes_that_fall_back(
-    sentencepiece_tokenizer: Tokenizer, text: str
+    sentencepiece_tokenizer: Tokenizer, text: str, data: st.DataObject
 ) -> None:
     ids = sentencepiece_tokenizer.encode(text)
     pushes = [[token_id] for token_id in ids]
     whole = sentencepiece_tokenizer.decode(ids)
     assert "".join(stream(Detokenizer(sentencepiece_tokenizer), pushes)) == whole
     assert "".join(stream(Detokenizer(sentencepiece_tokenizer), [ids])) == whole
+    cut = data.draw(st.integers(0, len(ids)))  # within a run of bytes, or between two
+    assert "".join(stream(Detokenizer(sentencepiece_tokenizer), [ids[:cut], ids[cut:]])) == whole
     assert whole.lstrip(" ") == text.lstrip(" ")
 
 
