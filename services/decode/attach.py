@@ -18,6 +18,7 @@ from dataclasses import replace
 from opentelemetry.trace import Span
 
 from services.decode.metrics import DecodeMetrics
+from services.decode.outbox import Outbox
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.net import grpc_errors
@@ -32,7 +33,6 @@ from services.values.errors import (
     StaleGeneration,
     Unavailable,
 )
-from services.values.prompt_logprobs import MAX_BYTES as MAX_PROMPT_BYTES
 from services.values.rank import Plan, RankId
 from services.values.request import Admitted, FinishReason, Output, StartCommand
 from services.wire import convert, convert_request
@@ -78,7 +78,7 @@ class AttachSession:
         self._running = running
         self._metrics = metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._outbox: list[decode_pb2.RequestOutput] = []
+        self._outbox = Outbox()
         self._wake = asyncio.Event()
 
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
@@ -110,18 +110,19 @@ class AttachSession:
 
     def _message(self) -> decode_pb2.StepOutputs:
         self._wake.clear()
-        outputs, self._outbox = _fitting(self._outbox)
+        message = self._outbox.take()
         if self._outbox:
             self._wake.set()
-        load = convert.load_to_proto(self._engine.load())
-        load.draining = self._running.intake.draining
-        return decode_pb2.StepOutputs(
-            outputs=outputs,
-            load=load,
-        )
+        message.load.CopyFrom(convert.load_to_proto(self._engine.load()))
+        message.load.draining = self._running.intake.draining
+        return message
 
-    def _put(self, output: decode_pb2.RequestOutput) -> None:
-        self._outbox.append(output)
+    def _put(self, request_id: str, output: Output, number: int = 0) -> None:
+        self._outbox.put(request_id, output, number)
+        self._wake.set()
+
+    def _put_failure(self, request_id: str, error: IsthmusError) -> None:
+        self._outbox.put_message(_failure(request_id, error))
         self._wake.set()
 
     def _start(self, message: decode_pb2.Start) -> None:
@@ -130,9 +131,9 @@ class AttachSession:
             self._check(message)
             command = convert_request.start_from_proto(message)
         except IsthmusError as error:
-            self._put(_failure(request_id, error))
+            self._put_failure(request_id, error)
             return
-        task = asyncio.create_task(self._run(command), name=f"request-{request_id}")
+        task = asyncio.create_task(self._run(command, message.number), name=f"request-{request_id}")
         self._tasks[request_id] = task
         self._running.add(request_id, task)
         task.add_done_callback(lambda _: self._tasks.pop(request_id))
@@ -148,7 +149,7 @@ class AttachSession:
         if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
 
-    async def _run(self, command: StartCommand) -> None:
+    async def _run(self, command: StartCommand, number: int) -> None:
         request_id = command.request.request_id
         with log_lines.request_context(request_id):
             try:
@@ -157,19 +158,19 @@ class AttachSession:
                     self._metrics.counted(),
                 ):
                     async with asyncio.timeout(command.timeout_s):
-                        await self._generate(command, span)
+                        await self._generate(command, number, span)
             except TimeoutError:
-                self._put(_failure(request_id, DeadlineExceeded("the deadline has passed")))
+                self._put_failure(request_id, DeadlineExceeded("the deadline has passed"))
             except asyncio.CancelledError:
-                self._put(convert_request.output_to_proto(request_id, Output(finished=FinishReason.ABORTED)))
+                self._put(request_id, Output(finished=FinishReason.ABORTED))
                 raise
             except IsthmusError as error:
-                self._put(_failure(request_id, error))
+                self._put_failure(request_id, error)
             except Exception:
                 log.exception("request_failed")
-                self._put(_failure(request_id, Unavailable("the decode rank failed; its log says why")))
+                self._put_failure(request_id, Unavailable("the decode rank failed; its log says why"))
 
-    async def _generate(self, command: StartCommand, span: Span) -> None:
+    async def _generate(self, command: StartCommand, number: int, span: Span) -> None:
         request_id, began = command.request.request_id, time.monotonic()
         plan = command.request.plan
         span.set_attributes({"request_id": request_id, "rank": str(self._own_id), "plan": plan.value})
@@ -181,7 +182,7 @@ class AttachSession:
             async for output in outputs:
                 if output.admitted is not None:
                     output = replace(output, admitted=_completed(output.admitted, time.monotonic() - began))
-                self._put(convert_request.output_to_proto(request_id, output))
+                self._put(request_id, output, number)
                 self._metrics.generated(len(output.token_ids))
                 if output.admitted is not None:
                     self._metrics.admitted(output.admitted, traces.exemplar(span))
@@ -191,18 +192,6 @@ class AttachSession:
 def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
     """What the engine's stages leave of the time to the first token is the wait for a step of its batch."""
     return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
-
-
-def _fitting(
-    outputs: list[decode_pb2.RequestOutput],
-) -> tuple[list[decode_pb2.RequestOutput], list[decode_pb2.RequestOutput]]:
-    """Those for one message, and those for the next. What is told of prompts may be large; of one it fits."""
-    size = 0
-    for index, output in enumerate(outputs):
-        size += output.prompt_logprobs.ByteSize() if output.HasField("prompt_logprobs") else 0
-        if size > MAX_PROMPT_BYTES and index:
-            return outputs[:index], outputs[index:]
-    return outputs, []
 
 
 _ADMITTED = (

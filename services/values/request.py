@@ -294,6 +294,12 @@ class Output:
     accepted_draft_tokens: int = 0  # of them, those that are among the tokens
     prompt_logprobs: PromptLogprobs | None = None
 
+    @property
+    def is_tokens_alone(self) -> bool:
+        """Whether there is nothing else to tell."""
+        told = self.logprobs or self.drafted_tokens or self.finished or self.admitted or self.prompt_logprobs
+        return not told
+
     def followed_by(self, later: "Output") -> "Output":
         """Both in one; `later` is not the first."""
         return Output(

@@ -9,20 +9,20 @@ surely as a dead one.
 
 import asyncio
 import logging
-import math
 import secrets
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
 from services.router.links.gathering import Gathering
+from services.router.links.output_stream import OutputStream
 from services.router.links.silence import SilenceLimit
-from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, PeerFailed
+from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
 from services.values.request import Output, StartCommand
@@ -44,85 +44,6 @@ class DecodeRankLost(PeerFailed):
     """The decode rank itself is gone, not its peer."""
 
 
-class OutputStream:
-    """What a decode rank says of one request, in order."""
-
-    def __init__(
-        self,
-        client: "DecodeClient",
-        request_id: str,
-        timeout_s: float | None = None,
-        gathering: Gathering | None = None,
-    ) -> None:
-        """After `timeout_s` it ends with DeadlineExceeded: one timer, for each `next` would need another."""
-        self._client = client
-        self._request_id = request_id
-        self._gathering = gathering
-        self._items: deque[Output | IsthmusError] = deque()
-        self._came = asyncio.Event()  # there are items, and no reason to wait for more
-        self._waits = False
-        self._heard_s = -math.inf  # when tokens came last
-        self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
-        if timeout_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
-
-    def put(self, item: Output | IsthmusError) -> None:
-        self._ended = isinstance(item, IsthmusError) or item.finished is not None
-        self._items.append(item)
-        if self._ended or not self._is_held(item):
-            self._came.set()
-
-    def _is_held(self, item: Output | IsthmusError) -> bool:
-        """Whether it waits for others of its request. Who is yet to read what has come will take it along."""
-        if isinstance(item, IsthmusError) or self._gathering is None:
-            return False
-        since_s, self._heard_s = self._heard_s, self._gathering.clock()
-        if item.admitted is not None:
-            return False
-        may_wait = not self._came.is_set()
-        self._waits = self._waits or (may_wait and self._gathering.hold(self, self._heard_s, since_s))
-        return self._waits
-
-    def release(self) -> None:
-        """What has come need not wait any longer."""
-        self._waits = False
-        if self._items:
-            self._came.set()
-
-    def _expire(self) -> None:
-        self._items.append(DeadlineExceeded("the deadline has passed"))  # it has not ended there
-        self._came.set()
-
-    async def next(self, *, all_at_once: bool = False) -> Output:
-        """The next output, or in one all that have come: the first one alone, for what it tells of when the
-        first token came. Raises what the request ended with.
-        """
-        await self._came.wait()
-        item = self._items.popleft()
-        if all_at_once and isinstance(item, Output) and item.admitted is None:
-            while self._items and isinstance(later := self._items[0], Output):
-                item = item.followed_by(later)
-                self._items.popleft()
-        if not self._items:
-            self._came.clear()
-        if isinstance(item, IsthmusError):
-            raise item
-        return item
-
-    def abort(self) -> None:
-        """Ask for an early end; the last output is then finished with ABORTED."""
-        self._client.send_abort(self._request_id)
-
-    def close(self) -> None:
-        """Forget the request; if it is still running, stop it."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._ended:
-            self.abort()
-        self._client.forget(self._request_id)
-
-
 class DecodeClient:
     """One Attach stream to one life of a decode rank."""
 
@@ -141,7 +62,9 @@ class DecodeClient:
         self._on_load = on_load
         self._on_lost = on_lost
         self._commands: asyncio.Queue[bytes] = asyncio.Queue()  # serialized
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[int, OutputStream] = {}  # by the number that their tokens come under
+        self._numbers: dict[str, int] = {}  # of each request
+        self._next_number = count(1)
         self._idle = asyncio.Event()  # no request runs
         self._idle.set()
         self._silence = SilenceLimit()
@@ -162,6 +85,7 @@ class DecodeClient:
         request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
         command = replace(command, request=replace(command.request, request_id=request_id))
         start = convert_request.start_to_proto(command, self.address.id.generation)
+        start.number = number = next(self._next_number)
         message = length_delimited(_START, start.SerializeToString() + prompt.field(_PROMPT_IDS))
         if len(message) > channels.MAX_MESSAGE_BYTES:
             raise InvalidRequest(
@@ -169,7 +93,7 @@ class DecodeClient:
                 f"and a message holds {channels.MAX_MESSAGE_BYTES}"
             )
         stream = OutputStream(self, request_id, command.timeout_s, self._gathering)
-        self._streams[request_id] = stream
+        self._streams[number], self._numbers[request_id] = stream, number
         self._idle.clear()
         self._commands.put_nowait(message)
         return stream
@@ -179,7 +103,7 @@ class DecodeClient:
         self._commands.put_nowait(decode_pb2.Command(abort=abort).SerializeToString())
 
     def forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+        self._streams.pop(self._numbers.pop(request_id, 0), None)
         if not self._streams:
             self._idle.set()
 
@@ -245,12 +169,21 @@ class DecodeClient:
 
     def _receive(self, message: decode_pb2.StepOutputs) -> None:
         self._on_load(convert.load_from_proto(message.load))
+        self._receive_tokens(message.numbers, message.token_ids)
         for output in message.outputs:
-            if (stream := self._streams.get(output.request_id)) is not None:
+            if (stream := self._streams.get(self._numbers.get(output.request_id, 0))) is not None:
                 stream.put(_item(output))
+
+    def _receive_tokens(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
+        if len(numbers) != len(token_ids):
+            raise ProtocolError(f"a step has {len(numbers)} numbers of requests for {len(token_ids)} tokens")
+        for number, token_id in zip(numbers, token_ids, strict=True):
+            if (stream := self._streams.get(number)) is not None:
+                stream.put_token(token_id)
 
     def _fail_all(self, reason: str) -> None:
         streams, self._streams = self._streams, {}
+        self._numbers.clear()
         for stream in streams.values():
             stream.put(DecodeRankLost(f"decode rank {self.address.id} was lost: {reason}"))
         self._idle.set()

@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from services.observe import log_lines, traces
 from services.router.cluster import Cluster, HashedPrompt, Placed
-from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.links.decode_client import DecodeRankLost
+from services.router.links.output_stream import OutputStream
 from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.progress import Checked, Progress
 from services.router.request.telemetry.metrics import RouterMetrics

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Span
 
 from services.router.cluster import Placed
-from services.router.links.decode_client import OutputStream
+from services.router.links.output_stream import OutputStream
 from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.telemetry.stages import Stages
 from services.router.request.tools import ChatTools

@@ -5,22 +5,19 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
 from services.net import channels, servers
 from services.router.links import decode_client, silence
-from services.router.links.decode_client import DecodeClient, DecodeRankLost, OutputStream
-from services.values.errors import DeadlineExceeded, InvalidRequest, PeerFailed
+from services.router.links.decode_client import DecodeClient, DecodeRankLost
+from services.values.errors import InvalidRequest
 from services.values.rank import Generation, Plan, RankAddress, RankId
 from services.values.request import (
     FinishReason,
     GenerationRequest,
-    Output,
     SamplingParams,
     StartCommand,
-    TokenLogprobs,
 )
 from services.wire.isthmus.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -153,60 +150,43 @@ async def test_a_request_that_no_message_holds_fails_alone(monkeypatch):
         assert losses == []
 
 
-def output(*token_ids, finished=None, admitted=None):
-    return Output(
-        token_ids, tuple(TokenLogprobs(token_id, -1.0) for token_id in token_ids), admitted, finished
+class Numbered(decode_pb2_grpc.DecodeServicer):
+    """Answers each Start with the step that `answer` makes of its request id and number."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    async def Attach(self, request_iterator, context):
+        await context.write(decode_pb2.StepOutputs())
+        async for command in request_iterator:
+            if command.HasField("start"):
+                await context.write(self._answer(command.start.request_id, command.start.number))
+
+
+def numbered_step(request_id, number):
+    last = decode_pb2.RequestOutput(
+        request_id=request_id, token_ids=[number], finished=common_pb2.FINISH_REASON_STOP
     )
+    numbers, token_ids = [number, 10_000 + number, number], [5, 6, 7]  # one of them is long forgotten
+    return decode_pb2.StepOutputs(outputs=[last], numbers=numbers, token_ids=token_ids)
 
 
-async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
-    stream = OutputStream(Closed(), "a")
-    first = output(1, admitted=object())
-    for item in (first, output(2, 3), output(4), output(finished=FinishReason.ABORTED)):
-        stream.put(item)
-    assert await stream.next(all_at_once=True) is first
-    assert len(stream._items) == 3
-    whole = await stream.next(all_at_once=True)
-    assert (whole.token_ids, len(whole.logprobs)) == ((2, 3, 4), 3)
-    assert (whole.admitted, whole.finished) == (None, FinishReason.ABORTED)
-    assert not stream._items
-    for item in (output(4), output(5), PeerFailed("lost")):
-        stream.put(item)
-    assert (await stream.next()).token_ids == (4,)
-    assert (await stream.next(all_at_once=True)).token_ids == (5,)
-    with pytest.raises(PeerFailed):
-        await stream.next(all_at_once=True)
-    waiting = asyncio.create_task(stream.next(all_at_once=True))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    stream.put(output(6))
-    assert (await waiting).token_ids == (6,)
+async def test_tokens_come_under_the_number_of_their_request_and_before_its_outputs():
+    async with client_of(Numbered(numbered_step)) as (client, losses):
+        numbers = []
+        for stream in [client.start(COMMAND) for _ in range(2)]:
+            assert (await stream.next()).token_ids == (5, 7)
+            last = await stream.next()
+            assert last.finished is FinishReason.STOP
+            numbers += last.token_ids
+            stream.close()
+        assert len(set(numbers)) == 2 and 0 not in numbers
+        assert losses == [] and not client._streams and not client._numbers
 
 
-async def test_the_deadline_ends_the_stream_behind_what_has_come_and_the_request_at_the_rank():
-    aborted, forgotten = [], []
-    client = SimpleNamespace(send_abort=aborted.append, forget=forgotten.append)
-    stream = OutputStream(client, "a", timeout_s=0.0)
-    stream.put(output(1))
-    assert (await stream.next()).token_ids == (1,)
-    async with asyncio.timeout(20):
-        with pytest.raises(DeadlineExceeded):
-            await stream.next(all_at_once=True)
-    assert aborted == []
-    stream.close()
-    assert aborted == forgotten == ["a"]
-
-
-async def test_who_is_closed_has_no_deadline():
-    stream = OutputStream(SimpleNamespace(send_abort=print, forget=print), "a", timeout_s=0.0)
-    stream.close()
-    await asyncio.sleep(0)
-    assert not stream._items
-
-
-class Closed:
-    def send_abort(self, request_id):
-        raise AssertionError("the request has ended")
-
-    def forget(self, request_id):
-        pass
+async def test_tokens_without_as_many_numbers_lose_the_stream():
+    rank = Numbered(lambda _, number: decode_pb2.StepOutputs(numbers=[number], token_ids=[5, 6]))
+    async with client_of(rank) as (client, losses):
+        with pytest.raises(DecodeRankLost, match="1 numbers of requests for 2 tokens"):
+            await client.start(COMMAND).next()
+        assert losses == [1]

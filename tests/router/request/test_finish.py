@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
 from services.router.dialects.openai.usage import isthmus_json
-from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.links.decode_client import DecodeRankLost
+from services.router.links.output_stream import OutputStream
 from services.router.request.generation import Generator
 from services.values.rank import Generation, Plan, RankId
 from services.values.request import Admitted, FinishReason, Output

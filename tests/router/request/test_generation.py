@@ -7,7 +7,8 @@ from opentelemetry.trace import INVALID_SPAN
 
 from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
-from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.links.decode_client import DecodeRankLost
+from services.router.links.output_stream import OutputStream
 from services.router.request.generation import Generator
 from services.router.request.progress import Checked
 from services.values.errors import (

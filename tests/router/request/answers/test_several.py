@@ -9,7 +9,8 @@ import pytest
 from router.conftest import character_backend, save_tokenizer
 from router.request.telemetry.test_told_apart import CALL, TEMPLATE, F, TalkingCluster, generator_of
 from router.request.test_generation import LosingCluster
-from services.router.links.decode_client import DecodeRankLost, OutputStream
+from services.router.links.decode_client import DecodeRankLost
+from services.router.links.output_stream import OutputStream
 from services.router.request.answers.seeds import seed_of
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import NoCapacity, PeerFailed, Unavailable

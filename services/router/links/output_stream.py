@@ -1,0 +1,116 @@
+"""What a decode rank says of one request, until somebody reads it.
+
+    put_token, put_token ...  --> tokens --+
+    put(first), put(last), put(error) -----+--> next(), which takes along what has come meanwhile
+
+Whoever reads is woken once for all that has come; while the router is short of time, a moment later
+(gathering.py).
+"""
+
+import asyncio
+import math
+from collections import deque
+from typing import Protocol
+
+from services.router.links.gathering import Gathering
+from services.values.errors import DeadlineExceeded, IsthmusError
+from services.values.request import Output
+
+
+class RankClient(Protocol):
+    """DecodeClient's side of it."""
+
+    def send_abort(self, request_id: str) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+class OutputStream:
+    def __init__(
+        self,
+        client: RankClient,
+        request_id: str,
+        timeout_s: float | None = None,
+        gathering: Gathering | None = None,
+    ) -> None:
+        """After `timeout_s` it ends with DeadlineExceeded: one timer, for each `next` would need another."""
+        self._client = client
+        self._request_id = request_id
+        self._gathering = gathering
+        self._items: deque[Output | IsthmusError] = deque()
+        self._token_ids: list[int] = []  # that came behind them, with nothing else to tell
+        self._came = asyncio.Event()  # there is something, and no reason to wait for more
+        self._waits = False
+        self._heard_s = -math.inf  # when tokens came last
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+
+    def put_token(self, token_id: int) -> None:
+        """One of which there is nothing else to tell."""
+        self._token_ids.append(token_id)
+        if not self._is_held():
+            self._came.set()
+
+    def put(self, item: Output | IsthmusError) -> None:
+        self._close_tokens()
+        self._items.append(item)
+        self._ended = isinstance(item, IsthmusError) or item.finished is not None
+        if self._ended or not self._is_held():
+            self._came.set()
+
+    def _close_tokens(self) -> None:
+        """What comes next comes behind them."""
+        if self._token_ids:
+            self._items.append(Output(tuple(self._token_ids)))
+            self._token_ids.clear()
+
+    def _is_held(self) -> bool:
+        """Whether it waits for others of its request. Who is yet to read what has come will take it along."""
+        if self._gathering is None:
+            return False
+        since_s, self._heard_s = self._heard_s, self._gathering.clock()
+        may_wait = not self._came.is_set()
+        self._waits = self._waits or (may_wait and self._gathering.hold(self, self._heard_s, since_s))
+        return self._waits
+
+    def release(self) -> None:
+        """What has come need not wait any longer."""
+        self._waits = False
+        if self._items or self._token_ids:
+            self._came.set()
+
+    def _expire(self) -> None:
+        self._close_tokens()
+        self._items.append(DeadlineExceeded("the deadline has passed"))  # it has not ended there
+        self._came.set()
+
+    async def next(self, *, all_at_once: bool = False) -> Output:
+        """The next output, or in one all that have come: the first one alone, for what it tells of when the
+        first token came. Tokens that came with nothing else are in one. Raises what the request ended with.
+        """
+        await self._came.wait()
+        self._close_tokens()
+        item = self._items.popleft()
+        if all_at_once and isinstance(item, Output) and item.admitted is None:
+            while self._items and isinstance(later := self._items[0], Output):
+                item = item.followed_by(later)
+                self._items.popleft()
+        if not self._items:
+            self._came.clear()
+        if isinstance(item, IsthmusError):
+            raise item
+        return item
+
+    def abort(self) -> None:
+        """Ask for an early end; the last output is then finished with ABORTED."""
+        self._client.send_abort(self._request_id)
+
+    def close(self) -> None:
+        """Forget the request; if it is still running, stop it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._ended:
+            self.abort()
+        self._client.forget(self._request_id)
