@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
-from numba import njit
 from numpy.typing import NDArray
 
+from services.engine.torch.compiled import compiled, inner
 from services.engine.torch.lanes import multiply_tile, zeros
 
 Floats = NDArray[np.float32]
@@ -29,8 +29,8 @@ _COLUMNS = 2 * _LANES  # of a panel
 # So many rows at a time stay in the second cache beside a panel, while the panels pass by.
 _BLOCK_ROWS = 8 * _TILE_ROWS
 
-_compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)
-_inner = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+_compiled = compiled()
+_inner = inner()
 
 
 class Panels(NamedTuple):

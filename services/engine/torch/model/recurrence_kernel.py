@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from services.engine.torch.compiled import compiled
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -31,7 +32,7 @@ class Runs(NamedTuple):
 
 
 # Sums in any order: else a sum over a row is no vector's.
-_compiled = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"}, no_cfunc_wrapper=True)
+_compiled = compiled(fastmath={"reassoc", "contract"})
 
 
 def delta_rule(

@@ -222,8 +222,8 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
 
 @pytest.mark.long
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_a_processor_with_other_registers_computes_the_same(lanes):
-    """In a process of its own: how many heads at once is compiled into the kernel."""
+def test_a_processor_with_other_registers_computes_the_same(lanes, tmp_path):
+    """In a process of its own: how many heads at once is compiled into the kernel, and not to be kept."""
     program = (
         "from services.engine.torch.attention.kernels import numba_kernel\n"
         f"numba_kernel._MAX_LANES = {lanes}\n"
@@ -235,7 +235,7 @@ def test_a_processor_with_other_registers_computes_the_same(lanes):
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
-from numba import njit
 from numpy.typing import NDArray
 
 from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.compiled import compiled, inner
 from services.engine.torch.lanes import (
     add,
     exp,
@@ -53,8 +53,8 @@ _FEW_LANES, _MAX_LANES = 8, 16 if get_host_cpu_features().get("avx512f") else 8
 # Below every score there is, and finite: less itself it is 0.
 _LOWEST = np.float32(-3.0e38)
 
-_compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)
-_inner = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+_compiled = compiled()
+_inner = inner()
 
 
 class Pieces(NamedTuple):

@@ -1,0 +1,98 @@
+"""What numba compiles is kept on disk, so that the next process that starts reads it there.
+
+    _compiled = compiled()        a kernel that Python calls; numba looks for its machine code first
+    _inner = inner()              one that only kernels call: it is a part of their code
+
+numba knows what it kept by the function, the time of change of its file, the types and the processor, but
+not by the functions of other files that are compiled into it. So it lies in a folder named after the sources
+of all kernels, below NUMBA_CACHE_DIR or the user's cache. Where nothing can be written, or what is read is
+broken, the code is compiled as if nothing had been kept.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba import config, njit
+from numba.core.caching import FunctionCache
+
+log = logging.getLogger(__name__)
+
+_ROOM = Path(__file__).parent
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`options` are njit's."""
+    jit = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, **options)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = jit(function)
+        if (folder := kernels_folder()) is not None:
+            keep(dispatcher, function, folder)
+        return dispatcher
+
+    return decorate
+
+
+def inner() -> Any:
+    """A decorator as `compiled` gives one."""
+    return njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+
+
+def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
+    """Let numba's `dispatcher` of the function keep what it compiles in the folder."""
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+    try:
+        dispatcher._cache = _Kept(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+class _Kept(FunctionCache):
+    """No file of it is worth a rank that does not start."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # whatever unpickling what is broken may raise
+            log.warning("kernel_not_read path=%s error=%r", self.cache_path, error)
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:  # it reads its index first, and that may be broken
+            log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
+
+
+@cache
+def kernels_folder() -> Path | None:
+    """None: nothing can be kept."""
+    try:
+        base = os.environ.get("NUMBA_CACHE_DIR") or Path(_user_cache(), "isthmus", "kernels")
+        folder = Path(base, digest(kernel_sources()))
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # there may be no home
+        log.info("kernels_not_kept error=%s", error)
+        return None
+    return folder if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None
+
+
+def kernel_sources() -> list[Path]:
+    """All that is compiled into kernels, and this."""
+    return sorted([Path(__file__), _ROOM / "lanes.py", *_ROOM.rglob("*_kernel.py")])
+
+
+def digest(files: list[Path]) -> str:
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

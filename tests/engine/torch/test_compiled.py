@@ -1,0 +1,78 @@
+"""Kernels are compiled once: what numba made of them is found again, unless anything of it has changed."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import njit
+
+from services.engine.torch import compiled
+
+NUMBERS = np.arange(4, dtype=np.float32)
+
+
+def twice(numbers):
+    return 2 * numbers.sum()
+
+
+def starts(folder):
+    """As a process would that has just been started."""
+    dispatcher = njit(twice)
+    compiled.keep(dispatcher, twice, folder)
+    assert dispatcher(NUMBERS) == 12
+    return sum(dispatcher.stats.cache_hits.values()), sum(dispatcher.stats.cache_misses.values())
+
+
+def test_the_next_one_compiles_nothing(tmp_path):
+    assert [starts(tmp_path), starts(tmp_path)] == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("pattern", ["*.nbc", "*.nbi"])
+def test_what_is_broken_is_compiled_anew(tmp_path, pattern, caplog):
+    starts(tmp_path)
+    for file in tmp_path.rglob(pattern):
+        file.write_bytes(file.read_bytes()[:100])
+    caplog.set_level(logging.WARNING)
+    assert [starts(tmp_path), starts(tmp_path)] == [(0, 1), (1, 0)]
+    assert caplog.text.count("kernel_not_read") == 1
+
+
+def test_what_cannot_be_kept_is_compiled(tmp_path, caplog):
+    dispatcher = njit(twice)
+    compiled.keep(dispatcher, twice, tmp_path)
+    for folder in tmp_path.iterdir():
+        folder.rmdir()
+    tmp_path.rmdir()
+    tmp_path.write_text("no folder")
+    assert dispatcher(NUMBERS) == 12
+    assert "kernel_not_kept" in caplog.text
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_the_folder_is_where_the_operator_says(tmp_path, monkeypatch, variable):
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    found = compiled.kernels_folder.__wrapped__()
+    assert found is not None and tmp_path in found.parents and found.is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, str(tmp_path / "file"))
+    assert compiled.kernels_folder.__wrapped__() is None
+
+
+def test_a_change_of_any_source_is_another_folder(tmp_path):
+    sources = [tmp_path / "a.py", tmp_path / "b.py"]
+    for source in sources:
+        source.write_text("x = 1\n")
+    digests = [compiled.digest(sources)]
+    for source in sources:
+        source.write_text("x = 2\n")
+        digests.append(compiled.digest(sources))
+    assert len(set(digests)) == 3
+
+
+def test_whatever_numba_compiles_is_among_the_sources():
+    texts = {path: path.read_text() for path in Path(compiled.__file__).parent.rglob("*.py")}
+    users = {path for path, text in texts.items() if "from numba" in text or "torch.compiled" in text}
+    assert len(users) > 4
+    assert users <= set(compiled.kernel_sources())
