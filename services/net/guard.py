@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import grpc
@@ -40,6 +41,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 _Receive = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
+@lru_cache(maxsize=64)  # of a service the handlers are always the same; a call's own may come between
 def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
     """Always as a handler of many messages: the one of others is read within the guard. grpc.aio's own
     reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes that are no

@@ -107,6 +107,8 @@ def span(name: str, parent: str) -> Iterator[trace.Span]:
 
 def traceparent(span: trace.Span) -> str:
     """The W3C traceparent for calls made under the span; "" outside any trace."""
+    if not span.get_span_context().is_valid:
+        return ""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier.get(TRACEPARENT, "")
@@ -119,7 +121,7 @@ def exemplar(span: trace.Span) -> dict[str, str] | None:
 
 
 def _context_from(traceparent: str) -> Context:
-    return _propagator.extract({TRACEPARENT: traceparent}, Context())
+    return _propagator.extract({TRACEPARENT: traceparent}, Context()) if traceparent else Context()
 
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -5,6 +5,9 @@ services write raises ProtocolError, as in convert.py. Probabilities and penalti
 on the wire, so they come back rounded to that.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
@@ -39,12 +42,13 @@ _LEAST_TIMEOUT_S = 1e-9
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Raises InvalidRequest when a number does not fit its field (a top_k of 2**32, say)."""
-    pb = common_pb2.SamplingParams()
-    for name in shared_fields(SamplingParams, pb.DESCRIPTOR).all:
-        try:
-            pb.MergeFrom(common_pb2.SamplingParams(**{name: getattr(sampling, name)}))
-        except ValueError as error:  # protobuf's own sentence does not name the field
-            raise InvalidRequest(f"sampling.{name}: {error}") from error
+    names = shared_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR).all
+    given = {name: getattr(sampling, name) for name in names}
+    try:
+        pb = common_pb2.SamplingParams(**given)
+    except ValueError:
+        _name_misfit(given)
+        raise
     if sampling.constraint is not None:
         pb.constraint.CopyFrom(constraint_to_proto(sampling.constraint))
     pb.logit_bias.update(dict(sampling.logit_bias))
@@ -53,14 +57,25 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
     return pb
 
 
-def sampling_from_proto(pb: common_pb2.SamplingParams) -> SamplingParams:
-    """Fills in the defaults; the seed is 0 when unset, so a router draws one beforehand.
+def _name_misfit(given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for the first of them that does not fit; protobuf's own sentence does not say
+    which."""
+    for name, value in given.items():
+        try:
+            common_pb2.SamplingParams(**{name: value})
+        except ValueError as error:
+            raise InvalidRequest(f"sampling.{name}: {error}") from error
+
+
+def sampling_from_proto(pb: common_pb2.SamplingParams, **instead: int) -> SamplingParams:
+    """Fills in the defaults, and what is given `instead` of the message's own. The seed is 0 when unset, so a
+    router draws one.
 
     Raises InvalidRequest, naming the field, when a value is out of its range or not a number.
     """
     constraint = constraint_from_proto(pb.constraint) if pb.HasField("constraint") else None
     return SamplingParams(
-        **given_fields(SamplingParams, pb),
+        **(given_fields(SamplingParams, pb) | instead),
         constraint=constraint,
         logit_bias=tuple(sorted(pb.logit_bias.items())),
         bad_token_ids=tuple(tuple(each.ids) for each in pb.bad_token_ids),

@@ -1,5 +1,6 @@
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -127,3 +128,14 @@ def test_what_grpc_could_not_send_to_a_call_that_has_ended_is_not_logged_as_a_bu
     logger.error("without an exception")
     said = [record.getMessage() for record in caplog.records]
     assert said == ["InternalError raised in core by servicer method", "without an exception"]
+
+
+async def test_what_stands_around_a_handler_is_made_once():
+    handler = grpc.unary_unary_rpc_method_handler(lambda request, context: None)
+
+    async def known(details):
+        return handler
+
+    interceptor, details = guard.ErrorInterceptor(), SimpleNamespace(method="/echo/Echo")
+    first = await interceptor.intercept_service(known, details)
+    assert first is not handler and first is await interceptor.intercept_service(known, details)

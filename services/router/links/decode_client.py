@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 
 import grpc
@@ -83,8 +82,8 @@ class DecodeClient:
         # Not the client's id alone: a request of that name, of this router or another, may not have ended
         # there yet, and what is still said of it must not be taken for this one's.
         request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
-        command = replace(command, request=replace(command.request, request_id=request_id))
         start = convert_request.start_to_proto(command, self.address.id.generation)
+        start.request_id = request_id
         start.number = number = next(self._next_number)
         message = length_delimited(_START, start.SerializeToString() + prompt.field(_PROMPT_IDS))
         if len(message) > channels.MAX_MESSAGE_BYTES:

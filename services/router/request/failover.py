@@ -129,7 +129,7 @@ class FailoverStream:
             reason = FinishReason.CAPACITY
         if reason is None:
             progress.outgrown_s = self._clock()
-        return replace(output, finished=reason)
+        return output if reason is output.finished else replace(output, finished=reason)
 
     def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
         """To the client; see pool_ends.py. `new_tokens` are not noted yet."""
@@ -149,8 +149,10 @@ class FailoverStream:
 
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
-        reusable_tokens = reusable_of(self._sampling, len(self._prompt.ids))
-        return replace(await self._shared(), reusable_tokens=reusable_tokens)
+        reusable_tokens, prompt = reusable_of(self._sampling, len(self._prompt.ids)), await self._shared()
+        if reusable_tokens == prompt.reusable_tokens:
+            return prompt
+        return replace(prompt, reusable_tokens=reusable_tokens)
 
     async def _shared(self) -> HashedPrompt:
         """As other answers have it, too."""
@@ -166,7 +168,7 @@ class FailoverStream:
     async def _hash(self) -> HashedPrompt:
         began = self._clock()
         output_ids, most = self._progress.output_ids, self._checked.sampling.max_tokens
-        ids = self._prompt.ids + array("I", output_ids)
+        ids = self._prompt.ids + array("I", output_ids) if output_ids else self._prompt.ids
         more_tokens = None if most is None else most - len(output_ids)
         prompt = await self._cluster.hash(ids, self._checked.tenant, more_tokens)
         self._progress.route_s += self._clock() - began

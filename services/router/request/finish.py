@@ -9,6 +9,8 @@ from services.wire import convert, convert_request
 from services.wire.fields import message_of
 from services.wire.isthmus.v1 import generation_pb2
 
+_TOTALS = tuple(field.name for field in generation_pb2.Totals.DESCRIPTOR.fields)
+
 
 def finish_of(
     progress: Progress, reason: FinishReason, matched_stop: str, drift_tokens: int | None
@@ -37,12 +39,10 @@ def _placements(progress: Progress) -> Iterator[generation_pb2.Placement]:
     """Of those that generated, each with what it did."""
     bounds = [*(each.first_output for each in progress.served), len(progress.output_ids)]
     for each, end in zip(progress.served, bounds[1:], strict=True):
-        placement = _placement(each.placed)
-        placement.usage.CopyFrom(_usage(each, end - each.first_output))
-        yield placement
+        yield _placement(each.placed, _usage(each, end - each.first_output))
 
 
-def _placement(placed: Placed) -> generation_pb2.Placement:
+def _placement(placed: Placed, usage: generation_pb2.Usage | None = None) -> generation_pb2.Placement:
     chosen = placed.decision.chosen
     return generation_pb2.Placement(
         decode=convert.rank_id_to_proto(chosen.decode.id),
@@ -51,6 +51,7 @@ def _placement(placed: Placed) -> generation_pb2.Placement:
         predicted_prefix_len=chosen.decode.hit_tokens,
         predicted_reused_tokens=(chosen.prefill or chosen.decode).reused_tokens,
         reason=placed.decision.reason,
+        usage=usage,
     )
 
 
@@ -70,19 +71,14 @@ def _usage(served: Served, completion_tokens: int) -> generation_pb2.Usage:
 
 
 def _totals(placements: Sequence[generation_pb2.Placement]) -> generation_pb2.Totals:
-    names = [field.name for field in generation_pb2.Totals.DESCRIPTOR.fields]
-    return generation_pb2.Totals(
-        **{name: sum(getattr(placement.usage, name) for placement in placements) for name in names}
-    )
+    usages = [placement.usage for placement in placements]
+    return generation_pb2.Totals(**{name: sum(getattr(each, name) for each in usages) for name in _TOTALS})
 
 
 def _stages(progress: Progress) -> generation_pb2.StageTimes:
-    stages = generation_pb2.StageTimes(
-        tokenize_s=progress.tokenize_s,
-        route_s=progress.route_s,
-        first_token_s=progress.first_token_s or 0.0,
-    )
+    first_token_s = progress.first_token_s or 0.0
     if progress.stages is not None:
-        for name, seconds in progress.stages.seconds():
-            setattr(stages, f"{name}_s", seconds)
-    return stages
+        return generation_pb2.StageTimes(**progress.stages._asdict(), first_token_s=first_token_s)
+    return generation_pb2.StageTimes(
+        tokenize_s=progress.tokenize_s, route_s=progress.route_s, first_token_s=first_token_s
+    )

@@ -286,15 +286,12 @@ class Generator:
         tools = self._parsers.read_tools(request)
         sampling = request.sampling
         tells_logprobs = sampling.HasField("logprobs") or answers == answered
-        if not sampling.HasField("seed"):
-            sampling = type(sampling).FromString(sampling.SerializeToString())
-            sampling.seed = secrets.randbits(64)
+        instead = {} if sampling.HasField("seed") else {"seed": secrets.randbits(64)}
         if not tells_logprobs:
-            sampling = type(sampling).FromString(sampling.SerializeToString())
-            sampling.logprobs = 0
+            instead["logprobs"] = 0
         return Checked(
             request_id=request.request_id or secrets.token_hex(8),
-            sampling=convert_request.sampling_from_proto(sampling),
+            sampling=convert_request.sampling_from_proto(sampling, **instead),
             conversation_id=request.conversation_id,
             tenant=request.tenant,
             priority=request.priority,
@@ -308,7 +305,7 @@ class Generator:
     async def _obliged(self, checked: Checked, prompt: PackedIds) -> Checked:
         """With what its tools ask of the answer."""
         sampling = await self._obligations.put(checked.tools, checked.sampling, prompt.ids)
-        return replace(checked, sampling=sampling)
+        return checked if sampling is checked.sampling else replace(checked, sampling=sampling)
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model_name:

@@ -39,6 +39,7 @@ class Tokenizer:
         configs = {name: _read_json(directory / name) for name in ("generation_config.json", "config.json")}
         self._generation_config = configs["generation_config.json"]
         self._end_of_sequence = find_end_of_sequence(configs, self._backend.eos_token_id)
+        self._eos_token_ids = self._end_of_sequence.token_ids
         self._vocab_size = _stated_vocab_size(configs["config.json"]) or len(self._backend)
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
@@ -49,7 +50,7 @@ class Tokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a generation."""
-        return self._end_of_sequence.token_ids
+        return self._eos_token_ids
 
     @property
     def end_of_sequence(self) -> EndOfSequence:

@@ -10,6 +10,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.observe import traces
+from services.observe.children import Children
 from services.router.request.progress import Progress
 from services.router.request.telemetry.trace_attributes import Attributes
 from services.values.request import MAX_ID_CHARS
@@ -79,37 +80,38 @@ class GenAiMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         histogram = partial(Histogram, registry=registry)
         self._model = model
-        self._first_token = histogram(
+        first_token = histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "OpenTelemetry's gen_ai.server.time_to_first_token: as isthmus_ttft_seconds.",
             _LABELS,
             buckets=_FIRST_TOKEN_S,
         )
-        self._per_token = histogram(
+        per_token = histogram(
             "gen_ai_server_time_per_output_token_seconds",
             "OpenTelemetry's gen_ai.server.time_per_output_token: a finished request's mean after its first.",
             _LABELS,
             buckets=_PER_TOKEN_S,
         )
-        self._duration = histogram(
+        duration = histogram(
             "gen_ai_server_request_duration_seconds",
             "OpenTelemetry's gen_ai.server.request.duration: as isthmus_request_seconds; error_type is the "
             "error's name, or empty.",
             (*_LABELS, "error_type"),
             buckets=_DURATION_S,
         )
+        self._first_token, self._per_token, self._duration = map(Children, (first_token, per_token, duration))
 
     def first_token(self, progress: Progress) -> None:
         if progress.first_token_s is not None:
-            self._first_token.labels(*self._labels(progress)).observe(progress.first_token_s)
+            self._first_token[self._labels(progress)].observe(progress.first_token_s)
 
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         labels = self._labels(progress)
         error_type = "" if outcome in _ENDED_WELL else outcome
-        self._duration.labels(*labels, error_type).observe(took_s, traces.exemplar(progress.span))
+        self._duration[*labels, error_type].observe(took_s, traces.exemplar(progress.span))
         later_tokens = max(len(answer.output_ids) for answer in progress.answers) - 1
         if outcome == "finished" and later_tokens > 0 and progress.first_token_s is not None:
-            self._per_token.labels(*labels).observe((took_s - progress.first_token_s) / later_tokens)
+            self._per_token[labels].observe((took_s - progress.first_token_s) / later_tokens)
 
     def _labels(self, progress: Progress) -> tuple[str, str, str]:
         return progress.operation, PROVIDER, self._model

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from services.index.read.mirror import Mirror
 from services.observe import traces
+from services.observe.children import Children
 from services.router.cluster import Cluster, Placed
 from services.router.keys.refusals import FRONTS, REASONS
 from services.router.request.progress import Progress
@@ -51,8 +52,7 @@ class RouterMetrics:
             ["stage"],
             buckets=_STAGE_SECONDS,
         )
-        for stage in STAGES:
-            self._stages.labels(stage)
+        self._by_stage = [self._stages.labels(stage) for stage in STAGES]
         self._itl = histogram(
             "isthmus_itl_seconds",
             "Between two tokens of a stream, as the router sees them.",
@@ -80,10 +80,12 @@ class RouterMetrics:
             "isthmus_requests_received",
             "Requests, counted when they come: one that waits for its first token is among them.",
         )
-        self._requests = counter(
-            "isthmus_requests",
-            "Requests by how they ended: finished, cancelled, or the error's name (Internal: a bug).",
-            ["outcome"],
+        self._requests = Children(
+            counter(
+                "isthmus_requests",
+                "Requests by how they ended: finished, cancelled, or the error's name (Internal: a bug).",
+                ["outcome"],
+            )
         )
         self._rejections = counter(
             "isthmus_rejections",
@@ -100,7 +102,9 @@ class RouterMetrics:
         for front in FRONTS:
             for reason in REASONS.values():
                 self._unauthenticated.labels(front, reason)
-        self._placements = counter("isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"])
+        self._placements = Children(
+            counter("isthmus_placements", "Decisions by plan and reason.", ["plan", "reason"])
+        )
         self._answers = counter(
             "isthmus_answers",
             "Answers that a rank began: more than requests where these ask for several.",
@@ -137,8 +141,7 @@ class RouterMetrics:
             "Calls of tools in answers: read, or broken, which the client got as text.",
             ["outcome"],
         )
-        for outcome in ("read", "broken"):
-            self._calls.labels(outcome)
+        self._read_calls, self._broken_calls = map(self._calls.labels, ("read", "broken"))
         self._constrained = counter(
             "isthmus_constrained_requests",
             "Requests that have ended and were under a constraint, by its kind.",
@@ -171,7 +174,7 @@ class RouterMetrics:
 
     def rejected(self, error: IsthmusError) -> None:
         """A request was refused at the door."""
-        self._requests.labels(type(error).__name__).inc()
+        self._requests[type(error).__name__,].inc()
         self._rejections.labels(type(error).__name__).inc()
 
     def unauthenticated(self, front: str, reason: str) -> None:
@@ -179,7 +182,7 @@ class RouterMetrics:
         self._unauthenticated.labels(front, reason).inc()
 
     def placed(self, placed: Placed) -> None:
-        self._placements.labels(placed.plan.value, placed.decision.reason).inc()
+        self._placements[placed.plan.value, placed.decision.reason].inc()
 
     def first_token(self, progress: Progress) -> None:
         exemplar = traces.exemplar(progress.span)
@@ -187,8 +190,8 @@ class RouterMetrics:
         if progress.first_token_s is not None:
             self._ttft.observe(progress.first_token_s, exemplar)
         if progress.stages is not None:
-            for stage, seconds in progress.stages.seconds():
-                self._stages.labels(stage).observe(seconds, exemplar)
+            for stage, seconds in zip(self._by_stage, progress.stages, strict=True):
+                stage.observe(seconds, exemplar)
 
     def generated(self, num_tokens: int) -> None:
         self._completion.inc(num_tokens)
@@ -234,7 +237,7 @@ class RouterMetrics:
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""
         self._gen_ai.ended(progress, outcome, took_s)
-        self._requests.labels(outcome).inc()
+        self._requests[outcome,].inc()
         if progress.admitted is not None:
             self._output_length.observe(progress.completion_tokens)
         # "finished" without a token: aborted.
@@ -242,8 +245,8 @@ class RouterMetrics:
             self._abandoned.observe(took_s)
         for answer in progress.answers:
             self._reasoning.inc(answer.reasoning_tokens)
-            self._calls.labels("read").inc(answer.num_calls)
-            self._calls.labels("broken").inc(answer.num_broken_calls)
+            self._read_calls.inc(answer.num_calls)
+            self._broken_calls.inc(answer.num_broken_calls)
             self._cut_off.inc(answer.finish_reason is FinishReason.CAPACITY)
         if progress.constraint:
             self._constrained.labels(progress.constraint).inc()
@@ -257,6 +260,8 @@ class _HitMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
+        # By role, worker, number and kind: the rank's own of each.
+        self._of_rank: dict[tuple[Role, str, int, str], tuple[Counter, ...]] = {}
         self._prompt = counter(
             "isthmus_placed_prompt_tokens",
             "Prompt tokens sent to the rank, by what may be cached there: held need not move, resumable need "
@@ -299,12 +304,22 @@ class _HitMetrics:
         placed: Placed,
         admitted: Admitted,
     ) -> None:
-        # Workers keep their names over all their lives, so the series are bounded by the ranks.
-        labels = (role.value, rank.worker, str(rank.rank), kind)
-        self._prompt.labels(*labels).inc(admitted.prompt_tokens)
-        self._predicted.labels(*labels).inc(predicted)
-        self._delivered.labels(*labels).inc(delivered)
-        self._available.labels(*labels).inc(max(delivered, placed.best_hit_tokens[role]))
+        prompt, believed, had, available = self._counters(role, rank, kind)
+        prompt.inc(admitted.prompt_tokens)
+        believed.inc(predicted)
+        had.inc(delivered)
+        available.inc(max(delivered, placed.best_hit_tokens[role]))
+
+    def _counters(self, role: Role, rank: RankId, kind: str) -> tuple[Counter, ...]:
+        """Workers keep their names over all their lives, so the series are bounded by the ranks."""
+        known = self._of_rank.get((role, rank.worker, rank.rank, kind))
+        if known is None:
+            labels = (role.value, rank.worker, str(rank.rank), kind)
+            metrics = (self._prompt, self._predicted, self._delivered, self._available)
+            known = self._of_rank[role, rank.worker, rank.rank, kind] = tuple(
+                metric.labels(*labels) for metric in metrics
+            )
+        return known
 
 
 class RankCollector(Collector):

@@ -8,13 +8,12 @@ token, whatever the clocks of the ranks say. The order is the request's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from services.values.request import Admitted
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
+class Stages(NamedTuple):
     """Seconds; a stage that did not happen is 0."""
 
     router_queue_s: float = 0.0  # attempts on ranks that failed, and waiting on the router
@@ -29,11 +28,10 @@ class Stages:
 
     def seconds(self) -> Iterator[tuple[str, float]]:
         """Every stage's name and seconds."""
-        for name in STAGES:
-            yield name, getattr(self, f"{name}_s")
+        return zip(STAGES, self, strict=True)
 
 
-STAGES = tuple(field.name.removesuffix("_s") for field in fields(Stages))
+STAGES = tuple(name.removesuffix("_s") for name in Stages._fields)
 
 
 def stages_of(

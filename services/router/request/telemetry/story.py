@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 
 def tell(progress: Progress, outcome: str) -> None:
     """Where it went is the first answer's; tokens and calls are those of all."""
+    if not log.isEnabledFor(logging.INFO):
+        return
     log_lines.event(
         log,
         "request_finished",
@@ -29,6 +31,8 @@ def tell(progress: Progress, outcome: str) -> None:
 
 def tell_answer(progress: Progress, outcome: str) -> None:
     """Of one of several; the request's own line comes behind."""
+    if not log.isEnabledFor(logging.INFO):
+        return
     log_lines.event(
         log,
         "answer_finished",
