@@ -33,8 +33,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cache_ranks import RankSettings
-from bench.cache_workload import Workload
+from bench.decode_cache.ranks import RankSettings
+from bench.decode_cache.workload import Workload
 from bench.hybrid.measure import Case, Measured, measure
 from bench.hybrid.memory import Division, Memory, shape_of
 from bench.hybrid.models import MADE, Model, fake_hybrid, fake_windowed, made

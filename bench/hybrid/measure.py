@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from bench import cache_workload
-from bench.cache_load import Run, drive
-from bench.cache_ranks import DecodeSide, RankSettings, open_primer, open_side
-from bench.cache_workload import Workload
+from bench.decode_cache import workload as workloads
+from bench.decode_cache.load import Run, drive
+from bench.decode_cache.ranks import DecodeSide, RankSettings, open_primer, open_side
+from bench.decode_cache.workload import Workload
 from bench.hybrid.memory import Division
 from bench.hybrid.models import Model
 from services.values.kv import KvLayout
@@ -67,13 +67,13 @@ async def measure(
             )
         for side in sides.values():
             for plan in Plan:
-                await drive(side, cache_workload.warm_up(seed, plan, quick), seed)
+                await drive(side, workloads.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             workload = case.make(seed + round_)
             for name in runs if round_ % 2 == 0 else reversed(runs):
                 if primer is not None:
                     await primer.compute(sides[name].peer, (c.questions[0] for c in workload.conversations))
-                run = await drive(sides[name], cache_workload.renamed(workload, f"@{round_}"), seed + round_)
+                run = await drive(sides[name], workloads.renamed(workload, f"@{round_}"), seed + round_)
                 runs[name].append(run)
         return Measured(case, sides[PER_GROUP].layout, runs)
 

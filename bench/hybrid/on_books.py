@@ -1,6 +1,6 @@
 """What replays tell: decode's hits beside attention's alone, and what prefill computes with few points."""
 
-from bench.cache_workload import Workload
+from bench.decode_cache.workload import Workload
 from bench.hybrid.models import Model
 from bench.hybrid.replay import Books, DecodeRank, PrefillRank, replay
 from bench.hybrid.workload import points_in_use

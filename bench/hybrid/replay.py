@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.cache_workload import Conversation, TokenIds, Workload, prompt_of
+from bench.decode_cache.workload import Conversation, TokenIds, Workload, prompt_of
 from services.engine.paged.core import EngineCore, Limits
 from services.engine.paged.events import Reserved, Token
 from services.engine.paged.runner import Chunk, Sampled
@@ -87,7 +87,7 @@ class Rank(Protocol):
 
 
 def replay(workload: Workload, rank: Rank, seed: int) -> None:
-    """All turns, in a closed loop. Which conversation goes next is drawn, as bench.cache_load does."""
+    """All turns, in a closed loop. Which conversation goes next is drawn, as bench.decode_cache.load does."""
     rng = random.Random(seed)
     waiting: deque[tuple[Conversation, list[TokenIds]]] = deque((c, []) for c in workload.conversations)
     asked: dict[int, tuple[Conversation, list[TokenIds]]] = {}

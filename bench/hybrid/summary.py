@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from bench.cache_load import Run
-from bench.cache_summary import figures, ratios
+from bench.decode_cache.load import Run
+from bench.decode_cache.summary import figures, ratios
 from bench.hybrid.measure import LEAST, PER_GROUP, Measured
 from bench.report import Row, verdict
 from services.kv.tails import carried_bytes

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from bench import cache_workload
-from bench.cache_workload import Conversation, Ids, Workload
+from bench.decode_cache import workload as workloads
+from bench.decode_cache.workload import Conversation, Ids, Workload
 from services.values.rank import Plan
 
 GROUPS_AT_ONCE = 4  # that clients of `documents` ask about, as a rule
@@ -13,7 +13,7 @@ _MEMBERS = 8
 
 def conversations(seed: int, quick: bool = False) -> Workload:
     """Private ones whose context grows, as in bench.decode_cache, and fewer of them; memory holds all."""
-    workload = cache_workload.turns(seed, quick)
+    workload = workloads.turns(seed, quick)
     kept = workload.conversations[: 4 if quick else 10]
     plans = frozenset({Plan.REMOTE})
     return replace(workload, name="conversations", conversations=kept, ramp=len(kept), plans=plans)
@@ -45,7 +45,7 @@ def mixed(seed: int, quick: bool = False) -> Workload:
     parts = 1 if quick else 2
     asked: list[Conversation] = []
     for part in range(parts):
-        for workload in (cache_workload.turns(seed + part, quick), cache_workload.groups(seed + part, quick)):
+        for workload in (workloads.turns(seed + part, quick), workloads.groups(seed + part, quick)):
             asked += [replace(c, name=f"{workload.name}{part}/{c.name}") for c in workload.conversations]
     ids, rng = Ids(seed), random.Random(seed)
     asked += [Conversation(f"once/{i}", (ids.take(f"once/{i}", 1024),), 64) for i in range(len(asked) // 5)]

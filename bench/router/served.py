@@ -21,7 +21,7 @@ from bench.report import Row, verdict
 from bench.router.clients import Answered, Front, GrpcFront, HttpFront
 from bench.router.process import cpu_s
 from bench.router.text import Corpus, make_checkpoint
-from bench.soak_ranks import resident_bytes
+from bench.soak.ranks import resident_bytes
 from services.cli.local.cluster import LocalCluster, Shape
 from services.net import channels
 

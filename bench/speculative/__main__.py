@@ -22,7 +22,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from bench.cache_ranks import RankSettings, open_side
+from bench.decode_cache.ranks import RankSettings, open_side
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, verdict, write_json
 from bench.speculative import models, summary

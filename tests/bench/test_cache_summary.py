@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from bench.cache_load import RankSample, Run, Turn
-from bench.cache_summary import figures, percentile, ratios, verdicts, worst
-from bench.cache_workload import Conversation, Workload
+from bench.decode_cache.load import RankSample, Run, Turn
+from bench.decode_cache.summary import figures, percentile, ratios, verdicts, worst
+from bench.decode_cache.workload import Conversation, Workload
 from services.values.rank import Plan
 from services.values.request import Admitted
 

@@ -2,7 +2,7 @@ from statistics import fmean
 
 import pytest
 
-from bench.cache_workload import groups, idle, prompt_of, renamed, shared, turns
+from bench.decode_cache.workload import groups, idle, prompt_of, renamed, shared, turns
 
 
 def reused_share(workload):

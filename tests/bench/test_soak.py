@@ -3,8 +3,9 @@ from random import Random
 
 import pytest
 
-from bench import soak, soak_ranks
-from bench.soak_load import QUIET_ABORTS, Outcomes, Soak, late_share
+from bench.soak import __main__ as soak
+from bench.soak import ranks as soak_ranks
+from bench.soak.load import QUIET_ABORTS, Outcomes, Soak, late_share
 
 PASSED = {
     "errors": 0,

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from bench import decode_cache, engine, told_apart, tool_loops, transfer
+from bench import engine, told_apart, tool_loops, transfer
+from bench.decode_cache import __main__ as decode_cache
 from bench.hybrid import __main__ as hybrid
 from bench.router import __main__ as router
 from services.engine.fake import FakeRunner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.cache_ranks import RankSettings, open_side
+from bench.decode_cache.ranks import RankSettings, open_side
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.values.rank import Plan

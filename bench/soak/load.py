@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.soak_ranks import Ranks
+from bench.soak.ranks import Ranks
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 CLIENTS = 96

@@ -8,8 +8,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from bench.cache_ranks import DecodeSide
-from bench.cache_workload import Conversation, TokenIds, Workload, prompt_of
+from bench.decode_cache.ranks import DecodeSide
+from bench.decode_cache.workload import Conversation, TokenIds, Workload, prompt_of
 from services.values.errors import IsthmusError
 from services.values.request import Admitted, GenerationRequest, SamplingParams
 

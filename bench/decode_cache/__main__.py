@@ -30,12 +30,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench import cache_workload
-from bench.cache_load import Run, drive
-from bench.cache_ranks import DecodeSide, Primer, RankSettings, open_primer, open_side
-from bench.cache_summary import figures, ratios, verdicts, worst
-from bench.cache_workload import Workload
 from bench.checkpoint import Size, checkpoint
+from bench.decode_cache import workload as workloads
+from bench.decode_cache.load import Run, drive
+from bench.decode_cache.ranks import DecodeSide, Primer, RankSettings, open_primer, open_side
+from bench.decode_cache.summary import figures, ratios, verdicts, worst
+from bench.decode_cache.workload import Workload
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, write_json
@@ -62,15 +62,15 @@ def cells(name: str, quick: bool) -> list[Cell]:
             for hits in (False, True)
         ]
     make = {
-        "shared": cache_workload.shared,
-        "groups": cache_workload.groups,
-        "turns": cache_workload.turns,
+        "shared": workloads.shared,
+        "groups": workloads.groups,
+        "turns": workloads.turns,
     }[name]
     return [Cell(name, lambda seed: make(seed, quick))]
 
 
 def _idle(concurrency: int, hits: bool, quick: bool) -> Callable[[int], Workload]:
-    return lambda seed: cache_workload.idle(seed, concurrency, hits, quick)
+    return lambda seed: workloads.idle(seed, concurrency, hits, quick)
 
 
 async def measure(
@@ -92,7 +92,7 @@ async def measure(
         primer = await stack.enter_async_context(_primer(settings, cells, seed)) if prefill_cached else None
         for side in sides.values():  # the first steps are slow: caches, kernels, the connection
             for plan in Plan:
-                await drive(side, cache_workload.warm_up(seed, plan, quick), seed)
+                await drive(side, workloads.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             for cell in cells:
                 for name in SIDES if round_ % 2 == 0 else reversed(SIDES):
@@ -109,7 +109,7 @@ async def _run(side: DecodeSide, cell: Cell, round_: int, seed: int, primer: Pri
     workload = cell.make(seed + round_)
     if primer is not None:
         await primer.compute(side.peer, (c.questions[0] for c in workload.conversations))
-    return await drive(side, cache_workload.renamed(workload, f"@{round_}"), seed + round_)
+    return await drive(side, workloads.renamed(workload, f"@{round_}"), seed + round_)
 
 
 def pool_pages(cells: Sequence[Cell], page_size: int, seed: int) -> int:

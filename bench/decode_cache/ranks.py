@@ -1,6 +1,6 @@
 """A prefill rank in a process of its own, and decode ranks in this one: the real engines and transport.
 
-    start: python -m bench.cache_ranks SETTINGS  --one line: endpoint, id-->  DecodeSide connects
+    start: python -m bench.decode_cache.ranks SETTINGS  --one line: endpoint, id-->  DecodeSide connects
     stop:  the end of stdin stops the prefill process; it dies with its parent anyway
 
 Where a request may go either way, its plan is chosen as a router does, by the same price of the same measured
@@ -22,7 +22,7 @@ from typing import Literal
 import grpc
 from prometheus_client import CollectorRegistry
 
-from bench.cache_workload import TokenIds
+from bench.decode_cache.workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
@@ -294,7 +294,7 @@ async def open_primer(settings: RankSettings, num_pages: int) -> AsyncIterator[P
 
 @asynccontextmanager
 async def _prefill_process(settings: RankSettings) -> AsyncIterator[RankAddress]:
-    command = [sys.executable, "-m", "bench.cache_ranks", json.dumps(asdict(settings))]
+    command = [sys.executable, "-m", "bench.decode_cache.ranks", json.dumps(asdict(settings))]
     process = await asyncio.create_subprocess_exec(
         *dying_with_us(command),
         stdin=asyncio.subprocess.PIPE,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from bench.cache_load import Run
+from bench.decode_cache.load import Run
 from bench.report import Row, verdict
 
 # Of each ratio: above 1 (off/on) or below 1 (on/off) is better for the cache.

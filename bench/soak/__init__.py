@@ -1,0 +1,1 @@
+"""Mixed load above capacity for minutes: errors, memory, books, how pages lie."""
