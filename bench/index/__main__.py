@@ -58,7 +58,7 @@ def _run(part: str, minutes: float, writes_per_s: float) -> list[tuple[str, list
 def _core() -> list[tuple[str, list[Row]]]:
     rng = np.random.default_rng(0)
     return [
-        ("memory", [core.memory_row(rng)]),
+        ("memory", core.memory_rows(rng)),
         ("match", core.match_rows(rng)),
         ("hashing", [core.hashing_row()]),
         ("apply", core.apply_rows(rng)),

@@ -30,6 +30,7 @@ from services.values.rank import Generation, RankId, RankKey
 INDEX_BLOCK = 64
 NUM_RANKS = 64
 ENTRIES = 1_000_000
+RESUMABLE = 200_000
 KEYS = ClusterKeys("bench")
 _PASSES, _MATCHES, _COLD_MATCHES = 5, 1000, 100
 _FLUSHING_BYTES = 128 << 20  # more than caches hold
@@ -224,21 +225,28 @@ def _no_etcd() -> Etcd:
     return None  # type: ignore[return-value]
 
 
-def memory_row(rng: np.random.Generator) -> Row:
-    """Growth of the resident set, from snapshots as a mirror takes them in."""
-    before_bytes = _resident_bytes()
+def memory_rows(rng: np.random.Generator) -> list[Row]:
+    """Growth of the resident set, from snapshots as a mirror takes them in. Resumable blocks are each one
+    rank's, which is the most that an entry takes."""
     index = PrefixIndex()
+    before_bytes = _resident_bytes()
     for number in range(NUM_RANKS):
         blocks: set[int] = set()
         hashes = hashes_of(draw_hashes(rng, ENTRIES // NUM_RANKS))
         for start in range(0, len(hashes), 8192):
             blocks.update(hashes[start : start + 8192])
         index.take_snapshot(life(number), blocks)
+    blocks_row = _memory_row("blocks", index.total_blocks, before_bytes)
+    before_bytes = _resident_bytes()
+    for number in range(NUM_RANKS):
+        index.resume_points.add(life(number).key, hashes_of(draw_hashes(rng, RESUMABLE // NUM_RANKS)))
+    return [blocks_row, _memory_row("resumable blocks", len(index.resume_points), before_bytes)]
+
+
+def _memory_row(what: str, entries: int, before_bytes: int) -> Row:
     gc.collect()
-    return {
-        "entries": index.total_blocks,
-        "bytes per entry": (_resident_bytes() - before_bytes) / index.total_blocks,
-    }
+    grown_bytes = _resident_bytes() - before_bytes
+    return {"of": what, "entries": entries, "bytes per entry": grown_bytes / entries}
 
 
 def _resident_bytes() -> int:

@@ -9,13 +9,20 @@ from collections.abc import Set as AbstractSet
 
 from services.values.rank import RankKey
 
+_NOBODY: frozenset[RankKey] = frozenset()
+_MAX_SHARED = 1 << 14
+
 
 class ResumableBlocks:
-    """Per rank, a set of sequence hashes; per hash, the ranks. About 400 bytes an entry."""
+    """Per rank, a set of sequence hashes; per hash, the ranks. About 140 bytes an entry.
+
+    Most blocks are one rank's or the same few ranks', so blocks share their set of ranks.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[RankKey, set[int]] = {}
-        self._ranks: dict[int, set[RankKey]] = {}
+        self._ranks: dict[int, frozenset[RankKey]] = {}
+        self._shared: dict[frozenset[RankKey], frozenset[RankKey]] = {}  # of the values of `_ranks`
 
     def __len__(self) -> int:
         """Over all ranks."""
@@ -27,7 +34,7 @@ class ResumableBlocks:
     def add(self, key: RankKey, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._blocks.setdefault(key, set()).add(block)
-            self._ranks.setdefault(block, set()).add(key)
+            self._ranks[block] = self._share(self._ranks.get(block, _NOBODY) | {key})
 
     def remove(self, key: RankKey, blocks: Iterable[int]) -> int:
         """Returns how many of them were there."""
@@ -39,11 +46,17 @@ class ResumableBlocks:
         if not known:
             del self._blocks[key]
         for block in gone:
-            ranks = self._ranks[block]
-            ranks.remove(key)
-            if not ranks:
+            if ranks := self._ranks[block] - {key}:
+                self._ranks[block] = self._share(ranks)
+            else:
                 del self._ranks[block]
         return len(gone)
+
+    def _share(self, ranks: frozenset[RankKey]) -> frozenset[RankKey]:
+        """An equal set, as a rule the one that other blocks have."""
+        if len(self._shared) >= _MAX_SHARED:
+            self._shared.clear()  # of many nobody may have any more
+        return self._shared.setdefault(ranks, ranks)
 
     def changes(self, key: RankKey, blocks: AbstractSet[int]) -> tuple[AbstractSet[int], AbstractSet[int]]:
         """What to remove and what to add, until the rank's are these."""
@@ -53,9 +66,8 @@ class ResumableBlocks:
     def remove_rank(self, key: RankKey) -> None:
         self.remove(key, tuple(self._blocks.get(key, ())))
 
-    def along(self, hashes: Sequence[int]) -> Iterator[tuple[int, set[RankKey]]]:
-        """Those of a sequence, deepest first: how many of its blocks lie before, and the ranks, which nobody
-        may change."""
+    def along(self, hashes: Sequence[int]) -> Iterator[tuple[int, frozenset[RankKey]]]:
+        """Those of a sequence, deepest first: how many of its blocks lie before, and the ranks."""
         if not self._ranks:
             return
         for depth in range(len(hashes), 0, -1):

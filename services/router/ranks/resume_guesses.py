@@ -39,7 +39,7 @@ class ResumeGuesses:
         self._expire(now)
         return self._points.deepest(hashes, most)
 
-    def along(self, hashes: Sequence[BlockHash], now: float) -> Iterator[tuple[int, set[RankKey]]]:
+    def along(self, hashes: Sequence[BlockHash], now: float) -> Iterator[tuple[int, frozenset[RankKey]]]:
         """See ResumableBlocks.along."""
         self._expire(now)
         return self._points.along(hashes)

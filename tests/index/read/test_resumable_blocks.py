@@ -1,7 +1,9 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from services.index.read import resumable_blocks
 from services.index.read.prefix_index import PrefixIndex
 from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
@@ -121,3 +123,19 @@ def test_along_a_sequence_they_come_deepest_first(blocks: list[set[int]]) -> Non
             for depth in range(len(sequence), 0, -1)
         ]
         assert list(points.along(sequence)) == [(depth, ranks) for depth, ranks in expected if ranks]
+
+
+def test_blocks_of_the_same_ranks_share_their_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of its own would take 216 bytes."""
+    points = ResumableBlocks()
+    points.add(key(0), [1, 2, 3])
+    points.add(key(1), [3, 1])
+    points.remove(key(0), [3])
+    points.add(key(1), [4])
+    found = dict(points.along([1, 2, 3, 4]))
+    assert found == {1: {key(0), key(1)}, 2: {key(0)}, 3: {key(1)}, 4: {key(1)}}
+    assert found[3] is found[4]
+    monkeypatch.setattr(resumable_blocks, "_MAX_SHARED", 2)
+    points.add(key(2), range(5, 9))
+    assert all(len({id(ranks) for _, ranks in points.along(those)}) == 1 for those in ([5, 6], [7, 8]))
+    assert len(points._shared) <= 2
