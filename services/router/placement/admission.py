@@ -103,6 +103,16 @@ def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:
     return min(max_wait_s, _WAIT_SHARE * remaining_s)
 
 
+def bound_s(max_wait_s: float, decodes: Iterable[Receiving], prefills: Iterable[Computing]) -> float:
+    """`max_wait_s`, or infinite where no rank or pair of these makes one wait longer, as mostly none does:
+    then nobody need look at each."""
+    if max_wait_s == inf:
+        return inf
+    there_s = max((decode.queue_wait_s + decode.compute_wait_s for decode in decodes), default=0.0)
+    before_s = max((prefill.compute_wait_s for prefill in prefills), default=0.0)
+    return max_wait_s if there_s + before_s > max_wait_s else inf
+
+
 def refusal(wait_s: float, allowed_s: float) -> NoCapacity:
     """What to tell a request that would wait `wait_s`, longer than it may."""
     retry_after_s = max(_SOONEST_S, wait_s - allowed_s)

@@ -139,12 +139,15 @@ def _options(
     waits, max_wait_s = request.waits, request.max_wait_s
     receivers = [pricing.receiver(decode) for decode in decodes]
     if Plan.LOCAL in request.plans:
-        in_time = [each for each in receivers if waits.local_s(each.decode) <= max_wait_s]
+        in_time = receivers
+        if max_wait_s < inf:
+            in_time = [each for each in receivers if waits.local_s(each.decode) <= max_wait_s]
         options += _local_options(pricing, in_time, home, tie, spare_ranks) if in_time else []
     if Plan.REMOTE in request.plans and prefills:
-        compute_s = min(prefill.compute_wait_s for prefill in prefills)
-        receivers = [each for each in receivers if each.decode.receives]
-        in_time = [each for each in receivers if waits.remote_s(each.decode, compute_s) <= max_wait_s]
+        in_time = [each for each in receivers if each.decode.receives]
+        if max_wait_s < inf:
+            compute_s = min(prefill.compute_wait_s for prefill in prefills)
+            in_time = [each for each in in_time if waits.remote_s(each.decode, compute_s) <= max_wait_s]
         senders = [pricing.sender(prefill) for prefill in prefills]
         options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
     return options
@@ -162,10 +165,7 @@ def _local_options(
     crowds = [decode.running for decode in decodes]
     nothing = [0.0] * len(receivers)
     chosen = best_few(local_s, nothing, nothing, decodes, crowds, tie, spare_ranks)
-    return [
-        Option(pricing.local_s(receiver), receiver.decode, None)
-        for receiver in _with_home(receivers, chosen, home)
-    ]
+    return [Option(local_s[index], decodes[index], None) for index in _with_home(receivers, chosen, home)]
 
 
 def _remote_options(
@@ -200,10 +200,11 @@ def _remote_options(
         spare_ranks,
     )
     return [
-        pricing.remote(receiver, sender)
-        for receiver in _with_home(receivers, chosen, home)
+        pricing.remote(receivers[index], sender)
+        for index in _with_home(receivers, chosen, home)
         for sender in senders
-        if waits.remote_s(receiver.decode, sender.prefill.compute_wait_s) <= max_wait_s
+        if max_wait_s == inf
+        or waits.remote_s(receivers[index].decode, sender.prefill.compute_wait_s) <= max_wait_s
     ]
 
 
@@ -211,6 +212,8 @@ def _waits_that_matter(
     waits: Waits, receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
 ) -> tuple[list[float], list[float]]:
     """Theirs where some pair would make one wait too long; else nothing, for any of them may be paired."""
+    if max_wait_s == inf:
+        return [0.0] * len(receivers), [0.0] * len(senders)
     queue_waits_s = [receiver.decode.queue_wait_s for receiver in receivers]
     compute_waits_s = [sender.prefill.compute_wait_s for sender in senders]
     fullest = max(receivers, key=lambda receiver: receiver.decode.queue_wait_s)
@@ -219,13 +222,11 @@ def _waits_that_matter(
     return queue_waits_s, compute_waits_s
 
 
-def _with_home(
-    receivers: Sequence[Receiver], chosen: Sequence[int], home: DecodeCandidate | None
-) -> list[Receiver]:
-    few = [receivers[index] for index in chosen]
-    if home is not None and all(receiver.decode is not home for receiver in few):
-        few += [receiver for receiver in receivers if receiver.decode is home]
-    return few
+def _with_home(receivers: Sequence[Receiver], chosen: list[int], home: DecodeCandidate | None) -> list[int]:
+    """The chosen, and the home if it is one of them all."""
+    if home is None or any(receivers[index].decode is home for index in chosen):
+        return chosen
+    return chosen + [index for index, receiver in enumerate(receivers) if receiver.decode is home]
 
 
 def _choose(

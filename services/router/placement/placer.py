@@ -20,7 +20,7 @@ from services.kv.block_hash import BlockChains
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
-from services.router.placement.admission import refusal, waits_of
+from services.router.placement.admission import bound_s, refusal, waits_of
 from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.layouts import common_layout
@@ -193,19 +193,7 @@ class Placer:
     def _looked_at(
         self, sight: Sight, find: Callable[[_Side, Sight], Iterator[_Found]]
     ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
-        asked, layout = sight.asked, self._layout
-        most = asked.most_tokens
-        request = PlacementRequest(
-            prompt_tokens=asked.prompt_tokens,
-            kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
-            chunk_tokens=self._settings.chunk_tokens,
-            pinned=asked.pinned,
-            plans=asked.plans,
-            max_wait_s=asked.max_wait_s,
-            most_tokens=most if most is not None and most <= self._longest_tokens else None,
-            longest_tokens=self._longest_tokens,
-            carried_bytes=self.carried_bytes(asked.prompt_tokens),
-        )
+        asked = sight.asked
         receivers = list(find(self._receiving(asked), sight))
         senders = list(find(self._prefills, sight)) if Plan.REMOTE in asked.plans else []
         decodes = [
@@ -216,7 +204,21 @@ class Placer:
             self._prefill_candidate(rank, sight, hit)
             for (_, rank, _), hit in zip(senders, self._hits(senders, asked), strict=True)
         ]
-        return request, decodes, prefills
+        return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
+
+    def _request(self, asked: Asked, max_wait_s: float) -> PlacementRequest:
+        layout, most = self._layout, asked.most_tokens
+        return PlacementRequest(
+            prompt_tokens=asked.prompt_tokens,
+            kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
+            chunk_tokens=self._settings.chunk_tokens,
+            pinned=asked.pinned,
+            plans=asked.plans,
+            max_wait_s=max_wait_s,
+            most_tokens=most if most is not None and most <= self._longest_tokens else None,
+            longest_tokens=self._longest_tokens,
+            carried_bytes=self.carried_bytes(asked.prompt_tokens),
+        )
 
     def _receiving(self, asked: Asked) -> _Side:
         if (at := asked.at) is None:

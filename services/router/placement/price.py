@@ -233,7 +233,12 @@ class PriceList:
         return Option(total_s, receiver.decode, sender.prefill, bytes_per_s)
 
     def local_s(self, receiver: Receiver) -> float:
-        return sum(self.local_terms(receiver).values())
+        """The sum of `local_terms`, in their order."""
+        decode, wait_s, room_s = receiver.decode, receiver.wait_s, receiver.room_s
+        compute_s = receiver.uncached / decode.prefill_tokens_per_s
+        itl_s = self.weights.itl_weight * decode.running * compute_s
+        occupy_s = self.occupy_local * compute_s
+        return sum((wait_s, compute_s, occupy_s, room_s, receiver.evict_s, itl_s, receiver.outgrow_s))
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill = self.receiver(option.decode), option.prefill

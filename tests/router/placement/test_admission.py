@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.admission import allowed_wait_s, refusal, waits_of
+from services.router.placement.admission import allowed_wait_s, bound_s, refusal, waits_of
 from services.values.rank import Plan
 
 LOCAL, REMOTE = frozenset({Plan.LOCAL}), frozenset({Plan.REMOTE})
@@ -100,3 +100,12 @@ def test_a_refusal_says_when_to_come_again():
     assert error.retry_after_s == 7.25
     assert "would wait 12.2 s for its turn, 5.0 s at most are allowed; try again in 7 s" in str(error)
     assert refusal(5.1, 5.0).retry_after_s == 1.0  # not at once, with everybody else
+
+
+@given(ranks, ranks, wait_s)
+def test_the_bound_is_let_go_only_where_nobody_could_wait_longer(decodes, prefills, max_wait_s):
+    asked = Ranks(decodes, prefills, BOTH)
+    bound = bound_s(max_wait_s, asked.decodes, asked.prefills)
+    assert bound in (max_wait_s, inf)
+    if bound == inf:
+        assert all(both_s <= max_wait_s for *_, both_s in asked.ways())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.placement.placement_ranks import WEIGHTS
 from router.placement.test_oracle import decode_ranks, prefill_ranks, requests
-from services.router.placement.price import PriceList
+from services.router.placement.price import Option, PriceList
 from services.router.placement.shortlist import least_crowded_first, shortlist
 
 
@@ -56,6 +56,15 @@ def test_every_pair_costs_to_the_digit_what_its_sums_in_order_are(asked, decodes
         priced = pricing.remote(receiver, sender)
         assert priced.total_s == remote_s(asked, pricing, receiver.decode, sender.prefill)
         assert priced.bytes_per_s == bandwidth(sender.prefill.id.key, receiver.decode.id.key)
+
+
+@settings(max_examples=15, deadline=None)
+@given(requests(), decode_ranks())
+def test_under_plan_local_the_price_is_the_sum_of_its_terms(asked, decodes):
+    pricing = PriceList(asked, WEIGHTS, bandwidth, decodes, ())
+    for receiver in map(pricing.receiver, decodes):
+        local_s = pricing.local_s(receiver)
+        assert local_s == pricing.priced(Option(local_s, receiver.decode, None)).total_s
 
 
 seconds = st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.0])
