@@ -15,16 +15,26 @@ _Until = Mapping[RankKey, float]  # by rank, until when it is guessed to hold a 
 _NONE: _Until = {}
 
 
+class _Run:
+    """Neighbours along a sequence that are guessed of the same ranks for the same time."""
+
+    __slots__ = ("num_blocks", "until_s")
+
+    def __init__(self, num_blocks: int, until_s: _Until) -> None:
+        self.num_blocks, self.until_s = num_blocks, until_s
+
+
 class Predictions:
     """Oldest guess out first, when there are too many.
 
     Invariant: of one rank's blocks along a sequence none ends later than those before it, so that a match is
-    found by bisection. So neighbours mostly are guessed of the same ranks for the same time: they share one
-    mapping, which is never changed. One for each block would keep the garbage collector busy.
+    found by bisection. A block's name says all before it: so a sequence that has one of a run's blocks has
+    all before that one, and a prompt that is guessed again, a turn longer, changes a few runs and not each
+    of its thousands of blocks.
     """
 
     def __init__(self) -> None:
-        self._until_s: dict[BlockHash, _Until] = {}
+        self._runs: dict[BlockHash, _Run] = {}
         self._guesses: deque[tuple[float, RankKey, Sequence[BlockHash]]] = deque()  # until_s, rank, blocks
         self._num_blocks = 0  # in the guesses
 
@@ -32,7 +42,7 @@ class Predictions:
         """The rank will hold these for `ttl_s` at least."""
         blocks, until_s = tuple(hashes[:_MAX_BLOCKS]), now + ttl_s
         # Where the last block is guessed for as long as that, so are those before it.
-        if blocks and self._until_s.get(blocks[-1], _NONE).get(rank, now) < until_s:
+        if blocks and self._until(blocks[-1]).get(rank, now) < until_s:
             self._replace(blocks, lambda known: _with(known, rank, until_s))
             self._guesses.append((until_s, rank, blocks))
             self._num_blocks += len(blocks)
@@ -42,11 +52,11 @@ class Predictions:
     def match(self, rank: RankKey, hashes: Sequence[BlockHash], now: float) -> int:
         """How many of `hashes`, from the first on, the rank is guessed to hold."""
         low, high = 0, len(hashes)  # hashes[:low] are guessed, hashes[high:] are not
-        if not hashes or self._until_s.get(hashes[0], _NONE).get(rank, now) <= now:
+        if not hashes or self._until(hashes[0]).get(rank, now) <= now:
             return 0
         while low < high:
             middle = (low + high + 1) // 2
-            if self._until_s.get(hashes[middle - 1], _NONE).get(rank, now) > now:
+            if self._until(hashes[middle - 1]).get(rank, now) > now:
                 low = middle
             else:
                 high = middle - 1
@@ -58,7 +68,7 @@ class Predictions:
         deepest = _NONE
         while low < high:
             middle = (low + high + 1) // 2
-            at_middle = self._until_s.get(hashes[middle - 1], _NONE)
+            at_middle = self._until(hashes[middle - 1])
             if max(at_middle.values(), default=now) > now:
                 low, deepest = middle, at_middle
             else:
@@ -77,17 +87,50 @@ class Predictions:
         self._num_blocks -= len(blocks)
         self._replace(blocks, lambda known: _without(known, rank, until_s))
 
+    def _until(self, block: BlockHash) -> _Until:
+        run = self._runs.get(block)
+        return _NONE if run is None else run.until_s
+
     def _replace(self, blocks: Sequence[BlockHash], changed: Callable[[_Until], _Until]) -> None:
-        """What is known of each; `changed` is asked once for neighbours that share it."""
-        before, after = None, _NONE
-        for block in blocks:
-            known = self._until_s.get(block, _NONE)
-            if known is not before:
-                before, after = known, changed(known)
-            if after:
-                self._until_s[block] = after
-            elif known:
-                del self._until_s[block]
+        """What is known of each; `changed` is asked once for those of a run."""
+        position = 0
+        while position < len(blocks):
+            run = self._runs.get(blocks[position])
+            if run is None:
+                length, known = self._num_unknown(blocks, position), _NONE
+            else:
+                length, known = self._num_in(run, blocks, position), run.until_s
+            end, after = position + length, changed(known)
+            if run is not None and after and length == run.num_blocks:
+                run.until_s = after
+            elif after is not known:
+                self._set(blocks[position:end], after)
+                if run is not None:
+                    run.num_blocks -= length  # the rest of it, if there is one
+            position = end
+
+    def _set(self, blocks: Sequence[BlockHash], until_s: _Until) -> None:
+        if until_s:
+            self._runs.update(dict.fromkeys(blocks, _Run(len(blocks), until_s)))
+        else:
+            for block in blocks:
+                del self._runs[block]
+
+    def _num_unknown(self, blocks: Sequence[BlockHash], position: int) -> int:
+        end = position + 1
+        while end < len(blocks) and blocks[end] not in self._runs:
+            end += 1
+        return end - position
+
+    def _num_in(self, run: _Run, blocks: Sequence[BlockHash], position: int) -> int:
+        """Of the run that begins there, how many: where the last is among them, all are."""
+        end = position + run.num_blocks
+        if end <= len(blocks) and self._runs.get(blocks[end - 1]) is run:
+            return run.num_blocks
+        end = position + 1
+        while end < len(blocks) and self._runs.get(blocks[end]) is run:
+            end += 1
+        return end - position
 
 
 def _with(known: _Until, rank: RankKey, until_s: float) -> _Until:
@@ -95,6 +138,6 @@ def _with(known: _Until, rank: RankKey, until_s: float) -> _Until:
 
 
 def _without(known: _Until, rank: RankKey, until_s: float) -> _Until:
-    if known.get(rank, until_s) > until_s:
+    if rank not in known or known[rank] > until_s:
         return known
     return {other: until for other, until in known.items() if other != rank}

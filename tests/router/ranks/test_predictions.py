@@ -47,7 +47,37 @@ def test_nothing_is_left_of_what_has_ended():
     for index in range(100):
         predictions.add(RANKS[index % 3], SEQUENCES[index % 3], float(index), 1.0)
     predictions.add(RANKS[0], [], 1_000.0, 1.0)
-    assert not predictions._until_s
+    assert not predictions._runs
+    assert predictions._num_blocks == 0
+
+
+def test_a_prompt_that_is_guessed_again_a_turn_longer_costs_its_new_blocks(monkeypatch):
+    predictions, looked_up = Predictions(), []
+
+    class Noted(dict):
+        def get(self, block, otherwise=None):
+            looked_up.append(block)
+            return super().get(block, otherwise)
+
+    predictions._runs = Noted()
+    blocks = [BlockHash(n) for n in range(2_000)]
+    for turn in range(10):
+        looked_up.clear()
+        predictions.add(RANKS[0], blocks[: 1_000 + 100 * turn], float(turn), 20.0)
+        predictions.add(RANKS[1], blocks[: 1_000 + 100 * turn], turn + 0.5, 20.0)
+        assert len(looked_up) < 100
+    assert [predictions.match(rank, blocks, 12.0) for rank in RANKS] == [1_900, 1_900, 0]
+    assert predictions.match(RANKS[0], blocks, 28.5) == 1_900  # the last guess alone has not ended
+    predictions.add(RANKS[2], blocks[:500], 40.0, 1.0)  # all others have
+    assert len(predictions._runs) == 500
+
+
+def test_a_rank_is_forgotten_that_was_guessed_of_twice():
+    predictions = Predictions()
+    predictions.add(RANKS[0], SEQUENCES[0], 0.0, 1.0)
+    predictions.add(RANKS[0], SEQUENCES[0], 0.5, 1.0)
+    predictions.forget(RANKS[0])
+    assert not predictions._runs
     assert predictions._num_blocks == 0
 
 
