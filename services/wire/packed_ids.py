@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from services.wire.isthmus.v1.generation_pb2 import TokenIds
 
 _MORE = 0x80  # of a varint's bytes, all but the last have it
+_MOST_BYTES = 5  # of a varint below 2**32
 _LENGTH_DELIMITED = 2  # wire type
+_MANY_BYTES = 1 << 10  # of varints: from some hundred on numpy takes half of protobuf's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,26 @@ class PackedIds:
     def from_proto(cls, pb: TokenIds) -> Self:
         """Fields of `pb` that we do not know are discarded."""
         pb.DiscardUnknownFields()
-        return cls(array("I", pb.ids), _payload(pb.SerializeToString()))
+        varints = _payload(pb.SerializeToString())
+        # Out of a message protobuf hands over number by number, too.
+        return cls(array("I", pb.ids) if len(varints) < _MANY_BYTES else unpacked(varints), varints)
 
     def field(self, number: int) -> bytes:
         """Of a message whose field of that number is `repeated uint32`: to be merged or appended."""
         return length_delimited(number, self.varints) if self.varints else b""
+
+
+def unpacked(varints: bytes) -> "array[int]":
+    """The numbers of at least one whole varint, all below 2**32, a byte of each at a time."""
+    octets = np.frombuffer(varints + bytes(_MOST_BYTES), np.uint8)
+    ends = np.flatnonzero(octets[: len(varints)] < _MORE)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    num_more = ends - starts
+    numbers = (octets[starts] & 0x7F).astype(np.uint32)
+    for nth in range(1, int(num_more.max()) + 1):
+        part = (octets[starts + nth] & 0x7F).astype(np.uint32)
+        numbers |= (part * (num_more >= nth)).astype(np.uint32) << np.uint32(7 * nth)
+    return array("I", numbers.tobytes())
 
 
 def length_delimited(number: int, payload: bytes) -> bytes:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.wire.isthmus.v1 import decode_pb2
 from services.wire.isthmus.v1.generation_pb2 import TokenIds
-from services.wire.packed_ids import PackedIds, length_delimited
+from services.wire.packed_ids import PackedIds, length_delimited, unpacked
 
 BORDERS = [n for bits in (7, 14, 21, 28) for n in (2**bits - 1, 2**bits)] + [0, 1, 2**32 - 1]
 
@@ -22,6 +22,14 @@ def test_they_are_those_of_protobuf(numbers):
     assert packed.ids == array("I", numbers)
     assert packed == PackedIds.of(numbers)
     assert packed.field(2) == decode_pb2.Start(prompt_ids=numbers).SerializeToString()
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(BORDERS), min_size=1, max_size=300))
+@example([0])
+@example(BORDERS)
+@example([2**32 - 1] * 2_000)
+def test_what_is_packed_comes_back(numbers):
+    assert unpacked(PackedIds.of(numbers).varints) == array("I", numbers)
 
 
 @given(st.lists(st.integers(0, 300), max_size=3))
