@@ -54,6 +54,7 @@ async def _saturated(arguments: argparse.Namespace) -> dict[str, list[Row]]:
         answers=arguments.answers,
         seconds=arguments.seconds,
         decode_ranks=arguments.decode_ranks,
+        routers=arguments.routers,
         router_flags=arguments.router_flag,
     )
     rows = await saturated(grid)
@@ -79,6 +80,7 @@ def _parse() -> argparse.Namespace:
     group.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens")
     group.add_argument("--answers", type=int, nargs="+", default=ANSWERS, help="tokens")
     group.add_argument("--decode-ranks", type=int, default=8)
+    group.add_argument("--routers", type=int, default=1, help="asked in turn")
     group.add_argument("--router-flag", action="append", default=[], help="--router-flag=--coalesce-ms=0")
     group.add_argument("--peer", choices=("sglang-router",), help="run it in the same run")
     group.add_argument("--peer-python", type=Path, default=_PEER_PYTHON, help="has sglang_router")

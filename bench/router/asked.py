@@ -14,7 +14,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -32,10 +32,11 @@ _WORDS = ("alpha ", "beta ", "gamma ", "delta ", "for ", "while ", "return ", "s
 @dataclass(frozen=True, slots=True)
 class Asked:
     """`front`: grpc (ids), http (ids as JSON), text (HTTP), generate (SGLang's own door, ids), or decode: a
-    decode rank itself, of that life."""
+    decode rank itself, of that life. Several addresses share the streams; a conversation's turns come to
+    all."""
 
     front: str
-    address: str  # HOST:PORT
+    address: str  # HOST:PORT, or several with commas
     streams: int
     prompt_tokens: int
     max_tokens: int
@@ -43,13 +44,28 @@ class Asked:
     conversations: int = 16
     seed: int = 0
     generation: int = 0
+    client: int = 0  # the number of the address, from 0
+
+    def by_address(self) -> list["Asked"]:
+        addresses = self.address.split(",")
+        return [
+            replace(
+                self,
+                address=address,
+                client=client,
+                streams=len(range(self.streams)[client :: len(addresses)]),
+            )
+            for client, address in enumerate(addresses)
+        ]
 
 
 @dataclass(slots=True)
 class Told:
-    """Of answers that ended; times in seconds."""
+    """Of answers that ended; times in seconds. `found`: tokens of prompts that decode ranks held, where gRPC
+    is asked."""
 
     requests: int = 0
+    found: int = 0
     tokens: int = 0
     messages: int = 0
     took_s: float = 0.0
@@ -67,6 +83,8 @@ class Prompts:
         num_known = int(_KNOWN_SHARE * asked.prompt_tokens)
         self._known = [self._ids(num_known) for _ in range(asked.conversations)]
         self._num_new = asked.prompt_tokens - num_known
+        if asked.client:
+            self._rng.seed(f"{asked.seed} {asked.client}")  # the same conversations, other turns
 
     def _ids(self, count: int) -> "array[int]":
         return array("I", self._rng.choices(range(1, VOCAB_SIZE), k=count))
@@ -80,8 +98,9 @@ class Prompts:
 async def run(asked: Asked) -> Told:
     told, began = Told(), time.monotonic()
     ask = {"grpc": _grpc, "decode": _decode}.get(asked.front, _http)
-    async with asyncio.timeout(asked.seconds + _TIMEOUT_S):
-        await ask(asked, told, began + asked.seconds)
+    async with asyncio.timeout(asked.seconds + _TIMEOUT_S), asyncio.TaskGroup() as group:
+        for each in asked.by_address():
+            group.create_task(ask(each, told, began + asked.seconds))
     told.took_s = time.monotonic() - began
     used = resource.getrusage(resource.RUSAGE_SELF)
     told.cpu_s = used.ru_utime + used.ru_stime
@@ -111,6 +130,7 @@ async def _grpc_turn(call: Any, asked: Asked, prompts: Prompts, told: Told) -> N
         told.errors.append(f"{error.code().name}: {error.details()}")
         return
     finish = generation_pb2.GenerateResponse.FromString(last).finish
+    told.found += finish.usage.decode_prefix_len
     _note(told, began, first, messages, finish.usage.completion_tokens)
 
 

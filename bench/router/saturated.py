@@ -52,6 +52,7 @@ class Grid:
     seconds: float = 6.0
     step_s: float = 0.01
     decode_ranks: int = 8
+    routers: int = 1
     router_flags: Sequence[str] = ()
 
     def asked(self, address: Mapping[str, str]) -> list[Asked]:
@@ -75,14 +76,16 @@ async def saturated(grid: Grid) -> list[Row]:
         shape = Shape(
             model=Path(folder) / "model",
             data_dir=Path(folder) / "data",
+            routers=grid.routers,
             decode_dp_size=grid.decode_ranks,
             common_flags=_COMMON_FLAGS,
             rank_flags=(*_RANK_FLAGS, f"--fake-step-s={grid.step_s}"),
             router_flags=("--chunk-size=8192", *grid.router_flags),
         )
         async with _Cluster(shape, lambda name, line: print(name, line, file=sys.stderr)) as cluster:
-            http = f"127.0.0.1:{cluster.http_ports[0]}"
-            address = {"grpc": cluster.router_endpoint(), "http": http, "text": http}
+            http = ",".join(f"127.0.0.1:{port}" for port in cluster.http_ports)
+            grpc = ",".join(map(cluster.router_endpoint, range(grid.routers)))
+            address = {"grpc": grpc, "http": http, "text": http}
             rows = [await row(asked, _spent(cluster)) for asked in grid.asked(address)]
             return rows + [await row(asked, _spent(cluster)) for asked in await _direct(grid, cluster)]
 
@@ -100,7 +103,16 @@ async def _direct(grid: Grid, cluster: LocalCluster) -> list[Asked]:
 
 
 def _spent(cluster: LocalCluster) -> Spent:
-    return lambda: {name: tree_cpu_s(child.process.pid) for name, child in cluster.children.items()}
+    """Several routers' together."""
+
+    def spent() -> dict[str, float]:
+        took_s: dict[str, float] = {}
+        for name, child in cluster.children.items():
+            kind = "router" if name.startswith("router-") else name
+            took_s[kind] = took_s.get(kind, 0.0) + tree_cpu_s(child.process.pid)
+        return took_s
+
+    return spent
 
 
 async def row(asked: Asked, spent: Spent) -> Row:
@@ -144,6 +156,7 @@ def row_of(asked: Asked, told: Told, took: Mapping[str, float]) -> Row:
         "errors": len(told.errors),
         "req/s": told.requests / told.took_s,
         "tokens/s": told.tokens / told.took_s,
+        "found": told.found / (told.requests * asked.prompt_tokens),  # over gRPC
         "tokens/message": told.tokens / max(1, told.messages),
         "TTFT p50": float(np.percentile(ttft_ms, 50)),
         "TTFT p99": float(np.percentile(ttft_ms, 99)),

@@ -3,6 +3,7 @@
 import pytest
 
 from bench.router import decisions, saturated, served
+from bench.router.asked import Asked, Prompts
 
 
 def test_a_request_is_so_much_by_itself_and_so_much_for_each_token():
@@ -61,3 +62,14 @@ def test_what_a_router_adds_is_told_of_one_request_at_a_time():
         ("grpc", 3),
         ("http", 5),
     ]
+
+
+def test_several_routers_share_the_streams_and_the_conversations():
+    asked = Asked("grpc", "a:1,b:2", streams=5, prompt_tokens=100, max_tokens=1, seconds=1)
+    here, there = asked.by_address()
+    assert [(each.address, each.streams) for each in (here, there)] == [("a:1", 3), ("b:2", 2)]
+    prompts = [dict(Prompts(each).next() for _ in range(200)) for each in (here, there)]
+    assert prompts[0].keys() == prompts[1].keys()
+    for number, prompt in prompts[0].items():
+        other = prompts[1][number]
+        assert prompt[:90] == other[:90] and prompt[90:] != other[90:]

@@ -67,7 +67,7 @@ def test_router_saturated_quickly(tmp_path, monkeypatch):
         "--seconds",
         "0.5",
     ]
-    shape = ["--only", "saturated", "--decode-ranks", "2", f"--json={figures}"]
+    shape = ["--only", "saturated", "--decode-ranks", "2", "--routers", "2", f"--json={figures}"]
     monkeypatch.setattr(sys, "argv", ["router", *shape, *load])
     router.main()
     rows = json.loads(figures.read_text())["rows"]
