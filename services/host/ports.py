@@ -47,11 +47,17 @@ def host_port(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
+    """What is written to its connections goes out at once. Raises OSError."""
     host = bindable(host)
-    if ":" not in host:
-        return socket.create_server((host, port))
-    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=is_wildcard(host))
+    if ":" in host:
+        wildcard = is_wildcard(host)
+        listener = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=wildcard)
+    else:
+        listener = socket.create_server((host, port))
+    # Connections inherit it (tcp(7)). asyncio sets it on those alone whose socket was made with a protocol's
+    # number: all others' second write would wait for the peer's delayed acknowledgement of the first, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:

@@ -50,6 +50,14 @@ def test_every_address_is_those_of_both_families(host):
         assert found != port
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_what_is_written_to_a_connection_waits_for_no_acknowledgement(host):
+    with ports.listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2], 5.0):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @needs_ipv6
 def test_an_address_of_ipv6_is_that_one_alone():
     with ports.listen("::1", 0) as listener:
