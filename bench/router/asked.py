@@ -45,6 +45,7 @@ class Asked:
     seed: int = 0
     generation: int = 0
     client: int = 0  # the number of the address, from 0
+    warms: bool = False  # each conversation is asked once, however long that takes: then the ranks hold it
 
     def by_address(self) -> list["Asked"]:
         addresses = self.address.split(",")
@@ -85,13 +86,20 @@ class Prompts:
         self._num_new = asked.prompt_tokens - num_known
         if asked.client:
             self._rng.seed(f"{asked.seed} {asked.client}")  # the same conversations, other turns
+        self._warms, self._num_given = asked.warms, 0
+
+    def goes_on(self, until_s: float) -> bool:
+        """Whether another is to be asked."""
+        return self._num_given < len(self._known) if self._warms else time.monotonic() < until_s
 
     def _ids(self, count: int) -> "array[int]":
         return array("I", self._rng.choices(range(1, VOCAB_SIZE), k=count))
 
     def next(self) -> tuple[int, "array[int]"]:
         """The conversation's number, and the prompt."""
-        number = self._rng.randrange(len(self._known))
+        in_turn = self._num_given % len(self._known)
+        self._num_given += 1
+        number = in_turn if self._warms else self._rng.randrange(len(self._known))
         return number, self._known[number] + self._ids(self._num_new)
 
 
@@ -111,7 +119,7 @@ async def _grpc(asked: Asked, told: Told, until_s: float) -> None:
     prompts = Prompts(asked)
     async with channels.open_channel(asked.address) as channel:
         call = channel.unary_stream(_GENERATE, request_serializer=None, response_deserializer=None)
-        await _streams(asked, until_s, lambda: _grpc_turn(call, asked, prompts, told))
+        await _streams(asked, prompts, until_s, lambda: _grpc_turn(call, asked, prompts, told))
 
 
 async def _grpc_turn(call: Any, asked: Asked, prompts: Prompts, told: Told) -> None:
@@ -140,7 +148,7 @@ async def _decode(asked: Asked, told: Told, until_s: float) -> None:
     async with channels.open_channel(asked.address) as channel:
         attached = decode_pb2_grpc.DecodeStub(channel).Attach()
         number = 0
-        while time.monotonic() < until_s:
+        while prompts.goes_on(until_s):
             began, first, messages, number = time.monotonic(), 0.0, 0, number + 1
             await attached.write(decode_pb2.Command(start=_start(asked, prompts, f"direct-{number}")))
             while not (output := _output(await attached.read())) or not output.HasField("finished"):
@@ -183,7 +191,7 @@ async def _http(asked: Asked, told: Told, until_s: float) -> None:
         else:
             connection[1].close()
 
-    await _streams(asked, until_s, turn)
+    await _streams(asked, prompts, until_s, turn)
     for _, writer in idle:
         writer.close()
 
@@ -242,9 +250,9 @@ def _note(told: Told, began: float, first: float, messages: int, tokens: int) ->
     told.e2e_s.append(time.monotonic() - began)
 
 
-async def _streams(asked: Asked, until_s: float, turn: Callable[[], Any]) -> None:
+async def _streams(asked: Asked, prompts: Prompts, until_s: float, turn: Callable[[], Any]) -> None:
     async def stream() -> None:
-        while time.monotonic() < until_s:
+        while prompts.goes_on(until_s):
             await turn()
 
     async with asyncio.TaskGroup() as group:

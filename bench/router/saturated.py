@@ -116,9 +116,7 @@ def _spent(cluster: LocalCluster) -> Spent:
 
 
 async def row(asked: Asked, spent: Spent) -> Row:
-    await ask(
-        replace(asked, seconds=1.0, max_tokens=4, streams=min(asked.streams, 16))
-    )  # the ranks hold them
+    await ask(replace(asked, warms=True, max_tokens=4, streams=min(asked.streams, 16)))
     before = spent()
     told = await ask(asked)
     took = {name: after - before[name] for name, after in spent().items()}

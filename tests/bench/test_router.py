@@ -73,3 +73,11 @@ def test_several_routers_share_the_streams_and_the_conversations():
     for number, prompt in prompts[0].items():
         other = prompts[1][number]
         assert prompt[:90] == other[:90] and prompt[90:] != other[90:]
+
+
+def test_before_it_is_measured_each_conversation_is_asked_once():
+    asked = Asked("grpc", "host:1", 2, 100, 4, seconds=0.0, conversations=5, warms=True)
+    prompts, numbers = Prompts(asked), []
+    while prompts.goes_on(until_s=0.0):
+        numbers.append(prompts.next()[0])
+    assert numbers == [0, 1, 2, 3, 4]
