@@ -20,8 +20,9 @@ The same conversations, one system after the other, in this order:
 
 All engines get the same arguments, but for those that only our plugin needs. The load is the same; engines
 have computed some short requests before, and caches are empty. Other programs may share this machine's cores:
-what counts is hits, bytes, ratios, and the CPU time that all processes of a system took. With `--repeat`
-every system runs that often, every other round in the opposite order; the figures are then medians.
+what counts is hits, bytes, ratios, and the CPU time that all processes of a system took: of a turn, of a
+token, and by what they are. With `--repeat` every system runs that often, every other round in the opposite
+order; the figures are then medians.
 The router's policies look at a request's text, SGLang computes its token ids: requests carry both.
 """
 
@@ -40,6 +41,7 @@ from transformers import AutoTokenizer
 
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table
+from bench.sglang_cpu import PARTS, part_of, spent
 from bench.sglang_load import Client, Load, TokenIds, Turn, drive, run_turn, warm_up
 from bench.sglang_stock import Router, StockSglang
 from bench.sglang_summary import (
@@ -174,19 +176,20 @@ def _note_finish(turn: Turn, finish: generation_pb2.Finish) -> None:
 async def measure(client: Client, load: Load) -> Measured:
     for turn in warm_up(load, _WARM_UPS):
         await run_turn(client, turn)
-    before_s = _cpu_s()
+    before_s = _cpu_s_by_part()
     turns, elapsed_s = await drive(client, load)
-    return Measured(turns, elapsed_s, _cpu_s() - before_s, os.getloadavg()[0])
+    return Measured(turns, elapsed_s, spent(before_s, _cpu_s_by_part()), os.getloadavg()[0])
 
 
-def _cpu_s() -> float:
+def _cpu_s_by_part() -> dict[str, float]:
     """Of all processes that we have started and that run still: one system's."""
-    total_s = 0.0
+    seconds = dict.fromkeys(PARTS, 0.0)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total_s += times.user + times.system
-    return total_s
+            times, part = process.cpu_times(), part_of(" ".join(process.cmdline()))
+            if part is not None:
+                seconds[part] += times.user + times.system
+    return seconds
 
 
 async def run_stock(bench: Bench, system: StockSglang, policy: str) -> Measured:

@@ -20,6 +20,8 @@ _COMPARED = (
     "tpot_p50_s",
     "output_tokens_per_s",
     "cpu_s",
+    "cpu_ms_per_turn",
+    "cpu_ms_per_token",
 )
 _SHOWN = ("failed_attempts", *_COMPARED[:1], "busiest_rank_share", "hit_share_of_possible", *_COMPARED[1:])
 
@@ -30,7 +32,7 @@ class Measured:
 
     turns: Sequence[Turn]
     elapsed_s: float
-    cpu_s: float  # of all processes of the system, its engines included
+    cpu_s_by_part: Mapping[str, float]  # of all processes of the system, its engines included
     load_average: float  # of the machine in the last minute: other programs' too
 
 
@@ -46,6 +48,8 @@ def summary(measured: Measured) -> Row:
     rank_of = {(turn.conversation, turn.turn): turn.rank for turn in turns}
     on_rank = sum(turn.rank == rank_of[turn.conversation, turn.turn - 1] for turn in later)
     possible = sum(turn.known_tokens // PAGE_SIZE * PAGE_SIZE for turn in later)
+    num_tokens, by_part = sum(len(turn.token_ids) for turn in turns), measured.cpu_s_by_part
+    cpu_s = sum(by_part.values())
     ttft_s, gaps_s = [turn.ttft_s for turn in turns], [gap for turn in turns for gap in turn.gaps_s]
     return {
         "turns": len(turns),
@@ -60,9 +64,12 @@ def summary(measured: Measured) -> Row:
         "ttft_p99_s": percentile(ttft_s, 0.99),
         "itl_p50_s": median(gaps_s),
         "tpot_p50_s": median(sum(turn.gaps_s) / len(turn.gaps_s) for turn in turns if turn.gaps_s),
-        "output_tokens_per_s": sum(len(turn.token_ids) for turn in turns) / measured.elapsed_s,
+        "output_tokens_per_s": num_tokens / measured.elapsed_s,
         "elapsed_s": measured.elapsed_s,
-        "cpu_s": measured.cpu_s,
+        "cpu_s": cpu_s,
+        "cpu_ms_per_turn": 1e3 * cpu_s / len(turns),
+        "cpu_ms_per_token": 1e3 * cpu_s / num_tokens,
+        **{f"{part}_cpu_ms_per_turn": 1e3 * part_s / len(turns) for part, part_s in by_part.items()},
         "load_average": measured.load_average,
     }
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.sglang_cpu import part_of
 from bench.sglang_load import Turn
 from bench.sglang_summary import (
     Measured,
@@ -27,7 +28,7 @@ TURNS = [
     a_turn(1, 0, "d/1", attempts=3, kv_bytes_moved=300, ttft_s=0.2),
     a_turn(1, 1, "d/0", known_tokens=41, kv_bytes_moved=300, ttft_s=0.3, gaps_s=[]),
 ]
-MEASURED = Measured(TURNS, elapsed_s=4.0, cpu_s=6.0, load_average=1.5)
+MEASURED = Measured(TURNS, elapsed_s=4.0, cpu_s_by_part={"router": 1.0, "schedulers": 5.0}, load_average=1.5)
 
 
 def test_a_summary_counts_what_the_turns_say():
@@ -47,6 +48,10 @@ def test_a_summary_counts_what_the_turns_say():
         "output_tokens_per_s": 2.0,
         "elapsed_s": 4.0,
         "cpu_s": 6.0,
+        "cpu_ms_per_turn": 1500.0,
+        "cpu_ms_per_token": 750.0,
+        "router_cpu_ms_per_turn": 250.0,
+        "schedulers_cpu_ms_per_turn": 1250.0,
         "load_average": 1.5,
     }
 
@@ -54,6 +59,25 @@ def test_a_summary_counts_what_the_turns_say():
 @pytest.mark.parametrize("share, expected", [(0.0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.99, 4), (1.0, 4)])
 def test_a_percentile_is_the_smallest_sample_that_covers_the_share(share, expected):
     assert percentile([4, 1, 3, 2], share) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("python -m services.router --model=m", "router"),
+        ("sglang::router", "router"),
+        ("python -m sglang_router.launch_router --decode http://127.0.0.1:1", "router"),
+        ("python -m services.decode --engine=sglang --etcd=127.0.0.1:1", "decode_service"),
+        ("python -m services.prefill --engine=sglang --etcd=127.0.0.1:1", "prefill_service"),
+        ("sglang::scheduler_DP1", "schedulers"),
+        ("python -m sglang.launch_server --dp-size=2", "sglang_others"),
+        ("sglang::data_parallel_controller", "sglang_others"),
+        ("/.venv-sglang/bin/etcd --name=isthmus", "etcd"),
+        ("bash", None),
+    ],
+)
+def test_processes_are_known_by_their_names(name, part):
+    assert part_of(name) == part
 
 
 def test_answers_are_compared_turn_by_turn():
