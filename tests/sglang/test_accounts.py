@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.reports import TicketSent
+from services.engine.sglang.reports import Load, TicketSent
 from services.kv.transfer_plan import moved_bytes
 from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId
@@ -21,7 +21,7 @@ def chunk(token, retractions=0, finish=None):
 
 
 class Sglang:
-    """Its HTTP API: answers with `chunks`, and reserves pages once `reserve` is called."""
+    """By the door: answers with `chunks`, and reserves pages once `reserve` is called."""
 
     def __init__(self, chunks):
         self.chunks, self.bodies = chunks, []
@@ -32,16 +32,14 @@ class Sglang:
         for each in self.chunks:
             yield each
 
-    async def abort(self, rid): ...
-
 
 @pytest.fixture
 def rank(checkpoint, monkeypatch):
     """(engine, worker, clock) of a decode rank that has started; `clock.now` is the time."""
-    from services.engine.sglang.service import engine, worker
+    from services.engine.sglang.service import engine, rooms, worker
 
     clock = SimpleNamespace(now=100.0)
-    for module in (engine, worker):
+    for module in (engine, rooms, worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     own = worker.SglangWorker(sglang_settings(checkpoint), {0: OWN})
     monkeypatch.setattr(worker.SglangWorker, "layout", LAYOUT)
@@ -74,7 +72,7 @@ async def outputs(engine, leg):
 async def test_a_request_s_time_is_told_apart(rank, told, queue_s, compute_s, transfer_s):
     """Also where prefill's clock says that it took longer than it can have."""
     engine, worker, clock = rank
-    worker._http = sglang = Sglang([chunk(7, finish="length")])
+    worker._door = sglang = Sglang([chunk(7, finish="length")])
 
     async def reserve(room):
         clock.now += 5  # in decode's queue
@@ -98,7 +96,18 @@ async def test_retractions_are_those_of_all_requests(rank):
 
     for counts in ((0, 0, 1), (0, 2, 2)):
         *running, last = counts
-        worker._http = sglang = Sglang([*(chunk(7, count) for count in running), chunk(7, last, "length")])
+        worker._door = sglang = Sglang([*(chunk(7, count) for count in running), chunk(7, last, "length")])
         sglang.reserve = reserve
         await outputs(engine, Leg(0, 0))
     assert worker.load(0).retractions == 3
+
+
+def test_each_rank_s_load_is_what_its_scheduler_told_last(checkpoint):
+    from services.engine.sglang.service.worker import SglangWorker
+
+    worker = SglangWorker(sglang_settings(checkpoint, dp_size=2), {0: OWN, 1: OWN})
+    moments = ([10, 20, 1e5], [30, 60, 5e5])  # steps, their sizes, their microseconds
+    for running, moment in zip((3, 1), moments, strict=True):
+        worker._take(Load({"dp_rank": 1, "num_running_reqs": running, "decode_moments": moment}))
+    assert (worker.load(0).running, worker.load(1).running) == (0, 1)
+    assert worker.load(0).step_s == 0 and worker.load(1).step_s == pytest.approx(0.012)

@@ -35,8 +35,8 @@ class Leg:
         return PrefillResult(5, None, 0, PROMPT_LEN, kv_bytes_moved=self.kv_bytes_moved)
 
 
-async def answer(worker, request, response):
-    await response.write(chunk({"type": "length"}))
+async def generate(answer):
+    answer.write(chunk({"type": "length"}))
 
 
 async def admitted_of(worker, leg):
@@ -46,7 +46,7 @@ async def admitted_of(worker, leg):
 
 
 async def test_tails_and_states_are_due_and_count(checkpoint):
-    async with worker_on(answer, checkpoint) as worker:
+    async with worker_on(generate, checkpoint) as worker:
         worker._take(active(carried=CARRIED))
         assert worker.layout.carried == (WINDOW, STATE)
         admitted = await admitted_of(worker, Leg(DUE))
@@ -62,7 +62,7 @@ DRAFT = DraftKv(5, KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 32, "float32", uni
 @pytest.mark.parametrize("of_draft", [0, 640], ids=["prefill does not speculate", "both do"])
 async def test_a_drafts_kv_counts_where_prefill_has_it_too(checkpoint, of_draft):
     """That it has is told by its bytes alone; a part of it is nothing that can be."""
-    async with worker_on(answer, checkpoint) as worker:
+    async with worker_on(generate, checkpoint) as worker:
         worker._take(active(draft=draft_fields(DRAFT)))
         assert worker.layout.draft == DRAFT
         admitted = await admitted_of(worker, Leg(PAGE_BYTES + of_draft))
@@ -73,7 +73,7 @@ async def test_a_drafts_kv_counts_where_prefill_has_it_too(checkpoint, of_draft)
 
 
 async def test_what_all_processes_have_written_is_one_sum(checkpoint):
-    async with worker_on(answer, checkpoint) as worker:
+    async with worker_on(generate, checkpoint) as worker:
         worker._take(Moved(9, 1, PAGE_BYTES, {"swa": 100, "mamba": 7000}))
         assert await worker.bytes_moved(Room(9)) == DUE
 
@@ -138,7 +138,7 @@ async def test_where_memory_is_short_the_way_out_is_said(windowed, monkeypatch):
 
 
 async def test_states_of_other_kinds_are_refused(checkpoint):
-    async with worker_on(answer, checkpoint) as worker:
+    async with worker_on(generate, checkpoint) as worker:
         worker._take(active(state_kinds=["swa", "mamba", "swa_ring"]))
         with pytest.raises(ConfigError, match=r"not known here \(swa_ring\)"):
             await worker._until_active()

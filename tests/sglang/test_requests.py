@@ -68,15 +68,15 @@ STEPS = [(5,), (6, 7, 8), (9, 3)]  # of a decode that speculates
 async def test_several_tokens_of_a_step_come_together_and_end_at_a_stop_token(
     checkpoint, stop, answered, finish
 ):
-    async def answer(worker, request, response):
+    async def generate(answer):
         for step in STEPS[:-1]:
-            await response.write(chunk(None, step))
-        await response.write(chunk({"type": "length"}, STEPS[-1], **drafts))
+            answer.write(chunk(None, step))
+        answer.write(chunk({"type": "length"}, STEPS[-1], **drafts))
 
     drafts = {"spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 3}  # of SGLang's last chunk
     sampling = SamplingParams(max_tokens=6, temperature=0, stop_token_ids=(stop,))
     request = GenerationRequest("r", (1, 2, 3), sampling)
-    async with worker_on(answer, checkpoint) as worker:
+    async with worker_on(generate, checkpoint) as worker:
         outputs = SglangDecodeEngine(worker, OWN).generate(request, prefilled)
         told = [output async for output in outputs]
     said = [(output.token_ids, output.finished) for output in told]

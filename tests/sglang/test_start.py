@@ -5,7 +5,6 @@ import os
 import sys
 import tempfile
 from importlib.metadata import EntryPoint, EntryPoints
-from itertools import chain, repeat
 from pathlib import Path
 
 import psutil
@@ -13,7 +12,9 @@ import pytest
 
 from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import active, tell
+from services.engine.sglang.reports import Load
 from services.engine.sglang.service import worker
+from services.engine.sglang.service.launch import entry_point
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, Role
 
@@ -50,10 +51,10 @@ async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(che
 @pytest.mark.parametrize("module", ["services.engine.sglang.gone", "services.gone.plugin"])
 def test_a_plugin_that_was_installed_from_other_sources_is_refused(monkeypatch, module):
     """SGLang would start without it, and end again and again at what only the plugin knows."""
-    entry_point = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
-    monkeypatch.setattr(worker, "entry_points", lambda **_: EntryPoints([entry_point]))
+    plugin = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
+    monkeypatch.setattr(entry_point, "entry_points", lambda **_: EntryPoints([plugin]))
     with pytest.raises(ConfigError, match=f"installed as {module}:register, which does not exist"):
-        worker._require_entry_point()
+        entry_point.require_entry_point()
 
 
 async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint, tmp_path):
@@ -88,8 +89,6 @@ class HealthySglang:
 
     def __init__(self, *_arguments):
         self.ended = asyncio.Event()
-        # Tokens of the pool, load by load: SGLang answers zeros until a scheduler has told its first.
-        self.pools = chain((0,), repeat(512 * 16))
 
     async def start(self): ...
 
@@ -100,9 +99,6 @@ class HealthySglang:
     async def healthy(self):
         return True
 
-    async def get(self, path):
-        return {"loads": [{"dp_rank": 0, "max_total_num_tokens": next(self.pools)}]}
-
     async def abort_all(self): ...
 
     async def close(self): ...
@@ -112,7 +108,9 @@ class HealthySglang:
 def make_worker(checkpoint, monkeypatch):
     def make(num_pages=512):
         settings = sglang_settings(checkpoint, role=Role.PREFILL, page_size=16, kv_pages=num_pages)
-        return worker.SglangWorker(settings, {0: RankId("p", 0, Generation(1))})
+        made = worker.SglangWorker(settings, {0: RankId("p", 0, Generation(1))})
+        tell(made, Load({"dp_rank": 0, "max_total_num_tokens": 512 * 16}))
+        return made
 
     monkeypatch.setattr(worker, "SglangProcess", HealthySglang)
     monkeypatch.setattr(worker, "SglangHttp", HealthySglang)

@@ -1,25 +1,11 @@
-"""What the plugin tells our service, over a Unix socket of the service's: one line of JSON per report.
+"""What the plugin tells our service: one line per report. And what the service asks of a scheduler."""
 
-SGLang's processes connect and never wait: a thread of the plugin's writes what is queued. Reports of one
-process arrive in order, none is lost while both live; a service that ends takes its SGLang with it.
-"""
-
-import asyncio
-import json
-import logging
-import queue
-import socket
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.values.errors import ProtocolError
+from services.engine.sglang import lines
 from services.values.kv import DraftKv, GroupKind, KvGroup
-
-log = logging.getLogger(__name__)
-
-_MAX_LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +76,40 @@ class Beat:
     pid: int
 
 
-Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat
-_KINDS: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Active, TicketSent, Moved, PathFound, TreeEvents, Beat)
-}
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What requests of a rank gained in one step of its scheduler, or why they ended."""
+
+    chunks: list[dict[str, Any]]  # rid, output_ids (new ones), meta_info: SGLang's words, as over HTTP
 
 
-def encode_report(report: Report) -> bytes:
-    return json.dumps({"kind": type(report).__name__, **asdict(report)}).encode() + b"\n"
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of a DP rank, told when it has changed."""
+
+    load: dict[str, Any]  # SGLang's own words (managers/load_snapshot.py)
 
 
-def decode_report(line: bytes) -> Report:
-    """Raises ProtocolError."""
-    try:
-        fields = json.loads(line)
-        report: Report = _KINDS[fields.pop("kind")](**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError(f"a report that is none: {type(error).__name__}") from error
-    return report
+Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load
+REPORTS = lines.kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load)
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request for the scheduler of a rank."""
+
+    arguments: dict[str, Any]  # of SGLang's TokenizedGenerateReqInput; sampling_params as a dict
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """No error where there is no such request any more."""
+
+    rid: str
+
+
+Order = Generate | Abort
+ORDERS = lines.kinds_of(Generate, Abort)
 
 
 def group_fields(group: KvGroup) -> dict[str, Any]:
@@ -130,62 +132,3 @@ def draft_fields(draft: DraftKv | None) -> dict[str, Any] | None:
 def draft_of(fields: Mapping[str, Any] | None) -> DraftKv | None:
     """What `draft_fields` made, read from JSON."""
     return DraftKv(fields["model_fingerprint"], group_of(fields["group"])) if fields is not None else None
-
-
-class Reporter:
-    """In a process of SGLang's; `report` may be called from any thread and never blocks."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._queue: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name="isthmus-reports", daemon=True).start()
-
-    def report(self, report: Report) -> None:
-        self._queue.put(report)
-
-    def _write(self) -> None:
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.connect(self._path)
-                while True:
-                    connection.sendall(encode_report(self._queue.get()))
-        except OSError as error:  # the service has ended; so will this process
-            log.error("sglang_reports_lost error=%s", error)
-
-
-async def serve_reports(
-    path: str,
-    take: Callable[[Report], None],
-    unreadable: Callable[[ProtocolError], None],
-    ended: Callable[[], None],
-) -> asyncio.Server:
-    """On the running loop: `take` gets every report, or `unreadable` why it is none; `ended` is called when a
-    process that reports ends."""
-
-    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                try:
-                    report = await _next_report(reader)
-                except ProtocolError as error:
-                    unreadable(error)
-                    continue
-                if report is None:
-                    return
-                take(report)
-        except ConnectionError:
-            log.info("sglang_reports_reset")
-        finally:
-            writer.close()
-            ended()
-
-    return await asyncio.start_unix_server(read, path, limit=_MAX_LINE_BYTES)
-
-
-async def _next_report(reader: asyncio.StreamReader) -> Report | None:
-    """None at the end, where a process that was killed may leave half a line. Raises ProtocolError."""
-    try:
-        line = await reader.readline()
-    except ValueError as error:  # what has come of it is dropped, the rest is no report either
-        raise ProtocolError("a report is too long") from error
-    return decode_report(line) if line.endswith(b"\n") else None

@@ -1,6 +1,7 @@
 """A whole Isthmus cluster on real SGLang, and SGLang alone; processes on this machine's CPU."""
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -251,4 +252,10 @@ class AggregatedSglang:
     async def generate(self, ids, max_tokens):
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling}
-        return [token async for chunk in self._http.stream(body) for token in chunk["output_ids"]]
+        return (await asyncio.to_thread(self._post, "/generate", body))["output_ids"]
+
+    def _post(self, path, body):
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(self._http.base + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked, timeout=ERROR_WITHIN_S) as response:
+            return json.load(response)

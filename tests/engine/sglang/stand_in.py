@@ -1,14 +1,12 @@
-"""A worker whose SGLang is an HTTP server of the test's: what it answers, and how it breaks off."""
+"""A worker whose SGLang is one scheduler of the test's: what it answers, and how it breaks off."""
 
 import asyncio
-import json
+import tempfile
 from contextlib import asynccontextmanager
 
-from aiohttp import web
-
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.reports import Active, TicketSent
-from services.engine.sglang.service.http_client import SglangHttp
+from services.engine.sglang.lines import decode, encode
+from services.engine.sglang.reports import ORDERS, Abort, Active, Generate, Outputs, TicketSent
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.rank import Generation, RankId
 
@@ -47,6 +45,8 @@ class RunningProcess:
     def __init__(self):
         self.ended = asyncio.Event()
 
+    async def stop(self, in_order=True): ...
+
 
 def tell(worker, *reports):
     """As SGLang's processes do, through the worker's socket."""
@@ -55,37 +55,67 @@ def tell(worker, *reports):
 
 
 def chunk(finish_reason=None, ids=(5,), **meta_info):
-    meta_info = {"finish_reason": finish_reason, "cached_tokens": 0, **meta_info}
-    return f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta_info})}\n\n".encode()
+    """Without its rid."""
+    return {"output_ids": list(ids), "meta_info": {"finish_reason": finish_reason, **meta_info}}
+
+
+class Answer:
+    """Of a scheduler to one request."""
+
+    def __init__(self, rid, writer):
+        self._rid = rid
+        self._writer = writer
+
+    def write(self, chunk):
+        self._writer.write(encode(Outputs([{"rid": self._rid, **chunk}])))
+
+    def break_off(self):
+        self._writer.close()
+
+
+class Scheduler:
+    """A process of SGLang's: it tells a ticket of each request, and answers by `generate(answer)`."""
+
+    def __init__(self, reader, writer, generate):
+        self._reader = reader
+        self._writer = writer
+        self._generate = generate
+        self.arguments, self.aborted = [], []  # of requests; rids
+
+    async def serve(self):
+        self._writer.write(encode(active()))
+        async with asyncio.TaskGroup() as answers:
+            while line := await self._reader.readline():
+                match decode(line, ORDERS):
+                    case Generate(arguments=arguments):
+                        self.arguments.append(arguments)
+                        self._writer.write(encode(TicketSent(arguments["bootstrap_room"], 0, 1)))
+                        answers.create_task(self._generate(Answer(arguments["rid"], self._writer)))
+                    case Abort(rid=rid):
+                        self.aborted.append(rid)
 
 
 @asynccontextmanager
 async def worker_on(generate, model, **settings):
-    """`generate(worker, request, response)` writes what SGLang would; None: nothing listens."""
+    """`generate(answer)` tells what SGLang would; None: nobody connects. The worker has the `scheduler`."""
     worker = SglangWorker(sglang_settings(model, **settings), {0: OWN})
     worker._process = RunningProcess()
-    tell(worker, active())
-
-    async def answer(request):
-        body = await request.json()
-        tell(worker, TicketSent(body["bootstrap_room"], 0, 1))
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await generate(worker, request, response)
-        return response
-
-    app = web.Application()
-    app.router.add_post("/generate", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    if generate is None:
-        await runner.cleanup()
-    worker._http = SglangHttp(port)
-    try:
-        yield worker
-    finally:
-        await worker._http.close()
-        await runner.cleanup()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/reports"
+        await worker._open_reports(path)
+        ending = asyncio.create_task(worker._close_door_at_end())
+        tell(worker, active())
+        if generate is not None:
+            worker.scheduler = Scheduler(*await asyncio.open_unix_connection(path), generate)
+            serving = asyncio.create_task(worker.scheduler.serve())
+            while not worker._door.is_open(0):
+                await asyncio.sleep(0)
+        try:
+            yield worker
+        finally:
+            ending.cancel()
+            if generate is not None:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+                worker.scheduler._writer.close()
+            worker._reports.close()

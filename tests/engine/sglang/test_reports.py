@@ -4,22 +4,25 @@ import asyncio
 
 import pytest
 
-from services.engine.sglang import reports
+from services.engine.sglang import lines
 from services.engine.sglang.directory import directory_from_proto, directory_to_proto
+from services.engine.sglang.inside.reporter import Reporter
+from services.engine.sglang.lines import encode
 from services.engine.sglang.reports import (
+    Abort,
     Active,
+    Generate,
     Moved,
+    Outputs,
     PathFound,
-    Reporter,
     TicketSent,
     TreeEvents,
     draft_fields,
     draft_of,
-    encode_report,
     group_fields,
     group_of,
-    serve_reports,
 )
+from services.engine.sglang.service.report_server import serve_reports
 from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Generation, RankId
 
@@ -46,18 +49,30 @@ ACTIVE = Active(
 )
 
 
-async def test_reports_come_whole_and_in_order(tmp_path):
-    taken, path = [], str(tmp_path / "reports")
+ORDERED = [Generate({"rid": "7", "input_ids": list(range(50_000))}), Abort("7")]
+
+
+class Taken(list):
+    """Reports, and how to answer who told the last one."""
+
+    def take(self, report, say):
+        self.append(report)
+        self.say = say
+
+
+async def test_reports_and_orders_come_whole_and_in_order(tmp_path):
+    taken, path = Taken(), str(tmp_path / "reports")
     big = TreeEvents(1, [{"type": "BlockStored", "token_ids": list(range(50_000))}])
     said = [
         ACTIVE,
         TicketSent(2**62, 32, 3),
         Moved(2**62, 3, 12288, {"swa": 4096}),
+        Outputs([{"rid": "7", "output_ids": [5, 6], "meta_info": {"finish_reason": None}}]),
         PathFound(1, "rdma", "inter-node", "rc_mlx5/mlx5_0:1"),
         big,
         *(Moved(n, 1, 1, {}) for n in range(99)),
     ]
-    server = await serve_reports(path, taken.append, pytest.fail, lambda: None)
+    server = await serve_reports(path, taken.take, pytest.fail, lambda: None)
     try:
         reporter = Reporter(path)
         for report in said:
@@ -65,19 +80,26 @@ async def test_reports_come_whole_and_in_order(tmp_path):
         async with asyncio.timeout(5):
             while len(taken) < len(said):
                 await asyncio.sleep(0.005)
+            for order in ORDERED:
+                taken.say(order)
+            orders = []
+            while len(orders) < len(ORDERED):
+                await asyncio.sleep(0.005)
+                orders += reporter.orders()
     finally:
         server.close()
     assert taken == said
+    assert orders == ORDERED
     assert group_of(taken[0].carried[0]) == WINDOW
     assert draft_of(taken[0].draft) == DraftKv(5, WINDOW) and draft_of(draft_fields(None)) is None
 
 
 async def test_the_end_of_a_process_is_noticed(tmp_path):
-    taken, ended, path = [], asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.append, pytest.fail, ended.set)
+    taken, ended, path = Taken(), asyncio.Event(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.take, pytest.fail, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(encode_report(Moved(1, 1, 1, {})))
+        writer.write(encode(Moved(1, 1, 1, {})))
         await writer.drain()
         writer.close()
         await ended.wait()
@@ -100,12 +122,12 @@ async def test_the_end_of_a_process_is_noticed(tmp_path):
     ],
 )
 async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(reports, "_MAX_LINE_BYTES", 1000)
-    taken, errors, ended, path = [], [], asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.append, errors.append, ended.set)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    taken, errors, ended, path = Taken(), [], asyncio.Event(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.take, errors.append, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(line + encode_report(Moved(1, 1, 1, {})) + encode_report(Moved(2, 1, 1, {})))
+        writer.write(line + encode(Moved(1, 1, 1, {})) + encode(Moved(2, 1, 1, {})))
         await writer.drain()
         writer.close()
         await ended.wait()
@@ -114,11 +136,11 @@ async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(tmp_path,
 
 
 async def test_half_a_line_of_a_process_that_was_killed_is_its_end(tmp_path):
-    taken, ended, path = [], asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.append, pytest.fail, ended.set)
+    taken, ended, path = Taken(), asyncio.Event(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.take, pytest.fail, ended.set)
     async with asyncio.timeout(5):
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(encode_report(Moved(1, 1, 1, {})) + encode_report(Moved(2, 1, 1, {}))[:20])
+        writer.write(encode(Moved(1, 1, 1, {})) + encode(Moved(2, 1, 1, {}))[:20])
         await writer.drain()
         writer.close()
         await ended.wait()

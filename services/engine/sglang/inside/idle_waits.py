@@ -4,8 +4,8 @@ While rooms are under way, a scheduler without a batch goes round and round, and
 does. Where cores are few that takes them from those who make the events: other ranks, tokenizers, the
 threads of the transfer, our streams. With `--sleep-on-idle` (always on a CPU) they wait instead:
 
-    scheduler, nothing to compute --> SGLang's own idle poll + our wake-up --> a request, or news of a room
-    DP controller ------------------> poll of its socket -------------------> a request
+    scheduler, nothing to compute --> SGLang's own idle poll + our fds ----> a request, or news of a room
+    DP controller ------------------> poll of its socket ------------------> a message of SGLang's own
 """
 
 import os
@@ -17,6 +17,9 @@ from typing import Any
 # What makes no event (a peer that is looked up, a timeout) is seen this often.
 _ROOMS_WAIT_MS = 10
 _CONTROLLER_WAIT_MS = 1000
+
+
+more_fds: list[int] = []  # readable when there is something else for the scheduler
 
 
 class WakeUp:
@@ -45,8 +48,9 @@ def wait_for_news(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) ->
     if poller is None:
         return  # without --sleep-on-idle, or a rank that follows another one's requests
     news = room_news()
-    if news.fd not in poller:
-        poller.register(news.fd, POLLIN)
+    for fd in (news.fd, *more_fds):
+        if fd not in poller:
+            poller.register(fd, POLLIN)
     poller.poll(_ROOMS_WAIT_MS)
     news.clear()
 

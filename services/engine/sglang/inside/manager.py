@@ -20,7 +20,9 @@ from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from services.engine.sglang.beats import BEAT_S
+from services.engine.sglang.inside import idle_waits
 from services.engine.sglang.inside.decode_end import DecodeEnd
+from services.engine.sglang.inside.load_reports import LOAD_S, tell_load
 from services.engine.sglang.inside.prefill_end import PrefillEnd
 from services.engine.sglang.inside.process_reporter import process_reporter
 from services.engine.sglang.reports import Active, Beat, draft_fields, group_fields
@@ -33,7 +35,9 @@ class IsthmusKVManager(PrefillEnd, DecodeEnd):
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         super().__init__(args, mode, server_args, is_mla_backend)
+        idle_waits.more_fds.append(process_reporter().fileno())
         process_reporter().report(self._active())
+        self._loop_thread.every(LOAD_S, tell_load)
         self._loop_thread.every(BEAT_S, lambda: process_reporter().report(Beat(os.getpid())))
 
     def _active(self) -> Active:

@@ -10,16 +10,18 @@ from typing import Any
 from services.engine.sglang.plugin_settings import VARIABLE
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
 
 
 def register() -> None:
-    """Have SGLang make our KV managers, senders and receivers, publish KV events to us, and have grammars."""
+    """Have SGLang make our KV managers, senders and receivers, take requests by our door, publish KV events
+    to us, and have grammars."""
     if VARIABLE not in os.environ:
         return  # installed beside SGLang, but not started by us
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from services.engine.sglang.inside import idle_waits
+    from services.engine.sglang.inside import idle_waits, load_reports, requests
     from services.engine.sglang.inside.event_publisher import TreeEventPublisher, publish_events
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
@@ -37,6 +39,11 @@ def register() -> None:
         HookType.AFTER,
     )
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
+    receive = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
+    HookRegistry.register(receive, requests.take_orders, HookType.AFTER)
+    send = f"{_COMPONENTS}.output_sender.SenderWrapper.send_output"
+    HookRegistry.register(send, requests.tell_outputs, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", load_reports.note_load, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",

@@ -2,8 +2,8 @@
 
 from functools import cache
 
+from services.engine.sglang.inside.reporter import Reporter
 from services.engine.sglang.plugin_settings import PluginSettings
-from services.engine.sglang.reports import Reporter
 
 
 @cache

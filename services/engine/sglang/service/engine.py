@@ -140,7 +140,6 @@ class SglangDecodeEngine(SglangRank):
         began = time.monotonic()
         rendezvous = Rendezvous(room, self._own_id, peer.id)
         leg = asyncio.create_task(_leg(remote_prefill, request, rendezvous), name=f"prefill-{room:016x}")
-        finished = False
         try:
             async with aclosing(self._worker.stream(body)) as chunks:
                 with self._worker.blaming_ourselves():
@@ -148,22 +147,19 @@ class SglangDecodeEngine(SglangRank):
                     check_told(prefill.prompt_logprobs, request)
                     admitted = await self._admitted(request, room, prefill, began, time.monotonic())
                 async for output in _outputs(request, first, chunks, admitted, prefill):
-                    finished = output.finished is not None
                     yield output
-                    if finished:
+                    if output.finished is not None:
                         break
         finally:
             leg.cancel()
             with suppress(asyncio.CancelledError, Exception):  # whoever waited for it has had its error
                 await leg
-            self._worker.forget(room)
-            if not finished:
-                await asyncio.shield(self._worker.http.abort(body["rid"]))
+            self._worker.rooms.forget(room)
 
     async def _admitted(
         self, request: GenerationRequest, room: Room, prefill: PrefillResult, began: float, ended: float
     ) -> Admitted:
-        ticket, reserved = await self._worker.ticket_of(room)
+        ticket, reserved = await self._worker.rooms.ticket_of(room)
         self._worker.note_admitted(self._own_id.rank)
         prompt_tokens = len(request.all_ids)
         layout = self._shared_layout(ticket.decode_prefix_len, prompt_tokens, prefill.kv_bytes_moved)
@@ -221,15 +217,11 @@ class SglangPrefillEngine(SglangRank):
         body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it
         body |= scoring_arguments(request)
         began = time.monotonic()
-        finished = False
         try:
             chunk = await _only(self._worker.stream(body))
             moved = await self._worker.bytes_moved(room)
-            finished = True
         finally:
-            self._worker.forget(room)
-            if not finished:
-                await asyncio.shield(self._worker.http.abort(body["rid"]))
+            self._worker.rooms.forget(room)
         meta_info = chunk["meta_info"]
         cached = int(meta_info["cached_tokens"])
         queue_s, compute_s = _stages(meta_info, time.monotonic() - began)

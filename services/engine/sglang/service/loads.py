@@ -1,4 +1,4 @@
-"""What SGLang's /v1/loads tells of one DP rank, as routers want it (managers/load_snapshot.py). Pure."""
+"""What a scheduler of SGLang's tells of its load, as routers want it (managers/load_snapshot.py). Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 from services.values.kv import PageBooks
 from services.values.load import RankLoad
 from services.values.rank import Role
-
-SECTIONS = "core,disagg"  # of /v1/loads
 
 Load = Mapping[str, Any]
 

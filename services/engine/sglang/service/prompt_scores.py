@@ -14,7 +14,8 @@ from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.request import GenerationRequest
 
-# Of one prompt: they come as one line of JSON, some 30 bytes each, and a line has 8 MiB at most.
+# Of one prompt: they come as one line of JSON, some 30 bytes each, and SGLang's scheduler stands while it
+# is written.
 _MOST = 200_000
 
 

@@ -1,7 +1,7 @@
 """One SGLang with all its DP ranks, shared by the engines of those ranks.
 
 first start --> child process --> healthy --> plugin active in every process --> pools as large as asked for
-            --> loads polled --> serving
+            --> serving
 last stop ----> child process ended
 child ends, or the loop of its Handshake falls silent ---> crashed
 """
@@ -13,8 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,20 @@ from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.reports import (
     Active,
     Beat,
+    Load,
     Moved,
+    Outputs,
     PathFound,
     Report,
     TicketSent,
     TreeEvents,
     draft_of,
     group_of,
-    serve_reports,
 )
 from services.engine.sglang.service import loads, own_metrics
+from services.engine.sglang.service.door import Door
 from services.engine.sglang.service.http_client import SglangHttp
+from services.engine.sglang.service.launch.entry_point import require_entry_point
 from services.engine.sglang.service.launch.model_shape import ModelShape
 from services.engine.sglang.service.launch.process import SglangProcess
 from services.engine.sglang.service.launch.run_folder import RunFolder
@@ -46,6 +47,8 @@ from services.engine.sglang.service.launch.window_memory import (
     WINDOW_MEMORY_SAID,
     has_window_memory,
 )
+from services.engine.sglang.service.report_server import Say, serve_reports
+from services.engine.sglang.service.rooms import RoomReports
 from services.engine.sglang.service.step_times import MeanStepTimes
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
@@ -63,9 +66,7 @@ _ACTIVE_TIMEOUT_S = 15.0
 _POOLS_TIMEOUT_S = 60.0  # a scheduler reports its load when it first finds nothing to do
 _HEALTH_POLL_S = 0.2
 _REFUSED = 2  # argparse's exit code
-_LOAD_POLL_S = 0.25
-_REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
-_MAX_ROOMS = 4096
+_ENDED = "SGLang has ended"
 # sglang.srt.disaggregation.base.conn.StateType: what is as much a part of each page as its KV, and what the
 # layout has groups for.
 _KINDS_BY_PAGE = {"dsa", "block_scale"}
@@ -91,8 +92,8 @@ class SglangWorker:
         self._fingerprint = model_fingerprint(Path(settings.engine.model))
         self._draft = settings.draft()
         self._active: dict[tuple[int, int, int, int], Active] = {}
-        self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
-        self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
+        self.rooms = RoomReports()
+        self._door = Door()
         self._paths: dict[int, dict[KvPath, None]] = {}  # by DP rank, in the order in which they were found
         self._told = asyncio.Condition()
         self._rebuilders = [self._rebuilder() for _ in range(self.dp_size)]
@@ -108,9 +109,8 @@ class SglangWorker:
         self._process: SglangProcess | None = None
         self._http: SglangHttp | None = None
         self._reports: asyncio.Server | None = None
-        self._poller: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._beats = Beats()
-        self._listener: asyncio.Task[None] | None = None
         self._folder: RunFolder | None = None
 
     def __repr__(self) -> str:
@@ -147,12 +147,17 @@ class SglangWorker:
         assert self._process is not None
         await first_of(self._process.ended, self._broken)
 
+    async def _close_door_at_end(self) -> None:
+        """Its schedulers outlive SGLang's first process for a moment, in which they answer nobody."""
+        await self.crashed()
+        self._door.close(_ENDED)
+
     async def _start(self) -> None:
         settings = self.settings
-        _require_entry_point()
+        require_entry_point()
         self._folder = RunFolder.open()
         reports_path = str(self._folder.path / "reports")
-        self._reports = await serve_reports(reports_path, self._take, self._take_unreadable, self._broken.set)
+        await self._open_reports(reports_path)
         environment = self._folder.environment(settings.environment(os.environ))
         environment |= self._allows_stretched | self._plugin_settings(reports_path).to_environment()
         (port,) = free_ports("127.0.0.1", 1)
@@ -161,12 +166,15 @@ class SglangWorker:
         arguments += await self._window_arguments(environment)
         self._process = SglangProcess(arguments, environment)
         await self._process.start()
+        self._tasks.append(asyncio.create_task(self._close_door_at_end(), name="sglang-end"))
         await self._until_healthy()
         await self._until_active()
         await self._until_pools_known()
         self._check_pools()
-        self._poller = asyncio.create_task(self._poll_loads(), name="sglang-loads")
-        self._listener = asyncio.create_task(self._fail_when_silent(), name="sglang-beats")
+        self._tasks.append(asyncio.create_task(self._fail_when_silent(), name="sglang-beats"))
+
+    async def _open_reports(self, path: str) -> None:
+        self._reports = await serve_reports(path, self._take_from, self._take_unreadable, self._broken.set)
 
     async def _window_arguments(self, environment: Mapping[str, str]) -> list[str]:
         """Windows' KV is kept whole where nothing else is asked for; what SGLang does else is told."""
@@ -185,14 +193,14 @@ class SglangWorker:
 
     async def _stop(self) -> None:
         self.stopping = True
-        tasks = [task for task in (self._poller, self._listener) if task is not None]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._http is not None and not self._broken.is_set():
             await self._http.abort_all()  # SGLang would let requests finish, for as long as they take
         if self._process is not None:
             await self._process.stop(in_order=not self._broken.is_set())
+        self._door.close(self.ending)
         if self._http is not None:
             await self._http.close()
         if self._reports is not None:
@@ -244,7 +252,6 @@ class SglangWorker:
         try:
             async with asyncio.timeout(_POOLS_TIMEOUT_S):
                 while not self.ending and len(self._num_pages()) < self.dp_size:
-                    await self._poll_load()
                     await asyncio.sleep(_HEALTH_POLL_S)
         except TimeoutError:
             raise Unavailable(f"SGLang told no load within {_POOLS_TIMEOUT_S:g} s") from None
@@ -272,31 +279,19 @@ class SglangWorker:
             return ""
         return f"; windows are kept whole: {WINDOW_MEMORY_FLAG} says otherwise (docs/models.md)"
 
-    async def _poll_loads(self) -> None:
-        while True:
-            await self._poll_load()
-            await asyncio.sleep(_LOAD_POLL_S)
-
     async def _fail_when_silent(self) -> None:
         silent = await self._beats.until_silent()
         log.critical("sglang_hangs pids=%s", ",".join(map(str, silent)))
         self._broken.set()
 
-    async def _poll_load(self) -> None:
-        try:
-            answer = await self.http.get(f"/v1/loads?include={loads.SECTIONS}")
-            self._take_loads(answer["loads"])
-        except Unavailable as error:
-            log.warning("sglang_loads_unknown reason=%r", str(error))
-
-    def _take_loads(self, told: list[dict[str, Any]]) -> None:
-        self._loads = {int(load["dp_rank"]): load for load in told}
-        for dp_rank, load in self._loads.items():
-            self._step_times.note(dp_rank, load.get("decode_moments"))
-            if loads.waiting(load, self.settings.role):
-                self._queue_rates[dp_rank].waits(time.monotonic())
-            else:
-                self._queue_rates[dp_rank].empty()
+    def _take_load(self, load: dict[str, Any]) -> None:
+        dp_rank = int(load["dp_rank"])
+        self._loads[dp_rank] = load
+        self._step_times.note(dp_rank, load.get("decode_moments"))
+        if loads.waiting(load, self.settings.role):
+            self._queue_rates[dp_rank].waits(time.monotonic())
+        else:
+            self._queue_rates[dp_rank].empty()
 
     def _plugin_settings(self, reports_path: str) -> PluginSettings:
         engine, tls = self.settings.engine, self.settings.engine.tls()
@@ -343,11 +338,11 @@ class SglangWorker:
         return self._http
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of one request. Raises as SglangHttp.stream, or Unavailable when we end."""
+        """The chunks of one request. Raises as Door.stream, or Unavailable when we end."""
         if self.ending:
             raise Unavailable(self.ending)
         with self.blaming_ourselves():
-            async with aclosing(self.http.stream(body)) as chunks:
+            async with aclosing(self._door.stream(body)) as chunks:
                 retractions = 0
                 async for chunk in chunks:
                     counted = int(chunk["meta_info"].get("num_retractions") or 0)
@@ -361,7 +356,7 @@ class SglangWorker:
         if self.stopping:
             return "the engine is stopping"
         gone = self._broken.is_set() or (self._process is not None and self._process.ended.is_set())
-        return "SGLang has ended" if gone else ""
+        return _ENDED if gone else ""
 
     @contextmanager
     def blaming_ourselves(self) -> Iterator[None]:
@@ -404,7 +399,7 @@ class SglangWorker:
         )
 
     def load(self, dp_rank: int) -> RankLoad:
-        """From SGLang's own report, some hundred milliseconds old, and what we measured ourselves."""
+        """From its scheduler's own report, some hundred milliseconds old, and what we measured ourselves."""
         settings = self.settings
         told = loads.rank_load(
             self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.kv_pages
@@ -427,61 +422,38 @@ class SglangWorker:
         """A request that may have waited there is through."""
         self._queue_rates[dp_rank].taken(time.monotonic())
 
-    async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
-        """What the decode side promised for a room, and when (monotonic).
-
-        Raises PeerFailed when the plugin says nothing.
-        """
-        await self._until_told(lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
-        return self._tickets.pop(room)
-
     async def bytes_moved(self, room: Room) -> int:
-        """What was written for a room, by all of the rank's processes. Raises PeerFailed likewise."""
-        tp_size = self.layout.tp_size
-        await self._until_told(
-            lambda: self._moved.get(room, (0, 0))[0] >= tp_size, f"no writes were reported for {room:016x}"
-        )
-        return self._moved.pop(room)[1]
-
-    def forget(self, room: Room) -> None:
-        self._tickets.pop(room, None)
-        self._moved.pop(room, None)
-
-    async def _until_told(self, told: Any, problem: str) -> None:
-        try:
-            async with asyncio.timeout(_REPORT_TIMEOUT_S), self._told:
-                await self._told.wait_for(told)
-        except TimeoutError:
-            raise PeerFailed(problem) from None
+        """What was written for a room, by all of the rank's processes. Raises PeerFailed where none tells."""
+        return await self.rooms.bytes_moved(room, self.layout.tp_size)
 
     # -- what the plugin reports -----------------------------------------------------------------------
 
+    def _take_from(self, report: Report, say: Say) -> None:
+        if isinstance(report, Active) and report.tp_rank == 0:  # it hands requests on to the others
+            self._door.connect(report.dp_rank, say)
+        self._take(report)
+
     def _take(self, report: Report) -> None:
         match report:
+            case Load(load=load):
+                self._take_load(load)
+            case Outputs():
+                self._door.take(report)
             case Active():
                 place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
                 self._active[place] = report
                 self._rebuilders[report.dp_rank].paired = report.keys_are_pairs
-            case TicketSent():
-                self._tickets[report.room] = (report, time.monotonic())
-                _bound(self._tickets)
-            case Moved():
-                count, size = self._moved.get(report.room, (0, 0))
-                size += report.size_bytes + sum(report.carried_bytes.values())
-                self._moved[report.room] = (count + 1, size)
-                _bound(self._moved)
+                task = asyncio.ensure_future(self._tell())
+                task.add_done_callback(lambda ended: ended.exception())
+            case TicketSent() | Moved():
+                self.rooms.take(report)
             case PathFound():
                 path = KvPath(KvPathKind(report.path_kind), report.reach, report.lanes)
                 self._paths.setdefault(report.dp_rank, {})[path] = None
-                return
             case TreeEvents():
                 self._take_events(report)
-                return
             case Beat():
                 self._beats.heard(report.pid)
-                return
-        task = asyncio.ensure_future(self._tell())
-        task.add_done_callback(lambda ended: ended.exception())
 
     def _take_events(self, report: TreeEvents) -> None:
         self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))
@@ -502,32 +474,3 @@ class SglangWorker:
     async def _tell(self) -> None:
         async with self._told:
             self._told.notify_all()
-
-
-def _require_entry_point() -> None:
-    """Raises ConfigError. SGLang's processes have our interpreter, but would miss it only after loading."""
-    found = entry_points(group="sglang.srt.plugins", name="isthmus")
-    if not found:
-        raise ConfigError(
-            "the plugin is not installed: SGLang finds it by the entry point isthmus of sglang.srt.plugins, "
-            "so isthmus must be installed where SGLang is, not only be on the path"
-        )
-    for plugin in found:
-        if not _exists(plugin.module):
-            raise ConfigError(
-                f"the plugin is installed as {plugin.value}, which does not exist: isthmus has changed, "
-                "and must be installed again where SGLang is"
-            )
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
-        return False
-
-
-def _bound(rooms: dict[int, Any]) -> None:
-    """Rooms of requests that failed before anybody asked are forgotten in time."""
-    while len(rooms) > _MAX_ROOMS:
-        del rooms[next(iter(rooms))]

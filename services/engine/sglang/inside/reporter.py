@@ -1,0 +1,73 @@
+"""A process of SGLang's, connected to our service by a Unix socket of the service's.
+
+Whoever reports never waits: what the socket does not take at once a thread writes. Reports of one process
+arrive in order, none is lost while both live; a service that ends takes its SGLang with it.
+"""
+
+import logging
+import queue
+import socket
+import threading
+
+from services.engine.sglang import lines
+from services.engine.sglang.reports import ORDERS, Order, Report
+
+log = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 20
+
+
+class Reporter:
+    """`report` may be called from any thread, `orders` from one."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._late: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._num_late = 0  # not yet written; while there are some, what comes goes behind them
+        self._lock = threading.Lock()
+        self._splitter = lines.LineSplitter()
+        threading.Thread(target=self._write_late, name="isthmus-reports", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Readable when there are orders."""
+        return self._socket.fileno()
+
+    def report(self, report: Report) -> None:
+        line = lines.encode(report)
+        with self._lock:
+            rest = line if self._num_late else self._write_now(line)
+            if rest:
+                self._num_late += 1
+                self._late.put(rest)
+
+    def orders(self) -> list[Order]:
+        """Those that have come; does not wait. Raises ProtocolError."""
+        return [lines.decode(line, ORDERS) for line in self._splitter.feed(self._received())]
+
+    def _received(self) -> bytes:
+        """Nothing after the service's end, with which this process ends, too."""
+        try:
+            return self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            return b""
+
+    def _write_now(self, line: bytes) -> bytes:
+        """What the socket has no room for."""
+        try:
+            return line[self._socket.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            return line
+        except OSError as error:
+            log.error("sglang_reports_lost error=%s", error)
+            return b""
+
+    def _write_late(self) -> None:
+        while True:
+            rest = self._late.get()
+            try:
+                self._socket.sendall(rest)
+            except OSError as error:
+                log.error("sglang_reports_lost error=%s", error)
+            with self._lock:
+                self._num_late -= 1

@@ -1,0 +1,147 @@
+"""Requests of our service into a scheduler and its outputs back, by the socket that reports go by.
+
+    service --Generate, Abort--> [SGLang's own: HTTP server, tokenizer manager, DP controller] scheduler
+    service <--Outputs, one message per step--------------------------------------------------- scheduler
+
+All that SGLang does on the way is passed by: it would parse and write JSON for each token, and wake a task
+for it in a process of its own. Its health checks go their old way.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    TokenizedGenerateReqInput,
+    unwrap_from_pickle,
+)
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from services.engine.sglang.inside.process_reporter import process_reporter
+from services.engine.sglang.reports import Abort, Generate, Order, Outputs
+
+_NOT_ASKED_FOR: dict[str, Any] = {
+    "input_text": None,
+    "input_embeds": None,
+    "mm_inputs": None,
+    "token_type_ids": None,
+    "return_logprob": False,
+    "logprob_start_len": -1,
+    "top_logprobs_num": 0,
+    "token_ids_logprob": None,
+}
+
+
+def take_orders(received: list[Any] | None, receiver: Any) -> None:
+    """After SchedulerRequestReceiver._pull_raw_reqs; None in a process that gets what another one takes."""
+    if received is None:
+        return
+    for order in process_reporter().orders():
+        request = _request(order, receiver.model_config.vocab_size)
+        if request is not None:
+            received.append(request)
+
+
+def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
+    """Around SenderWrapper.send_output, by which a scheduler answers SGLang's tokenizer manager."""
+    chunks = _chunks(output) if sender.socket is not None else []
+    if chunks:
+        process_reporter().report(Outputs(chunks))
+    if not chunks or _has_others(output):
+        original(sender, output, *args, **kwargs)
+
+
+def _request(order: Order, vocab_size: int) -> Any:
+    """None where it has been refused."""
+    if isinstance(order, Abort):
+        return AbortReq(rid=order.rid)
+    try:
+        return _generation(order, vocab_size)
+    except ValueError as error:  # as SGLang's tokenizer manager refuses it
+        refusal = {"type": "abort", "status_code": 400, "message": str(error)}
+        process_reporter().report(Outputs([_end(order.arguments["rid"], refusal)]))
+        return None
+
+
+def _generation(order: Generate, vocab_size: int) -> Any:
+    arguments = _NOT_ASKED_FOR | order.arguments
+    sampling = SamplingParams(**arguments.pop("sampling_params"))
+    sampling.stop_token_ids = set(sampling.stop_token_ids or ())
+    sampling.normalize(None)
+    sampling.verify(vocab_size)
+    ids = array("q", arguments.pop("input_ids"))
+    return TokenizedGenerateReqInput(input_ids=ids, sampling_params=sampling, stream=True, **arguments)
+
+
+def _chunks(output: Any) -> list[dict[str, Any]]:
+    """Of requests of ours."""
+    match output:
+        case BatchTokenIDOutput(rids=rids):
+            return [_chunk(output, index, rid) for index, rid in enumerate(rids) if _is_ours(rid)]
+        case AbortReq(rid=rid) if _is_ours(rid):
+            reason = {"type": "abort", "message": output.abort_message or "Abort in waiting queue"}
+            return [_end(rid, output.finished_reason or reason)]
+    return []
+
+
+def _has_others(output: Any) -> bool:
+    return not all(map(_is_ours, getattr(output, "rids", None) or ()))
+
+
+def _is_ours(rid: str) -> bool:
+    return not rid.startswith(HEALTH_CHECK_RID_PREFIX)
+
+
+def _end(rid: str, reason: Any) -> dict[str, Any]:
+    return {"rid": rid, "output_ids": [], "meta_info": {"finish_reason": reason}}
+
+
+def _chunk(output: Any, index: int, rid: str) -> dict[str, Any]:
+    """As TokenizerManager._handle_batch_output makes it, of what our service reads."""
+    reason = output.finished_reasons[index]
+    told = {
+        "finish_reason": reason,
+        "num_retractions": output.retraction_counts[index],
+        "cached_tokens": output.cached_tokens[index],
+    }
+    if reason is not None:
+        told |= _times(output, index) | _drafts(output, index)
+    told |= _prompt_logprobs(output, index)
+    return {"rid": rid, "output_ids": list(output.output_ids[index]), "meta_info": told}
+
+
+def _times(output: Any, index: int) -> dict[str, Any]:
+    times = unwrap_from_pickle(output.time_stats)
+    told: dict[str, Any] = times[index].convert_to_output_meta_info() if times else {}
+    return told
+
+
+def _drafts(output: Any, index: int) -> dict[str, int]:
+    """As TokenizerManager._calculate_spec_decoding_metrics counts them."""
+    verified = output.spec_verify_ct[index] if output.spec_verify_ct else 0
+    if not verified:
+        return {}
+    return {
+        "spec_num_proposed_drafts": verified * (get_spec().speculative_num_draft_tokens - 1),
+        "spec_num_correct_drafts": output.spec_num_correct_drafts[index],
+    }
+
+
+def _prompt_logprobs(output: Any, index: int) -> dict[str, Any]:
+    """As TokenizerManager.add_logprob_to_meta_info lays them out."""
+    if not output.input_token_logprobs_val or not output.input_token_logprobs_val[index]:
+        return {}
+    logprobs, ids = output.input_token_logprobs_val[index], output.input_token_logprobs_idx[index]
+    told: dict[str, Any] = {"input_token_logprobs": _entries(logprobs, ids)}
+    if output.input_top_logprobs_val:
+        tops = zip(output.input_top_logprobs_val[index], output.input_top_logprobs_idx[index], strict=True)
+        told["input_top_logprobs"] = [_entries(logprobs, ids) if logprobs else None for logprobs, ids in tops]
+    return told
+
+
+def _entries(logprobs: Sequence[Any], ids: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(logprobs, ids, strict=True))

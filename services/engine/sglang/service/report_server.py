@@ -1,0 +1,67 @@
+"""Where SGLang's processes connect to tell what they have to, and are told what to do."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from services.engine.sglang import lines
+from services.engine.sglang.reports import REPORTS, Order, Report
+from services.values.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[Order], None]
+
+
+async def serve_reports(
+    path: str,
+    take: Callable[[Report, Say], None],
+    unreadable: Callable[[ProtocolError], None],
+    ended: Callable[[], None],
+) -> asyncio.Server:
+    """On the running loop: `take` gets every report and how to answer, or `unreadable` why it is none;
+    `ended` is called when a process that reports ends."""
+
+    def connection() -> asyncio.Protocol:
+        return _Process(take, unreadable, ended)
+
+    return await asyncio.get_running_loop().create_unix_server(connection, path)
+
+
+class _Process(asyncio.Protocol):
+    """One of SGLang's."""
+
+    _transport: asyncio.WriteTransport
+
+    def __init__(
+        self,
+        take: Callable[[Report, Say], None],
+        unreadable: Callable[[ProtocolError], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._take = take
+        self._unreadable = unreadable
+        self._ended = ended
+        self._splitter = lines.LineSplitter()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, received: bytes) -> None:
+        for line in self._splitter.feed(received):
+            try:
+                report = lines.decode(line, REPORTS)
+            except ProtocolError as error:
+                self._unreadable(error)
+                continue
+            self._take(report, self._say)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Of a process that was killed half a line may be left."""
+        if error is not None:
+            log.info("sglang_reports_reset error=%s", error)
+        self._ended()
+
+    def _say(self, order: Order) -> None:
+        self._transport.write(lines.encode(order))

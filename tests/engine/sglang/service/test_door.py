@@ -1,0 +1,88 @@
+"""Requests into schedulers, without SGLang."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from services.engine.sglang.reports import Abort, Generate, Outputs
+from services.engine.sglang.service.door import Door
+from services.values.errors import InvalidRequest, PeerFailed, Unavailable
+
+LENGTH = {"type": "length"}
+
+
+def body(rid, dp_rank=0):
+    return {"rid": rid, "routed_dp_rank": dp_rank}
+
+
+def chunk(rid, ids, reason=None):
+    return {"rid": rid, "output_ids": ids, "meta_info": {"finish_reason": reason}}
+
+
+@pytest.fixture
+def door():
+    """A door with two ranks; `said` has what each was told."""
+    door = Door()
+    door.said = {0: [], 1: []}
+    for dp_rank, said in door.said.items():
+        door.connect(dp_rank, said.append)
+    return door
+
+
+async def ids_of(door, rid, dp_rank=0):
+    return [chunk["output_ids"] async for chunk in door.stream(body(rid, dp_rank))]
+
+
+async def test_outputs_of_a_step_go_to_their_requests_and_ranks_hear_of_their_own(door):
+    first, second = (asyncio.create_task(ids_of(door, rid, rank)) for rid, rank in (("a", 0), ("b", 1)))
+    await asyncio.sleep(0)
+    door.take(Outputs([chunk("b", [7]), chunk("a", [1]), chunk("gone", [9])]))
+    door.take(Outputs([chunk("a", [2, 3], LENGTH), chunk("b", [], LENGTH)]))
+    assert await first == [[1], [2, 3]] and await second == [[7], []]
+    assert door.said == {0: [Generate(body("a", 0))], 1: [Generate(body("b", 1))]}
+    assert "open=0" in repr(door)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+async def test_a_request_that_is_left_is_aborted_once(door, taken):
+    async with aclosing(door.stream(body("a"))) as chunks:
+        waiting = asyncio.create_task(anext(chunks))
+        await asyncio.sleep(0)
+        if taken:
+            door.take(Outputs([chunk("a", [1])]))
+            await waiting
+        else:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+    assert door.said[0] == [Generate(body("a")), Abort("a")]
+    door.take(Outputs([chunk("a", [2])]))  # was on its way
+    assert "open=0" in repr(door)
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        ({"status_code": 400, "message": "no such grammar"}, InvalidRequest),
+        ({"status_code": 500, "message": "KVTransferError"}, PeerFailed),
+        ({"message": "Abort in waiting queue"}, PeerFailed),
+    ],
+)
+async def test_what_sglang_gives_up_is_an_error_and_not_aborted_again(door, reason, error):
+    answer = asyncio.create_task(ids_of(door, "a"))
+    await asyncio.sleep(0)
+    door.take(Outputs([chunk("a", [], {"type": "abort", **reason})]))
+    with pytest.raises(error, match=reason["message"]):
+        await answer
+    assert Abort("a") not in door.said[0]
+
+
+async def test_a_door_that_closes_ends_what_is_open_and_opens_no_more(door):
+    answer = asyncio.create_task(ids_of(door, "a"))
+    await asyncio.sleep(0)
+    door.take(Outputs([chunk("a", [1])]))
+    door.close("SGLang has ended")
+    with pytest.raises(Unavailable, match="has ended"):
+        await answer
+    with pytest.raises(Unavailable, match="not connected"):
+        await ids_of(door, "b")

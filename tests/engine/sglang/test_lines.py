@@ -1,0 +1,46 @@
+"""Messages as lines, however the bytes of them come."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.sglang import lines
+from services.engine.sglang.lines import LineSplitter, decode, encode
+from services.engine.sglang.reports import ORDERS, REPORTS, Abort, Generate, Outputs
+from services.values.errors import ProtocolError
+
+
+@given(st.lists(st.binary(max_size=20)), st.randoms(use_true_random=False))
+def test_lines_come_whole_however_they_are_cut(told, random):
+    text = [line.replace(b"\n", b"") for line in told]
+    sent, splitter, received = b"".join(line + b"\n" for line in text), LineSplitter(), []
+    while sent:
+        size = random.randint(0, 7)
+        received += splitter.feed(sent[:size])
+        sent = sent[size:]
+    assert received == text
+
+
+@pytest.mark.parametrize("piece", [1, 7, 60])
+def test_of_a_line_that_is_too_long_nobody_reads_anything(monkeypatch, piece):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 50)
+    long, splitter, received = encode(Abort("x" * 200)), LineSplitter(), []
+    for start in range(0, len(long), piece):
+        received += splitter.feed(long[start : start + piece])
+        assert splitter._begun_bytes <= max(50, piece)
+    (rest,) = received
+    with pytest.raises(ProtocolError):
+        decode(rest, ORDERS)
+    assert splitter.feed(encode(Abort("y"))) == [encode(Abort("y"))[:-1]]
+
+
+@pytest.mark.parametrize("message", [Abort("7"), Generate({"rid": "7", "input_ids": [1, 2]})])
+def test_an_order_is_no_report(message):
+    assert decode(encode(message), ORDERS) == message
+    with pytest.raises(ProtocolError):
+        decode(encode(message), REPORTS)
+
+
+def test_a_logprob_that_is_no_number_survives():
+    (chunk,) = decode(encode(Outputs([{"logprobs": [float("-inf"), None]}])), REPORTS).chunks
+    assert chunk["logprobs"] == [float("-inf"), None]

@@ -1,0 +1,189 @@
+"""What tests/sglang/test_door.py runs in a process of its own: SGLang's messages, and no scheduler."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from services.engine.sglang.reports import Abort, Generate, Outputs
+
+VOCABULARY = 1000
+ARGUMENTS = {
+    "rid": "0a",
+    "input_ids": [5, 6],
+    "bootstrap_room": 10,
+    "bootstrap_host": "127.0.0.1",
+    "routed_dp_rank": 0,
+    "disagg_prefill_dp_rank": 0,
+    "cache_salt": None,
+    "sampling_params": {"temperature": 0, "max_new_tokens": 3, "stop_token_ids": [9, 9]},
+}
+
+
+class Reporter:
+    def __init__(self):
+        self.waiting, self.told = [], []
+
+    def orders(self):
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def report(self, report):
+        self.told.append(report)
+
+
+@pytest.fixture
+def door(monkeypatch):
+    """(inside.requests, the reporter that it uses)"""
+    from services.engine.sglang.inside import requests
+
+    reporter = Reporter()
+    monkeypatch.setattr(requests, "process_reporter", lambda: reporter)
+    return requests, reporter
+
+
+def taken(door, *orders):
+    requests, reporter = door
+    reporter.waiting += orders
+    received = ["SGLang's own"]
+    requests.take_orders(received, SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY)))
+    assert received.pop(0) == "SGLang's own"
+    return received
+
+
+def test_requests_are_what_sglangs_tokenizer_manager_would_send(door):
+    from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler_components import request_receiver
+
+    request, abort = taken(door, Generate(ARGUMENTS), Abort("0b"))
+    assert type(abort) is AbortReq and abort.rid == "0b" and not abort.abort_all
+    assert type(request) is TokenizedGenerateReqInput and request.stream
+    assert list(request.input_ids) == [5, 6] and request.bootstrap_room == 10
+    assert request.sampling_params.stop_token_ids == {9}
+    assert request.sampling_params.top_k == 1  # normalized: greedy
+    assert not request.return_logprob
+    request_receiver.SchedulerRequestReceiver.unwrap_pickle_wrapper(None, [request, abort])
+    assert pickle.loads(pickle.dumps(request)).rid == "0a"  # as it goes to processes that follow
+
+
+def test_a_process_that_follows_takes_none(door):
+    requests, reporter = door
+    reporter.waiting.append(Abort("0a"))
+    requests.take_orders(None, None)
+    assert reporter.waiting
+
+
+def test_sampling_that_sglang_refuses_is_the_requests_fault(door):
+    refused = {**ARGUMENTS, "sampling_params": {"top_p": 7.0}}
+    assert [request.rid for request in taken(door, Generate(refused), Abort("0b"))] == ["0b"]
+    ((chunk,),) = (report.chunks for report in door[1].told)
+    assert chunk["rid"] == "0a" and chunk["meta_info"]["finish_reason"]["status_code"] == 400
+    assert "top_p" in chunk["meta_info"]["finish_reason"]["message"]
+
+
+class Times:
+    def convert_to_output_meta_info(self):
+        return {"queue_time": 0.5}
+
+
+def batch(*rids, **changes):
+    """As a scheduler sends it after a step: two tokens each, the last request has ended."""
+    from sglang.srt.managers.io_struct import BatchTokenIDOutput, wrap_as_pickle
+
+    count = len(rids)
+    given = dict(
+        rids=list(rids),
+        output_ids=[[7, number] for number in range(count)],
+        finished_reasons=[*[None] * (count - 1), {"type": "length", "length": 2}],
+        retraction_counts=[0] * count,
+        cached_tokens=[16] * count,
+        time_stats=wrap_as_pickle([Times()] * count),
+        spec_verify_ct=[],
+        **changes,
+    )
+    names = [field for field in BatchTokenIDOutput.__struct_fields__ if field not in given]
+    return BatchTokenIDOutput(**dict.fromkeys(names), **given)
+
+
+def sent(door, output, socket=True):
+    """(what goes on to SGLang's tokenizer manager, chunks that are reported)"""
+    passed = []
+    sender = SimpleNamespace(socket=socket or None)
+    door[0].tell_outputs(lambda _, output: passed.append(output), sender, output)
+    return passed, [chunk for report in door[1].told for chunk in report.chunks]
+
+
+def test_a_step_is_one_report(door):
+    passed, chunks = sent(door, batch("0a", "0b"))
+    assert passed == [] and len(door[1].told) == 1
+    told = {"finish_reason": None, "num_retractions": 0, "cached_tokens": 16}
+    going_on = {"rid": "0a", "output_ids": [7, 0], "meta_info": told}
+    assert chunks[0] == going_on
+    meta_info = {
+        "finish_reason": {"type": "length", "length": 2},
+        "num_retractions": 0,
+        "cached_tokens": 16,
+        "queue_time": 0.5,
+    }
+    assert chunks[1] == {"rid": "0b", "output_ids": [7, 1], "meta_info": meta_info}
+
+
+def test_what_is_not_ours_goes_on_to_sglang(door):
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+    from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
+
+    health = f"{HEALTH_CHECK_RID_PREFIX}_1"
+    for output in (batch(health), AbortReq(rid=health), FlushCacheReqOutput(success=True), batch()):
+        assert sent(door, output) == ([output], [])
+    mixed = batch("0a", health)
+    passed, chunks = sent(door, mixed)
+    assert passed == [mixed] and [chunk["rid"] for chunk in chunks] == ["0a"]
+
+
+def test_a_process_without_a_socket_of_sglangs_tells_nothing(door):
+    assert sent(door, batch("0a"), socket=False)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        (None, {"type": "abort", "message": "Abort in waiting queue"}),
+        ({"type": "abort", "status_code": 503}, {"type": "abort", "status_code": 503}),
+    ],
+)
+def test_the_end_of_a_request_that_never_ran_is_told(door, reason, told):
+    from sglang.srt.managers.io_struct import AbortReq
+
+    passed, (chunk,) = sent(door, AbortReq(rid="0a", finished_reason=reason))
+    assert passed == []
+    assert chunk == {"rid": "0a", "output_ids": [], "meta_info": {"finish_reason": told}}
+
+
+def test_scores_of_a_prompt_are_laid_out_as_over_http(door):
+    logprobs = dict(
+        input_token_logprobs_val=[[None, -1.5]],
+        input_token_logprobs_idx=[[5, 6]],
+        input_top_logprobs_val=[[None, [-0.5, -1.5]]],
+        input_top_logprobs_idx=[[None, [8, 6]]],
+    )
+    _, (chunk,) = sent(door, batch("0a", **logprobs))
+    assert chunk["meta_info"]["input_token_logprobs"] == [(None, 5), (-1.5, 6)]
+    assert chunk["meta_info"]["input_top_logprobs"] == [None, [(-0.5, 8), (-1.5, 6)]]
+
+
+def test_drafts_are_counted_at_the_end(door, monkeypatch):
+    monkeypatch.setattr(door[0], "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=4))
+    drafts = dict(spec_verify_ct=[2], spec_num_correct_drafts=[3])
+    output = batch("0a")
+    output.spec_verify_ct, output.spec_num_correct_drafts = drafts.values()
+    _, (chunk,) = sent(door, output)
+    assert chunk["meta_info"]["spec_num_proposed_drafts"] == 6
+    assert chunk["meta_info"]["spec_num_correct_drafts"] == 3
+
+
+def test_outputs_survive_the_socket(door):
+    from services.engine.sglang.lines import decode, encode
+    from services.engine.sglang.reports import REPORTS
+
+    _, chunks = sent(door, batch("0a"))
+    assert decode(encode(Outputs(chunks)), REPORTS) == Outputs(chunks)
