@@ -23,7 +23,7 @@ _DENSE_BLOCKS = 64
 
 
 class PrefixIndex:
-    """Per rank, the sequence hashes of its present life. About 84 bytes an entry.
+    """Per rank, the sequence hashes of its present life. 84 to 140 bytes an entry.
 
     `resume_points` are those of ranks that tell them: all others can go on computing wherever they hold.
     """
