@@ -86,8 +86,10 @@ async def saturated(grid: Grid) -> list[Row]:
             http = ",".join(f"127.0.0.1:{port}" for port in cluster.http_ports)
             grpc = ",".join(map(cluster.router_endpoint, range(grid.routers)))
             address = {"grpc": grpc, "http": http, "text": http}
-            rows = [await row(asked, _spent(cluster)) for asked in grid.asked(address)]
-            return rows + [await row(asked, _spent(cluster)) for asked in await _direct(grid, cluster)]
+            every = [*grid.asked(address), *await _direct(grid, cluster)]
+            # What is compared comes side by side: what runs beside changes from minute to minute.
+            every.sort(key=lambda asked: (asked.streams, asked.prompt_tokens, asked.max_tokens))
+            return [await row(asked, _spent(cluster)) for asked in every]
 
 
 async def _direct(grid: Grid, cluster: LocalCluster) -> list[Asked]:
