@@ -43,19 +43,20 @@ def door(monkeypatch):
 
 
 def taken(door, *orders):
+    """(requests, aborts) that SGLang would take after its own."""
     requests, reporter = door
     reporter.waiting += orders
-    received = ["SGLang's own"]
-    requests.take_orders(received, SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY)))
-    assert received.pop(0) == "SGLang's own"
-    return received
+    receiver = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
+    (told, received, local), _ = requests.take_orders(receiver, ["received"], ["local"])
+    assert told is receiver and (received.pop(0), local.pop(0)) == ("received", "local")
+    return received, local
 
 
 def test_requests_are_what_sglangs_tokenizer_manager_would_send(door):
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler_components import request_receiver
 
-    request, abort = taken(door, Generate(ARGUMENTS), Abort("0b"))
+    (request,), (abort,) = taken(door, Generate(ARGUMENTS), Abort("0b"))
     assert type(abort) is AbortReq and abort.rid == "0b" and not abort.abort_all
     assert type(request) is TokenizedGenerateReqInput and request.stream
     assert list(request.input_ids) == [5, 6] and request.bootstrap_room == 10
@@ -66,16 +67,44 @@ def test_requests_are_what_sglangs_tokenizer_manager_would_send(door):
     assert pickle.loads(pickle.dumps(request)).rid == "0a"  # as it goes to processes that follow
 
 
+def test_an_abort_counts_at_its_dp_rank_with_dp_attention_too(door, monkeypatch):
+    """SGLang broadcasts what it received itself from the first rank, and what is local among a rank's own."""
+    from sglang.srt.managers.scheduler_components import request_receiver
+
+    parallel = SimpleNamespace(
+        attn_dp_enabled=True,
+        attn_tp_rank=0,
+        attn_cp_rank=0,
+        enable_dp_attention_local_control_broadcast=False,
+        tp_size=2,
+        tp_group=SimpleNamespace(rank=1, cpu_group=None, ranks=[0, 1]),
+    )
+    exec_ = SimpleNamespace(moe=SimpleNamespace(is_ep_scale_joiner=False))
+    monkeypatch.setattr(request_receiver, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(request_receiver, "get_exec", lambda: exec_)
+    monkeypatch.setattr(request_receiver, "attn_cp_tp_broadcast_pyobj", lambda requests: requests)
+    monkeypatch.setattr(request_receiver, "broadcast_pyobj", lambda *_, **__: ["the first rank's"])
+    receiver_type = request_receiver.SchedulerRequestReceiver
+    (request,), (abort,) = taken(door, Generate(ARGUMENTS), Abort("0b"))
+    receiver = SimpleNamespace()
+    receiver._split_work_and_control_reqs = lambda requests: receiver_type._split_work_and_control_reqs(
+        receiver, requests
+    )
+    given = receiver_type._broadcast_reqs_across_ranks(receiver, [request], [abort])
+    assert given == [request, abort, "the first rank's"]
+
+
 def test_a_process_that_follows_takes_none(door):
     requests, reporter = door
     reporter.waiting.append(Abort("0a"))
-    requests.take_orders(None, None)
+    assert requests.take_orders(None, None) is None
     assert reporter.waiting
 
 
 def test_sampling_that_sglang_refuses_is_the_requests_fault(door):
     refused = {**ARGUMENTS, "sampling_params": {"top_p": 7.0}}
-    assert [request.rid for request in taken(door, Generate(refused), Abort("0b"))] == ["0b"]
+    received, (abort,) = taken(door, Generate(refused), Abort("0b"))
+    assert received == [] and abort.rid == "0b"
     ((chunk,),) = (report.chunks for report in door[1].told)
     assert chunk["rid"] == "0a" and chunk["meta_info"]["finish_reason"]["status_code"] == 400
     assert "top_p" in chunk["meta_info"]["finish_reason"]["message"]

@@ -39,8 +39,8 @@ def register() -> None:
         HookType.AFTER,
     )
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
-    receive = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
-    HookRegistry.register(receive, requests.take_orders, HookType.AFTER)
+    receive = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks"
+    HookRegistry.register(receive, requests.take_orders, HookType.BEFORE)
     send = f"{_COMPONENTS}.output_sender.SenderWrapper.send_output"
     HookRegistry.register(send, requests.tell_outputs, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", load_reports.note_load, HookType.AFTER)

@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from services.engine.sglang.inside.process_reporter import process_reporter
-from services.engine.sglang.reports import Abort, Generate, Order, Outputs
+from services.engine.sglang.reports import Abort, Generate, Outputs
 
 _NOT_ASKED_FOR: dict[str, Any] = {
     "input_text": None,
@@ -36,14 +36,22 @@ _NOT_ASKED_FOR: dict[str, Any] = {
 }
 
 
-def take_orders(received: list[Any] | None, receiver: Any) -> None:
-    """After SchedulerRequestReceiver._pull_raw_reqs; None in a process that gets what another one takes."""
+def take_orders(
+    receiver: Any, received: list[Any] | None, local: list[Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before SchedulerRequestReceiver._broadcast_reqs_across_ranks, whose arguments it returns.
+
+    `received` is None in a process that gets what another one takes. Aborts go with `local`, SGLang's own
+    of this DP rank: with DP attention those that are received count at the first rank alone.
+    """
     if received is None:
-        return
-    for order in process_reporter().orders():
-        request = _request(order, receiver.model_config.vocab_size)
-        if request is not None:
-            received.append(request)
+        return None
+    orders = process_reporter().orders()
+    vocab_size = receiver.model_config.vocab_size
+    requests = [_request(order, vocab_size) for order in orders if isinstance(order, Generate)]
+    aborts = [AbortReq(rid=order.rid) for order in orders if isinstance(order, Abort)]
+    received = [*received, *filter(None, requests)]
+    return (receiver, received, [*(local or ()), *aborts]), {}
 
 
 def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,10 +63,8 @@ def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args:
         original(sender, output, *args, **kwargs)
 
 
-def _request(order: Order, vocab_size: int) -> Any:
+def _request(order: Generate, vocab_size: int) -> Any:
     """None where it has been refused."""
-    if isinstance(order, Abort):
-        return AbortReq(rid=order.rid)
     try:
         return _generation(order, vocab_size)
     except ValueError as error:  # as SGLang's tokenizer manager refuses it
