@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from services.router.cluster import Cluster
 from services.router.request.answer_text import Said
@@ -121,9 +122,9 @@ class ResponseStream:
         response.prompt_logprobs.extend(scores.next_piece())
         return response
 
-    def _new_response(self) -> generation_pb2.GenerateResponse:
+    def _new_response(self, **said: Any) -> generation_pb2.GenerateResponse:
         response = generation_pb2.GenerateResponse(
-            request_id=self._checked.request_id, index=self._checked.index
+            request_id=self._checked.request_id, index=self._checked.index, **said
         )
         if not self._has_begun:
             response.answer_id, self._has_begun = self._answer_id, True
@@ -171,12 +172,15 @@ class ResponseStream:
         if num_tokens:
             self._note_tokens(num_tokens)
             progress.served[-1].note_drafts(output)
-        progress.output_ids.extend(output.token_ids[:num_tokens])
-        response = self._new_response()
-        response.text, response.reasoning = said.content, said.reasoning
-        response.tool_calls.extend(said.calls)
-        response.token_ids.extend(output.token_ids[:num_tokens])
-        response.logprobs.extend(map(convert_request.logprobs_to_proto, output.logprobs[:num_tokens]))
+        token_ids = output.token_ids[:num_tokens]
+        progress.output_ids.extend(token_ids)
+        response = self._new_response(
+            text=said.content,
+            reasoning=said.reasoning,
+            token_ids=token_ids,
+            tool_calls=said.calls,
+            logprobs=map(convert_request.logprobs_to_proto, output.logprobs[:num_tokens]),
+        )
         if reason is not None and output.finished is None:
             assert progress.stream is not None
             progress.stream.close()  # the rank would go on

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from services.index.read.mirror import Mirror
 from services.observe import traces
 from services.observe.children import Children
+from services.observe.repeated_histogram import RepeatedHistogram
 from services.router.cluster import Cluster, Placed
 from services.router.keys.refusals import FRONTS, REASONS
 from services.router.request.progress import Progress
@@ -53,10 +54,11 @@ class RouterMetrics:
             buckets=_STAGE_SECONDS,
         )
         self._by_stage = [self._stages.labels(stage) for stage in STAGES]
-        self._itl = histogram(
+        self._itl = RepeatedHistogram(
             "isthmus_itl_seconds",
             "Between two tokens of a stream, as the router sees them.",
-            buckets=_ITL_SECONDS,
+            _ITL_SECONDS,
+            registry,
         )
         self._duration = histogram(
             "isthmus_request_seconds", "Request received until its end.", buckets=_REQUEST_SECONDS
@@ -198,8 +200,7 @@ class RouterMetrics:
 
     def next_tokens(self, num_tokens: int, took_s: float) -> None:
         """One more step's tokens of a stream, `took_s` after the ones before."""
-        for _ in range(num_tokens):
-            self._itl.observe(took_s / num_tokens)
+        self._itl.observe(took_s / num_tokens, num_tokens)
 
     def drifted(self, num_tokens: int) -> None:
         self._drift.inc(num_tokens)
