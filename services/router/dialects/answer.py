@@ -4,6 +4,7 @@ GenerateResponse, joined     -> whole()   -> one JSON value
 GenerateResponse, one by one -> events()  -> server-sent events; the last answer's last response ends them
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,11 @@ class Event:
 
     data: Json | str
     name: str = ""
+
+
+def json_text(data: Json) -> str:
+    """As events have it."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 class Answer(Protocol):

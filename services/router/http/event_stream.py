@@ -1,7 +1,6 @@
 """Server-sent events, and an answer on its way to a client that may leave, or stop reading."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.router.dialects.answer import Event
+from services.router.dialects.answer import Event, json_text
 from services.values.errors import Aborted, DeadlineExceeded
 
 _T = TypeVar("_T")
@@ -26,7 +25,7 @@ def sse(event: Event) -> bytes:
     """As it goes over the wire (WHATWG HTML, 9.2)."""
     text = event.data
     if not isinstance(text, str):
-        text = json.dumps(text, ensure_ascii=False, separators=(",", ":"))
+        text = json_text(text)
     for separator in _LINE_SEPARATORS:
         text = text.replace(separator, f"\\u{ord(separator):04x}")
     name = f"event: {event.name}\n" if event.name else ""

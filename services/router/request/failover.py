@@ -113,7 +113,8 @@ class FailoverStream:
     async def _read(self, stream: OutputStream) -> Output:
         """What has come since the last time, in one: a router that is behind has less to do for each token.
 
-        Where a stop string may end the request, it is one at a time, to end with its last token.
+        Where a stop string may end the request, steps that tell more than tokens are read one at a time: what
+        they tell of steps behind its last token is not the client's.
         """
         self._remaining_s()  # though there be tokens
         return await stream.next(all_at_once=not self._checked.sampling.stop)

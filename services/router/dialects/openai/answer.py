@@ -9,6 +9,7 @@ from services.router.dialects.openai.choice import AnswerFormat, Piece, TokenByt
 from services.router.dialects.openai.echo import cut, prompt_text, vllm_prompt_logprobs
 from services.router.dialects.openai.errors import error_json
 from services.router.dialects.openai.openai_call import OpenAiCall
+from services.router.dialects.openai.text_chunk import TextChunk, is_text_alone
 from services.router.dialects.openai.usage import answers_json, isthmus_json, usage_json
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
@@ -60,6 +61,7 @@ class OpenAiAnswer:
         self._token_text, self._token_bytes = words
         self._prompts: dict[int, list[int]] = {}  # the ids of each, where they are asked for
         self._started: set[int] = set()
+        self._text_chunks: dict[int, TextChunk] = {}  # of those that have started
         self._finished: dict[int, Finish] = {}
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json:
@@ -80,6 +82,8 @@ class OpenAiAnswer:
         }
 
     def events(self, response: GenerateResponse) -> list[Event]:
+        if response.index in self._text_chunks and is_text_alone(response):
+            return [Event(self._text_chunks[response.index].filled(response.text))]
         events = [Event(chunk) for chunk in self._chunks(response)]
         return [*events, Event("[DONE]")] if self._is_over else events
 
@@ -101,6 +105,8 @@ class OpenAiAnswer:
             self._with_prompts(chunks[0]["choices"])
             chunks[0] |= self._of_prompt(response.index)
             self._started.add(response.index)
+            if self._call.tells_text_alone:
+                self._text_chunks[response.index] = self._text_chunk(response)
         if response.HasField("finish"):
             chunks[-1]["isthmus"] = isthmus_json(response.finish)
             self._finished[response.index] = response.finish
@@ -108,6 +114,11 @@ class OpenAiAnswer:
                 finishes = [self._finished[index] for index in range(self._call.num_answers)]
                 chunks.append({**self._chunk(response, []), "usage": self._usage(finishes)})
         return chunks
+
+    def _text_chunk(self, response: GenerateResponse) -> TextChunk:
+        index = response.index
+        delta = self._formats[index].delta
+        return TextChunk(lambda text: self._chunk(response, [delta(Piece(text, index=index))]))
 
     def _usage(self, finishes: Sequence[Finish]) -> Json:
         usage = usage_json(finishes, self._call.answers_each)

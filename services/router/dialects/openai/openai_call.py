@@ -20,6 +20,11 @@ class OpenAiCall(Call):
     def wants_logprobs(self) -> bool:
         return bool(self.request.sampling.HasField("logprobs"))
 
+    @property
+    def tells_text_alone(self) -> bool:
+        """Of tokens that come, neither ids nor log-probabilities."""
+        return not (self.wants_logprobs or self.return_token_ids or self.echo != NO_ECHO)
+
 
 def make_call(
     body: Body, headers: Mapping[str, str], request: GenerateRequest, *, echoes: bool = False
