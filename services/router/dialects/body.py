@@ -2,6 +2,7 @@
 
 import json
 import math
+from array import array
 from collections.abc import Mapping
 
 from services.values.errors import InvalidRequest
@@ -148,11 +149,18 @@ def check_ids(value: object, name: str) -> list[int]:
     if not isinstance(value, list):
         raise InvalidParameter(name, "must be a list of token ids")
     # There may be millions: only the first that is wrong is given a name.
-    are_integers = set(map(type, value)) <= {int}
-    if not (are_integers and _is_id(min(value, default=0)) and _is_id(max(value, default=0))):
+    if not (set(map(type, value)) <= {int} and _fit(value)):
         index = next(index for index, item in enumerate(value) if not _is_id(item))
         check_integer(value[index], f"{name}[{index}]", 0, UINT32_MAX)
     return value
+
+
+def _fit(integers: list[int]) -> bool:
+    try:
+        array("I", integers)
+    except OverflowError:
+        return False
+    return True
 
 
 def _is_id(value: object) -> bool:

@@ -43,7 +43,7 @@ def read_completion_call(
 def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateRequest]:
     """A request for each of them, alike in all else."""
     prompts = {"prompt": value}
-    if isinstance(value, list) and set(map(type, value)) in ({str}, {list}):
+    if isinstance(value, list) and _is_of_prompts(value):
         prompts = {f"prompt[{place}]": each for place, each in enumerate(value)}
     requests = one_for_each(len(prompts), request, "prompt")
     for each, (name, prompt) in zip(requests, prompts.items(), strict=True):
@@ -51,11 +51,24 @@ def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateReque
     return requests
 
 
+def _is_of_prompts(values: list[object]) -> bool:
+    """Of ids there may be very many: the first tells that they are none."""
+    return isinstance(next(iter(values), None), str | list) and set(map(type, values)) in ({str}, {list})
+
+
 def _put_prompt(value: object, name: str, request: GenerateRequest) -> None:
     if isinstance(value, str):
         request.text = check_text(value, name)
         return
-    if not isinstance(value, list) or not {str, list}.isdisjoint(map(type, value)):
-        raise InvalidParameter(name, "must be a string, a list of token ids, or a list of either")
     request.token_ids.SetInParent()  # an empty one too
-    request.token_ids.ids.extend(check_ids(value, name))
+    request.token_ids.ids.extend(_ids_of(value, name))
+
+
+def _ids_of(value: object, name: str) -> list[int]:
+    try:
+        return check_ids(value, name)
+    except InvalidParameter:
+        if isinstance(value, list) and {str, list}.isdisjoint(map(type, value)):
+            raise
+        problem = "must be a string, a list of token ids, or a list of either"
+        raise InvalidParameter(name, problem) from None
