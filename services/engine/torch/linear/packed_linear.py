@@ -37,9 +37,7 @@ class PanelLinear(nn.Module):
         self._panels = pack(linear.weight.detach().numpy(), bias)
 
     def forward(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1]).numpy()
-        product = torch.from_numpy(multiply(flat, self._panels))
-        return product.view(*rows.shape[:-1], product.shape[-1])
+        return torch.from_numpy(multiply(rows.numpy(), self._panels))
 
 
 class PackedLinear(nn.Module):
