@@ -29,20 +29,13 @@ from services.engine.torch.attention.kernels.numba_kernel import attend_pages
 from services.engine.torch.attention.kernels.parts import PartsView
 from services.engine.torch.attention.latent import contexts
 from services.engine.torch.attention.layers import Reach
-from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import InPlaceView, ReachView, StepView
-from services.engine.torch.attention.stores import store
-from services.engine.torch.lanes import HAS_FLOAT16
+from services.engine.torch.attention.stores import store_layer
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
 IMPLEMENTATION = "isthmus_paged"
-# What numba_kernel reads, and what it takes their numbers for.
-_NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
-if HAS_FLOAT16:
-    _NUMPY_VIEWS[torch.float16] = torch.int16
-IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)
 
 # What transformers and its models may hand to an attention function without a say in what it computes: of
 # training, of what else the model returns, and what the view knows better.
@@ -92,18 +85,17 @@ def paged_attention(
     queries = query[0].transpose(0, 1)
     if view.kv.is_latent:
         return _attend_to_contexts(queries, key[0], value[0], view, scores)[None], None
-    keys, values = view.kv.layer(index)
     if is_stored:
-        store(key, keys, view)
-        store(value, values, view)
+        store_layer(key, value, view, index)
     in_place = list(view.spans)
     if isinstance(view.decode, InPlaceView):
         in_place.append(view.decode)
     if len(in_place) == 1 and not view.chunks:  # it has all rows
-        return attend_in_place(queries, in_place[0], view.kv, index, scores)[None], None
+        return attend_in_place(queries, in_place[0], view, index, scores)[None], None
+    keys, values = view.kv.layer(index)
     output = queries.new_empty(*queries.shape[:2], values.shape[3])
     for of_rows in in_place:
-        output[of_rows.rows] = attend_in_place(queries[of_rows.rows], of_rows, view.kv, index, scores)
+        output[of_rows.rows] = attend_in_place(queries[of_rows.rows], of_rows, view, index, scores)
     for chunk in view.chunks:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
         output[rows] = attend_gathered(
@@ -146,19 +138,20 @@ def _attend_to_contexts(
     return output
 
 
-def attend_in_place(query: Tensor, view: InPlaceView, kv: PagedKv, layer: int, scores: Scores) -> Tensor:
+def attend_in_place(query: Tensor, rows: InPlaceView, view: ReachView, layer: int, scores: Scores) -> Tensor:
     """`query` is [num_queries, num_heads, head_dim]; the result has the values' head dimension."""
+    assert view.numbers is not None
     output = attend_pages(
         query.float().numpy(),
-        kv.numbers.view(_NUMPY_VIEWS[kv.numbers.dtype]).numpy(),
-        kv.shape,
+        view.numbers,
+        view.kv.shape,
         layer,
-        view.reads,
+        rows.reads,
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=None if scores.sinks is None else scores.sinks.detach().float().numpy(),
-        shares=view.shares,
-        executor=view.executor,
+        shares=rows.shares,
+        executor=rows.executor,
     )
     return torch.from_numpy(output).to(query.dtype)
 

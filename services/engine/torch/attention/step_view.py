@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,14 +17,30 @@ from services.engine.paged.runner import Chunk, TailPages
 from services.engine.torch.attention.kernels.numba_kernel import Pieces, Span
 from services.engine.torch.attention.kernels.parts import OnDevice, PartsView, view_parts
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of
+from services.engine.torch.attention.kernels.store_kernel import Slots
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
 from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.lanes import HAS_FLOAT16
 from services.values.errors import ProtocolError
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
 # To read a page takes as long as to multiply it for so many readers.
 _READERS_OF_A_READ = 8
+
+
+# What kernels for the CPU read, and what they take its numbers for.
+_NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+if HAS_FLOAT16:
+    _NUMPY_VIEWS[torch.float16] = torch.int16
+IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)
+
+
+def as_numpy(numbers: Tensor) -> NDArray[Any]:
+    """The same memory, for those kernels; of one of IN_PLACE_DTYPES."""
+    seen_as = _NUMPY_VIEWS[numbers.dtype]
+    array: NDArray[Any] = (numbers if seen_as is numbers.dtype else numbers.view(seen_as)).numpy()
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +79,22 @@ class InPlaceView:
     executor: Executor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReachView:
     """The same for all layers of a reach."""
 
     kv: PagedKv
-    stored: Tensor | None  # int64, which of the step's tokens are stored; None: all
-    token_pages: Tensor  # int64 [num_stored]
-    token_slots: Tensor  # int64 [num_stored]
+    slots: Slots  # of the step's tokens that are stored
     chunks: tuple[ChunkView, ...]  # those that gather
     spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
     decode: InPlaceView | PartsView | None  # all single tokens that need not
+    numbers: NDArray[Any] | None  # the pool's, as the CPU's kernels take them, where they are to read them
+
+    @cached_property
+    def slot_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `slots`, on the pool's device."""
+        rows, pages, slots = (torch.from_numpy(ids).to(self.kv.numbers.device) for ids in self.slots)
+        return rows, pages, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +126,26 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
     elif isinstance(in_place, InPlace):
         spans = tuple(_view_span(offset, chunk, reach, kv, in_place) for offset, chunk in others)
         others = []
-    stored, pages, slots = _stored(reach.pool, chunks, kv)
     return ReachView(
         kv=kv,
-        stored=stored,
-        token_pages=pages,
-        token_slots=slots,
+        slots=_stored(reach.pool, chunks, kv),
         chunks=tuple(_view_chunk(offset, chunk, reach, kv) for offset, chunk in others),
         spans=spans,
         decode=_view_decodes(singles, reach, kv, in_place) if in_place is not None and singles else None,
+        numbers=as_numpy(kv.numbers) if isinstance(in_place, InPlace) else None,
     )
 
 
-def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> tuple[Tensor | None, Tensor, Tensor]:
+def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
     """Which tokens of the step are stored, and in which slots of which pages."""
-    page_size, device = kv.shape.page_size, kv.numbers.device
     pages: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
     for chunk, offset in zip(chunks, _offsets(chunks), strict=True):
         first = chunk.start if pool else max(chunk.start, chunk.store_from)
         rows.extend(range(offset + first - chunk.start, offset + len(chunk.token_ids)))
-        _add_slots(pages, slots, _held(chunk, pool), range(first, chunk.end), page_size)
-    is_whole = len(rows) == sum(len(chunk.token_ids) for chunk in chunks)
-    return None if is_whole else _ids(rows, device), _ids(pages, device), _ids(slots, device)
+        _add_slots(pages, slots, _held(chunk, pool), range(first, chunk.end), kv.shape.page_size)
+    return Slots(np.array(rows, np.int64), np.array(pages, np.int64), np.array(slots, np.int64))
 
 
 def _add_slots(pages: list[int], slots: list[int], held: TailPages, positions: range, page_size: int) -> None:
@@ -143,10 +161,6 @@ def _add_slots(pages: list[int], slots: list[int], held: TailPages, positions: r
     where = np.arange(positions.start, positions.stop)
     pages.extend(own[where // page_size - first_page].tolist())
     slots.extend((where % page_size).tolist())
-
-
-def _ids(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(numbers, np.int64)).to(device)
 
 
 def _offsets(chunks: Sequence[Chunk]) -> list[int]:
@@ -223,17 +237,20 @@ def _view_decodes(
     offsets = np.array([offset for offset, _ in decodes])
     if isinstance(in_place, OnDevice):
         return view_parts(kv, offsets, pieces, in_place)
+    return InPlaceView(
+        rows=torch.from_numpy(offsets),
+        reads=pieces,
+        shares=_piece_shares(pieces, kv, in_place.num_threads),
+        executor=in_place.executor,
+    )
+
+
+def _piece_shares(pieces: Pieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
     # To read a page for all, and to multiply it for each.
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
     of_reader = np.repeat(num_pages * (_READERS_OF_A_READ / num_readers + 1), num_readers)
     work = np.bincount(pieces.readers, of_reader)
-    num_slots = len(pieces.pages) * page_size
-    return InPlaceView(
-        rows=torch.from_numpy(offsets),
-        reads=pieces,
-        shares=_shares(work, num_slots, kv, in_place.num_threads),
-        executor=in_place.executor,
-    )
+    return _shares(work, len(pieces.pages) * kv.shape.page_size, kv, num_threads)
 
 
 def _view_span(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv, in_place: InPlace) -> InPlaceView:

@@ -2,12 +2,24 @@
 
 from torch import Tensor
 
-from services.engine.torch.attention.step_view import ReachView
+from services.engine.torch.attention.kernels.store_kernel import store_tokens
+from services.engine.torch.attention.step_view import ReachView, as_numpy
+
+
+def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None:
+    """Both are the step's, [1, num_kv_heads, total, ..]; `layer` is one of the pool's."""
+    if view.numbers is not None:
+        keys, values = (as_numpy(numbers)[0].transpose(1, 0, 2) for numbers in (key, value))
+        store_tokens(keys, values, view.numbers, view.kv.shape, layer, view.slots)
+        return
+    for numbers, pages in zip((key, value), view.kv.layer(layer), strict=True):
+        store(numbers, pages, view)
 
 
 def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
     """`numbers` are the step's, [1, num_kv_heads, total, head_dim]; `pages` a layer's K or V."""
+    rows, token_pages, token_slots = view.slot_tensors
     of_tokens = numbers[0].transpose(0, 1)
-    if view.stored is not None:
-        of_tokens = of_tokens[view.stored]
-    pages[view.token_pages, :, view.token_slots] = of_tokens
+    if len(rows) < len(of_tokens):
+        of_tokens = of_tokens[rows]
+    pages[token_pages, :, token_slots] = of_tokens

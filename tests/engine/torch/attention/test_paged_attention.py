@@ -19,14 +19,10 @@ from services.engine.torch.attention import step_view
 from services.engine.torch.attention.gathered import attend_gathered, gather
 from services.engine.torch.attention.kernels import numba_kernel
 from services.engine.torch.attention.layers import InPlace
-from services.engine.torch.attention.paged_attention import (
-    IN_PLACE_DTYPES,
-    attend_in_place,
-    paged_attention,
-)
+from services.engine.torch.attention.paged_attention import attend_in_place, paged_attention
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.scores import Scores
-from services.engine.torch.attention.step_view import _causal_mask
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, _causal_mask
 from services.values.request import SamplingParams
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
@@ -214,9 +210,9 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
         attend_gathered(q[None], *context, c, scores)
         for q, context, c in zip(query, contexts, gathered, strict=True)
     ]
-    view = reach_view_of(pool, chunks, InPlace()).decode
+    view = reach_view_of(pool, chunks, InPlace())
     torch.testing.assert_close(
-        attend_in_place(query, view, pool, 0, scores), torch.cat(expected), atol=2e-6, rtol=0
+        attend_in_place(query, view.decode, view, 0, scores), torch.cat(expected), atol=2e-6, rtol=0
     )
 
 

@@ -25,8 +25,8 @@ from engine.torch.attention.reach_cases import (
 from services.engine.torch.attention import gathered, step_view
 from services.engine.torch.attention.kernels import numba_kernel
 from services.engine.torch.attention.layers import InPlace, Reach
-from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
 from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
 from services.values.errors import ProtocolError
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.03, torch.float16: 0.004}

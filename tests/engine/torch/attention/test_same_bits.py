@@ -15,8 +15,8 @@ from services.engine.torch.attention import step_view
 from services.engine.torch.attention.kernels import numba_kernel
 from services.engine.torch.attention.kernels.numba_kernel import Pieces
 from services.engine.torch.attention.layers import InPlace, Reach
-from services.engine.torch.attention.paged_attention import IN_PLACE_DTYPES
 from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
 
 
 @pytest.fixture(scope="module")

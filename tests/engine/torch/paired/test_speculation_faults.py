@@ -3,8 +3,8 @@
 Most change tokens; all change what test_speculation.py compares.
 """
 
+import numpy as np
 import pytest
-import torch
 
 from engine.paged.draft_ranks import every_draft_pays
 from engine.torch.paired.speculating import (
@@ -22,6 +22,7 @@ from services.engine.paged import core
 from services.engine.paged.carrying import Carrying
 from services.engine.torch import draft_tokens, runner
 from services.engine.torch.attention import step_view
+from services.engine.torch.attention.kernels.store_kernel import Slots
 from services.engine.torch.model.token_runs import TokenRuns
 
 pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)
@@ -33,16 +34,16 @@ def wrong_kv_stays(patch):
     stored, drafted = step_view._stored, set()
 
     def mutated(pool, chunks, kv):
-        rows, pages, slots = stored(pool, chunks, kv)
-        if rows is not None or len(pages) > len(chunks):
-            return rows, pages, slots
+        slots = stored(pool, chunks, kv)
+        if not len(slots.rows) == len(chunks) == sum(len(chunk.token_ids) for chunk in chunks):
+            return slots
         kept = []
-        for row, (chunk, *place) in enumerate(zip(chunks, pages.tolist(), slots.tolist(), strict=True)):
+        for row, (chunk, *place) in enumerate(zip(chunks, *(ids.tolist() for ids in slots[1:]), strict=True)):
             if is_draft := bool(getattr(chunk.history, "drafts", ())):
                 drafted.add((id(kv), *place))
             if is_draft or (id(kv), *place) not in drafted:
                 kept.append(row)
-        return torch.tensor(kept, dtype=torch.int64), pages[kept], slots[kept]
+        return Slots(*(ids[np.array(kept, np.int64)] for ids in slots))
 
     patch.setattr(step_view, "_stored", mutated)
 

@@ -114,21 +114,20 @@ def attend_pages(
     """
     num_queries, num_heads = query.shape[:2]
     # In the usual order, whatever `query` is a view of: for another one the kernel would be compiled anew.
-    # With a soft cap, scores are made as parts of it.
-    scaled = np.multiply(query, np.float32(scaling / (softcap or 1.0)), order="C")
+    query = np.ascontiguousarray(query)
     softmax = _Softmax(
-        np.zeros((num_queries, num_heads, shape.v_head_dim), np.float32),
-        np.zeros((num_queries, num_heads), np.float32),
-        np.full((num_queries, num_heads), _LOWEST, np.float32),
+        np.empty((num_queries, num_heads, shape.v_head_dim), np.float32),
+        np.empty((num_queries, num_heads), np.float32),
+        np.empty((num_queries, num_heads), np.float32),
     )
     sinks = _no_sinks(num_heads) if sinks is None else sinks
+    # With a soft cap, scores are made as parts of it.
+    factors = np.float32(scaling / (softcap or 1.0)), np.float32(softcap or 0.0)
     compiled = _attend_pieces if isinstance(reads, Pieces) else _attend_span
-    attend = partial(
-        compiled, scaled, numbers, shape, layer, np.float32(softcap or 0.0), reads, softmax, sinks
-    )
+    attend = partial(compiled, query, numbers, shape, layer, factors, reads, softmax, sinks)
     own, *others = shares or [range(shape.num_kv_heads * num_queries)]
     assert executor is not None or not others
-    futures = [executor.submit(attend, share.start, share.stop) for share in others] if executor else []
+    futures = [executor.submit(attend, each.start, each.stop) for each in others] if executor else []
     attend(own.start, own.stop)
     for future in futures:
         future.result()
@@ -146,7 +145,7 @@ def _attend_pieces(
     numbers: Any,
     shape: Any,
     layer: Any,
-    softcap: Any,
+    factors: Any,
     pieces: Any,
     softmax: Any,
     sinks: Any,
@@ -155,11 +154,13 @@ def _attend_pieces(
 ) -> None:
     """Item k * num_queries + i of [first, end): query i, its heads that share KV head k."""
     num_queries, group = len(query), query.shape[1] // shape.num_kv_heads
-    of_step = (query, numbers, shape, layer, softcap, _scratch(shape), softmax)
+    of_step = (query, numbers, shape, layer, factors, _scratch(shape), softmax)
     nobody = pieces.readers[:0]
     for kv_head in range(first // num_queries, -(-end // num_queries)):
         first_query = max(first - kv_head * num_queries, 0)
         end_query = min(end - kv_head * num_queries, num_queries)
+        heads = kv_head * group, (kv_head + 1) * group
+        _begin(softmax, heads, (first_query, end_query))
         for piece in range(len(pieces.page_starts) - 1):
             at, end_reader = pieces.reader_starts[piece], pieces.reader_starts[piece + 1]
             while at < end_reader and pieces.readers[at] < first_query:
@@ -172,7 +173,7 @@ def _attend_pieces(
             for first_row in range(0, num_rows, _MAX_LANES):
                 rows = (pieces.readers, at, kv_head, first_row, min(_MAX_LANES, num_rows - first_row))
                 _attend_some(rows, table, of_step)
-        _finish(softmax, sinks, (kv_head * group, (kv_head + 1) * group), (first_query, end_query))
+        _finish(softmax, sinks, heads, (first_query, end_query))
 
 
 @_compiled
@@ -181,7 +182,7 @@ def _attend_span(
     numbers: Any,
     shape: Any,
     layer: Any,
-    softcap: Any,
+    factors: Any,
     span: Any,
     softmax: Any,
     sinks: Any,
@@ -190,12 +191,14 @@ def _attend_span(
 ) -> None:
     """As _attend_pieces: the rows of neighbouring tokens read what all of them see together."""
     num_queries, group = len(query), query.shape[1] // shape.num_kv_heads
-    of_step = (query, numbers, shape, layer, softcap, _scratch(shape), softmax)
+    of_step = (query, numbers, shape, layer, factors, _scratch(shape), softmax)
     queries, page_size = np.arange(num_queries), shape.page_size
     firsts, ends = np.empty(len(span.pages), np.int64), np.empty(len(span.pages), np.int64)
     for kv_head in range(first // num_queries, -(-end // num_queries)):
         first_query = max(first - kv_head * num_queries, 0)
         end_query = min(end - kv_head * num_queries, num_queries)
+        heads = kv_head * group, (kv_head + 1) * group
+        _begin(softmax, heads, (first_query, end_query))
         num_rows = (end_query - first_query) * group
         for first_row in range(0, num_rows, _MAX_LANES):
             count = min(_MAX_LANES, num_rows - first_row)
@@ -207,7 +210,7 @@ def _attend_span(
                 ends[j] = min(seen_to - j * page_size, page_size)
             table = (span.pages, firsts, ends, bounds, (span.firsts, span.ends))
             _attend_some((queries, first_query, kv_head, first_row, count), table, of_step)
-        _finish(softmax, sinks, (kv_head * group, (kv_head + 1) * group), (first_query, end_query))
+        _finish(softmax, sinks, heads, (first_query, end_query))
 
 
 @_inner
@@ -232,7 +235,7 @@ def _attend_some(rows: Any, table: Any, of_step: Any) -> None:
 @_inner
 def _attend_rows(zero: Any, rows: Any, table: Any, of_step: Any) -> None:
     """Go on with the softmax of as many rows as `zero` has lanes, or fewer."""
-    query, numbers, shape, layer, softcap, scratch, softmax = of_step
+    query, numbers, shape, layer, (scaling, softcap), scratch, softmax = of_step
     pages, firsts, ends, bounds, seen = table
     kv_head, num_rows = rows[2], rows[4]
     num_layers, num_kv_heads, page_size, head_dim, v_head_dim = shape
@@ -252,7 +255,7 @@ def _attend_rows(zero: Any, rows: Any, table: Any, of_step: Any) -> None:
     for lane in range(num_rows):
         reader, head = _row_of(rows, lane, group)
         for d in range(head_dim):
-            scratch[d * width + lane] = query[reader, head, d]
+            scratch[d * width + lane] = query[reader, head, d] * scaling
         for d in range(v_head_dim):
             scratch[weighted + d * width + lane] = softmax.weighted[reader, head, d]
         scratch[sums + lane] = softmax.greatest[reader, head]
@@ -324,6 +327,13 @@ def _hide(
             for slot in range(stop, num_slots):
                 scratch[scores + slot * width + lane] = value
     return is_hiding
+
+
+@_inner
+def _begin(softmax: Any, heads: Any, queries: Any) -> None:
+    softmax.weighted[queries[0] : queries[1], heads[0] : heads[1]] = 0.0
+    softmax.totals[queries[0] : queries[1], heads[0] : heads[1]] = 0.0
+    softmax.greatest[queries[0] : queries[1], heads[0] : heads[1]] = _LOWEST
 
 
 @_inner

@@ -28,9 +28,9 @@ class Read:
 
 def pieces_of(reads: Sequence[Read], page_size: int) -> Pieces:
     """Query i reads reads[i]."""
+    if len(reads) == 1:
+        return _alone(reads[0], page_size)
     pages, places, firsts, ends, queries = _page_reads(reads, page_size)
-    if len(reads) == 1:  # as below, without the search: where there is one alone, every microsecond counts
-        return Pieces(pages, firsts, ends, _starts([len(pages)]), queries[:1], _starts([1]))
     slots = (places * (pages.max() + 1) + pages) * page_size + firsts
     names = np.where(ends == page_size, slots, slots.max() + 1 + np.arange(len(pages)))
     by_name = np.argsort(names, kind="stable")
@@ -55,6 +55,15 @@ def pieces_of(reads: Sequence[Read], page_size: int) -> Pieces:
         readers[_stretches(reader_starts[firsts_of], counts[firsts_of])],
         _starts(counts[firsts_of]),
     )
+
+
+def _alone(read: Read, page_size: int) -> Pieces:
+    """Without the search: where there is one alone, every microsecond counts."""
+    pages = np.array(read.pages, np.int64)
+    firsts, ends = np.zeros(len(pages), np.int64), np.full(len(pages), page_size, np.int64)
+    firsts[0], ends[-1] = read.skip, (read.skip + read.num_tokens - 1) % page_size + 1
+    starts = np.array([0, len(pages), 0, 1])
+    return Pieces(pages, firsts, ends, starts[:2], starts[:1], starts[2:])
 
 
 def _page_reads(reads: Sequence[Read], page_size: int) -> tuple[Ids, Ids, Ids, Ids, Ids]:
