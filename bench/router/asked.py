@@ -171,13 +171,13 @@ def _start(asked: Asked, prompts: Prompts, request_id: str) -> decode_pb2.Start:
 
 
 def _output(step: Any) -> decode_pb2.RequestOutput | None:
-    """None: only the rank's load."""
+    """The last: a rank that is behind tells of several steps in one. None: only the rank's load."""
     if step is grpc.aio.EOF:
         raise RuntimeError("the decode rank has ended the stream")
     outputs: list[decode_pb2.RequestOutput] = list(step.outputs)
-    if outputs and outputs[0].HasField("error"):
-        raise RuntimeError(outputs[0].error.message)
-    return outputs[0] if outputs else None
+    if outputs and outputs[-1].HasField("error"):
+        raise RuntimeError(outputs[-1].error.message)
+    return outputs[-1] if outputs else None
 
 
 async def _http(asked: Asked, told: Told, until_s: float) -> None:
