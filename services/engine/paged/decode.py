@@ -142,9 +142,10 @@ class PagedDecodeEngine(PagedEngine):
         with self._mailbox(seq) as mailbox:
             try:
                 reserved = await _next(mailbox, Reserved)
-                queue_s = time.monotonic() - asked
-                received = None
+                # That word comes with a step's others: here its first part has been computed by then.
+                queue_s, received = constraint_s + reserved.queue_s, None
                 if remote_prefill is not None:
+                    queue_s = time.monotonic() - asked
                     received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
                 admitted = self._admitted(seq, reserved, queue_s, received, token)

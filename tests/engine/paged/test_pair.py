@@ -1,6 +1,7 @@
 """Decode and prefill engines together, on the fake runner: exact tokens, only the delta moves, no leaks."""
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -142,6 +143,16 @@ async def test_layouts_that_differ_are_refused():
         with pytest.raises(PeerFailed, match="page_size"):
             await pair.generate([1, 2, 3])
         await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("plan", Plan)
+async def test_no_moment_until_the_first_token_is_told_twice(plan):
+    async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
+        began = time.monotonic()
+        admitted = (await pair.generate(range(20), 1, plan)).admitted
+        took_s = time.monotonic() - began
+        assert admitted.prefill_compute_s >= 0.05
+        assert admitted.rank_s <= took_s
 
 
 async def test_prefill_lost_in_the_middle_is_a_failed_peer():
