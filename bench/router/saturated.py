@@ -156,7 +156,7 @@ def row_of(asked: Asked, told: Told, took: Mapping[str, float]) -> Row:
         "errors": len(told.errors),
         "req/s": told.requests / told.took_s,
         "tokens/s": told.tokens / told.took_s,
-        "found": told.found / (told.requests * asked.prompt_tokens),  # over gRPC
+        "found": told.found / (told.requests * asked.prompt_tokens) if asked.front == "grpc" else "-",
         "tokens/message": told.tokens / max(1, told.messages),
         "TTFT p50": float(np.percentile(ttft_ms, 50)),
         "TTFT p99": float(np.percentile(ttft_ms, 99)),
