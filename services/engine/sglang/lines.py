@@ -45,6 +45,12 @@ class LineSplitter:
             self._begun, self._begun_bytes = [], 0
         if self._begun_bytes + len(rest) > MAX_LINE_BYTES:
             self._begun, self._begun_bytes = [], 0
-        self._begun.append(rest)
-        self._begun_bytes += len(rest)
+        if rest:
+            self._begun.append(rest)
+            self._begun_bytes += len(rest)
         return whole
+
+    @property
+    def has_begun(self) -> bool:
+        """Of a line the beginning is here, and not its end."""
+        return bool(self._begun)

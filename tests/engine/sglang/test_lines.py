@@ -34,6 +34,16 @@ def test_of_a_line_that_is_too_long_nobody_reads_anything(monkeypatch, piece):
     assert splitter.feed(encode(Abort("y"))) == [encode(Abort("y"))[:-1]]
 
 
+def test_looks_that_find_nothing_leave_nothing():
+    splitter = LineSplitter()
+    for _ in range(3):
+        assert splitter.feed(b"") == []
+    assert splitter._begun == [] and not splitter.has_begun
+    splitter.feed(b"half")
+    assert splitter.has_begun
+    assert splitter.feed(b" a line\n") == [b"half a line"] and not splitter.has_begun
+
+
 @pytest.mark.parametrize("message", [Abort("7"), Generate({"rid": "7", "input_ids": [1, 2]})])
 def test_an_order_is_no_report(message):
     assert decode(encode(message), ORDERS) == message
