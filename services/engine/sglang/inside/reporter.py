@@ -6,6 +6,7 @@ arrive in order, none is lost while both live; a service that ends takes its SGL
 
 import logging
 import queue
+import select
 import socket
 import threading
 
@@ -15,6 +16,8 @@ from services.engine.sglang.reports import ORDERS, Order, Report
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
+_MOST_BYTES = 16 << 20  # of orders at a time: a scheduler has its steps to do
+_REST_WAIT_MS = 5
 
 
 class Reporter:
@@ -27,6 +30,9 @@ class Reporter:
         self._num_late = 0  # not yet written; while there are some, what comes goes behind them
         self._lock = threading.Lock()
         self._splitter = lines.LineSplitter()
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._comes = False  # something was there when we last looked, or waited
         threading.Thread(target=self._write_late, name="isthmus-reports", daemon=True).start()
 
     def fileno(self) -> int:
@@ -42,15 +48,32 @@ class Reporter:
                 self._late.put(rest)
 
     def orders(self) -> list[Order]:
-        """Those that have come; does not wait. Raises ProtocolError."""
-        return [lines.decode(line, ORDERS) for line in self._splitter.feed(self._received())]
+        """Those that have come; waits only for the rest of one that is coming. Raises ProtocolError."""
+        orders: list[Order] = []
+        left = _MOST_BYTES
+        while left > 0 and ((received := self._received()) or self._rest_comes()):
+            orders += [lines.decode(line, ORDERS) for line in self._splitter.feed(received)]
+            left -= len(received)
+        return orders
+
+    def _rest_comes(self) -> bool:
+        """A socket holds some 200 KB: the service writes on when they have been read. Left to the next step,
+        a long prompt would take one for each of its parts. A service that hangs is waited for once."""
+        if self._comes and self._splitter.has_begun:
+            self._comes = bool(self._poll.poll(_REST_WAIT_MS))
+            return self._comes
+        return False
 
     def _received(self) -> bytes:
         """Nothing after the service's end, with which this process ends, too."""
         try:
-            return self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
-        except OSError:
+            received = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
             return b""
+        except OSError:
+            received = b""
+        self._comes = bool(received)
+        return received
 
     def _write_now(self, line: bytes) -> bytes:
         """What the socket has no room for."""

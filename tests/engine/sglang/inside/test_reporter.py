@@ -78,6 +78,48 @@ def test_orders_wake_who_polls_and_are_taken_without_waiting(service):
     assert reporter.orders() == [Abort("2")]
 
 
+def test_a_prompt_that_no_socket_holds_is_one_look(service):
+    reporter, connection = service
+    orders = [Generate({"rid": str(number), "input_ids": list(range(200_000))}) for number in range(2)]
+    connection.settimeout(None)
+    writing = threading.Thread(target=connection.sendall, args=(b"".join(map(encode, orders)),))
+    writing.start()
+    poll = select.poll()
+    poll.register(reporter.fileno(), select.POLLIN)
+    looks, taken = 0, []
+    while len(taken) < 2 and poll.poll(5000):
+        looks, taken = looks + 1, taken + reporter.orders()
+    writing.join()
+    assert taken == orders
+    assert looks < 10  # one or two, or more where the writer is starved; each part by itself took a dozen
+
+
+def test_a_service_that_stops_in_an_order_is_waited_for_once(service):
+    reporter, connection = service
+    waits, poll = [], reporter._poll
+
+    class Poll:
+        def poll(self, timeout_ms):
+            waits.append(timeout_ms)
+            return poll.poll(timeout_ms)
+
+    reporter._poll = Poll()
+    line = encode(Abort("1"))
+    for part, most in ((line[:5], 1), (b"", 1), (line[5:9], 2), (b"", 2)):
+        connection.sendall(part)
+        assert reporter.orders() == [] and len(waits) == most
+    connection.sendall(line[9:])
+    assert reporter.orders() == [Abort("1")] and len(waits) == 2
+
+
+def test_half_an_order_of_a_service_that_is_gone_is_not_waited_for(service):
+    reporter, connection = service
+    connection.sendall(encode(Abort("1"))[:9])
+    connection.close()
+    assert reporter.orders() == []
+    assert reporter.orders() == []
+
+
 def test_after_the_services_end_nothing_comes_and_nothing_fails(service):
     reporter, connection = service
     connection.close()
