@@ -200,6 +200,17 @@ def test_scores_of_a_prompt_are_laid_out_as_over_http(door):
     assert chunk["meta_info"]["input_top_logprobs"] == [None, [(-0.5, 8), (-1.5, 6)]]
 
 
+def test_scores_of_several_prompts_are_a_report_each(door):
+    """Of all that end in one step they could be more than a line holds."""
+    logprobs = dict(
+        input_token_logprobs_val=[[None, -1.5], [], [None, -2.5]],
+        input_token_logprobs_idx=[[5, 6], [], [5, 7]],
+    )
+    _, chunks = sent(door, batch("0a", "0b", "0c", **logprobs))
+    assert sorted(chunk["rid"] for chunk in chunks) == ["0a", "0b", "0c"]
+    assert [[chunk["rid"] for chunk in report.chunks] for report in door[1].told] == [["0a"], ["0c"], ["0b"]]
+
+
 def test_drafts_are_counted_at_the_end(door, monkeypatch):
     monkeypatch.setattr(door[0], "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=4))
     drafts = dict(spec_verify_ct=[2], spec_num_correct_drafts=[3])

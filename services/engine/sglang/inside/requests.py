@@ -36,6 +36,9 @@ _NOT_ASKED_FOR: dict[str, Any] = {
 }
 
 
+Chunk = dict[str, Any]  # as over HTTP
+
+
 def take_orders(
     receiver: Any, received: list[Any] | None, local: list[Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -57,8 +60,8 @@ def take_orders(
 def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
     """Around SenderWrapper.send_output, by which a scheduler answers SGLang's tokenizer manager."""
     chunks = _chunks(output) if sender.socket is not None else []
-    if chunks:
-        process_reporter().report(Outputs(chunks))
+    for together in _apart(chunks):
+        process_reporter().report(Outputs(together))
     if not chunks or _has_others(output):
         original(sender, output, *args, **kwargs)
 
@@ -83,7 +86,7 @@ def _generation(order: Generate, vocab_size: int) -> Any:
     return TokenizedGenerateReqInput(input_ids=ids, sampling_params=sampling, stream=True, **arguments)
 
 
-def _chunks(output: Any) -> list[dict[str, Any]]:
+def _chunks(output: Any) -> list[Chunk]:
     """Of requests of ours."""
     match output:
         case BatchTokenIDOutput(rids=rids):
@@ -98,15 +101,23 @@ def _has_others(output: Any) -> bool:
     return not all(map(_is_ours, getattr(output, "rids", None) or ()))
 
 
+def _apart(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Prompts' scores go by themselves: of several that end in a step they could be more than a line holds,
+    and what is not read never ends."""
+    scored = [[chunk] for chunk in chunks if "input_token_logprobs" in chunk["meta_info"]]
+    others = [chunk for chunk in chunks if "input_token_logprobs" not in chunk["meta_info"]]
+    return [*scored, others] if others else scored
+
+
 def _is_ours(rid: str) -> bool:
     return not rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
 
-def _end(rid: str, reason: Any) -> dict[str, Any]:
+def _end(rid: str, reason: Any) -> Chunk:
     return {"rid": rid, "output_ids": [], "meta_info": {"finish_reason": reason}}
 
 
-def _chunk(output: Any, index: int, rid: str) -> dict[str, Any]:
+def _chunk(output: Any, index: int, rid: str) -> Chunk:
     """As TokenizerManager._handle_batch_output makes it, of what our service reads."""
     reason = output.finished_reasons[index]
     told = {
