@@ -23,6 +23,7 @@ from services.engine.sglang.reports import (
     group_of,
 )
 from services.engine.sglang.service.report_server import serve_reports
+from services.values.errors import InvalidRequest
 from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Generation, RankId
 
@@ -92,6 +93,26 @@ async def test_reports_and_orders_come_whole_and_in_order(tmp_path):
     assert orders == ORDERED
     assert group_of(taken[0].carried[0]) == WINDOW
     assert draft_of(taken[0].draft) == DraftKv(5, WINDOW) and draft_of(draft_fields(None)) is None
+
+
+async def test_an_order_that_no_scheduler_would_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    taken, path = Taken(), str(tmp_path / "reports")
+    server = await serve_reports(path, taken.take, pytest.fail, lambda: None)
+    try:
+        reporter = Reporter(path)
+        reporter.report(Moved(1, 1, 1, {}))
+        async with asyncio.timeout(5):
+            while not taken:
+                await asyncio.sleep(0.005)
+            with pytest.raises(InvalidRequest, match="1000 bytes"):
+                taken.say(Generate({"sampling_params": {"ebnf": "\n" * 600}}))
+            taken.say(Abort("7"))
+            while not (orders := reporter.orders()):
+                await asyncio.sleep(0.005)
+    finally:
+        server.close()
+    assert orders == [Abort("7")]
 
 
 async def test_the_end_of_a_process_is_noticed(tmp_path):

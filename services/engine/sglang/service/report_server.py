@@ -7,11 +7,11 @@ from typing import Any
 
 from services.engine.sglang import lines
 from services.engine.sglang.reports import REPORTS, Order, Report
-from services.values.errors import ProtocolError
+from services.values.errors import InvalidRequest, ProtocolError
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[Order], None]
+Say = Callable[[Order], None]  # raises InvalidRequest
 
 
 async def serve_reports(
@@ -64,4 +64,8 @@ class _Process(asyncio.Protocol):
         self._ended()
 
     def _say(self, order: Order) -> None:
-        self._transport.write(lines.encode(order))
+        """Raises InvalidRequest for what the other end would not read: a scheduler ends with such a line."""
+        if len(line := lines.encode(order)) > lines.MAX_LINE_BYTES:
+            limit = lines.MAX_LINE_BYTES
+            raise InvalidRequest(f"engine sglang takes requests of {limit} bytes as JSON, got {len(line)}")
+        self._transport.write(line)
