@@ -37,12 +37,15 @@ class Door:
 
         Raises:
             InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
+            InvalidRequest: it is larger than what a scheduler reads, or there is one of that name.
             Unavailable: SGLang itself is gone.
         """
         say = self._schedulers.get(body["routed_dp_rank"])
         if say is None:
             raise Unavailable("SGLang is not connected")
         rid, ended = body["rid"], False
+        if rid in self._open:
+            raise InvalidRequest(f"request {rid} is under way already")
         chunks = self._open[rid] = asyncio.Queue()
         try:
             say(Generate(body))

@@ -44,6 +44,16 @@ async def test_outputs_of_a_step_go_to_their_requests_and_ranks_hear_of_their_ow
     assert "open=0" in repr(door)
 
 
+async def test_a_name_that_is_under_way_is_refused_and_the_first_goes_on(door):
+    first = asyncio.create_task(ids_of(door, "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="under way"):
+        await ids_of(door, "a")
+    door.take(Outputs([chunk("a", [1], LENGTH)]))
+    assert await first == [[1]]
+    assert door.said[0] == [Generate(body("a"))]
+
+
 @pytest.mark.parametrize("taken", [0, 1])
 async def test_a_request_that_is_left_is_aborted_once(door, taken):
     async with aclosing(door.stream(body("a"))) as chunks:
