@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import config, njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,11 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
 class _Kept(FunctionCache):
     """No file of it is worth a rank that does not start."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(self.cache_path, self._impl.filename_base, stamp)
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
@@ -70,6 +75,17 @@ class _Kept(FunctionCache):
             super().save_overload(sig, data)
         except Exception as error:  # it reads its index first, and that may be broken
             log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
+
+
+class _Files(IndexDataCacheFile):
+    """numba numbers its files: two processes that compile for other types at once would give both the same
+    number, and the next one take code for the wrong types. Here a file is named after what is in it."""
+
+    def save(self, key: Any, data: Any) -> None:
+        base = self._index_name.removesuffix(".nbi")
+        name = f"{base}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+        self._save_data(name, data)
+        self._save_index(self._load_index() | {key: name})
 
 
 @cache

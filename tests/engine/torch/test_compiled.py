@@ -49,6 +49,25 @@ def test_what_cannot_be_kept_is_compiled(tmp_path, caplog):
     assert "kernel_not_kept" in caplog.text
 
 
+def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
+    """int16 and uint16 (float16 and bfloat16 to our kernels): code for one takes the other, and errs."""
+    signed, unsigned = np.full(4, -1, np.int16), np.full(4, 65535, np.uint16)
+    first, second, third = njit(twice), njit(twice), njit(twice)
+    for dispatcher in (first, second, third):
+        compiled.keep(dispatcher, twice, tmp_path)
+    files, save_data = first._cache._cache_file, first._cache._cache_file._save_data
+
+    def save_late(name, data):
+        second._cache._cache_file._load_index = dict  # it looked before the first had written
+        assert second(unsigned) == 8 * 65535
+        save_data(name, data)
+
+    files._save_data = save_late
+    assert first(signed) == -8
+    assert third(unsigned) == 8 * 65535
+    assert third(signed) == -8
+
+
 @pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_the_folder_is_where_the_operator_says(tmp_path, monkeypatch, variable):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
