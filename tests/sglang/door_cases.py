@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.engine.sglang.reports import Abort, Generate, Outputs
+from services.engine.sglang.reports import Abort, Generate, Outputs, pack_ids
 
 VOCABULARY = 1000
 ARGUMENTS = {
     "rid": "0a",
-    "input_ids": [5, 6],
+    "input_ids": pack_ids([5, 6]),
     "bootstrap_room": 10,
     "bootstrap_host": "127.0.0.1",
     "routed_dp_rank": 0,

@@ -1,8 +1,12 @@
 """What SGLang's processes tell the service, over a real Unix socket."""
 
 import asyncio
+import json
+from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.engine.sglang import lines
 from services.engine.sglang.directory import directory_from_proto, directory_to_proto
@@ -21,6 +25,8 @@ from services.engine.sglang.reports import (
     draft_of,
     group_fields,
     group_of,
+    pack_ids,
+    unpack_ids,
 )
 from services.engine.sglang.service.report_server import serve_reports
 from services.values.errors import InvalidRequest
@@ -93,6 +99,11 @@ async def test_reports_and_orders_come_whole_and_in_order(tmp_path):
     assert orders == ORDERED
     assert group_of(taken[0].carried[0]) == WINDOW
     assert draft_of(taken[0].draft) == DraftKv(5, WINDOW) and draft_of(draft_fields(None)) is None
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)))
+def test_ids_come_as_they_were_packed(ids):
+    assert unpack_ids(json.loads(json.dumps(pack_ids(tuple(ids))))) == array("q", ids)
 
 
 async def test_an_order_that_no_scheduler_would_read_is_refused(tmp_path, monkeypatch):

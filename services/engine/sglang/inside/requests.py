@@ -7,7 +7,6 @@ All that SGLang does on the way is passed by: it would parse and write JSON for 
 for it in a process of its own. Its health checks go their old way.
 """
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from services.engine.sglang.inside.process_reporter import process_reporter
-from services.engine.sglang.reports import Abort, Generate, Outputs
+from services.engine.sglang.reports import Abort, Generate, Outputs, unpack_ids
 
 _NOT_ASKED_FOR: dict[str, Any] = {
     "input_text": None,
@@ -82,7 +81,7 @@ def _generation(order: Generate, vocab_size: int) -> Any:
     sampling.stop_token_ids = set(sampling.stop_token_ids or ())
     sampling.normalize(None)
     sampling.verify(vocab_size)
-    ids = array("q", arguments.pop("input_ids"))
+    ids = unpack_ids(arguments.pop("input_ids"))
     return TokenizedGenerateReqInput(input_ids=ids, sampling_params=sampling, stream=True, **arguments)
 
 

@@ -21,6 +21,7 @@ from prometheus_client.core import Metric
 from services.engine.base import RemotePrefill
 from services.engine.paged.scores import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
+from services.engine.sglang.reports import pack_ids
 from services.engine.sglang.service.prompt_scores import check_scored, scoring_arguments, told_of_prompt
 from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
 from services.engine.sglang.service.worker import SglangWorker
@@ -96,7 +97,7 @@ class SglangRank:
         return {
             **priority,
             "rid": f"{room:016x}",
-            "input_ids": list(request.all_ids),
+            "input_ids": pack_ids(request.all_ids),
             "bootstrap_room": room,
             "routed_dp_rank": self._own_id.rank,
             "disagg_prefill_dp_rank": prefill_rank,
