@@ -22,7 +22,8 @@ _MAX_INCOMPLETE = 3
 _MIN_WINDOW = 12
 # A clean window is cut when it is longer than that: cutting costs a second decode.
 _CUT_ABOVE = 16
-# Any window is cut when it is longer than that.
+# Any window is cut when it is longer than that, but not while a character may yet be whole: among the ids
+# before it, many of which may have come together, the cut could break another.
 _MAX_WINDOW = 32
 
 
@@ -75,14 +76,17 @@ class Detokenizer:
         self._released = max(self._released, len(text) - held)
         if held == 0:
             self._cut_at_clean_point()
-        if len(self._window) > _MAX_WINDOW:
+        elif len(self._window) > _MAX_WINDOW and self._num_pending > _MAX_INCOMPLETE:
             self._cut_anywhere(held)
         return new_text
 
     def _held_chars(self, text: str) -> int:
         held = len(text) - len(text.rstrip(_INCOMPLETE))
-        num_pending = len(self._window) - self._clean_point
-        return held if num_pending <= _MAX_INCOMPLETE else min(held, _MAX_INCOMPLETE)
+        return held if self._num_pending <= _MAX_INCOMPLETE else min(held, _MAX_INCOMPLETE)
+
+    @property
+    def _num_pending(self) -> int:
+        return len(self._window) - self._clean_point
 
     def finish(self) -> str:
         """What was held back. Nothing can be pushed after."""

@@ -158,6 +158,17 @@ def test_sentencepiece_keeps_spaces_and_bytes_that_fall_back(
     assert whole.lstrip(" ") == text.lstrip(" ")
 
 
+def test_a_character_that_breaks_behind_many_ids_breaks_none_of_theirs(
+    sentencepiece_tokenizer: Tokenizer,
+) -> None:
+    """A decoder with byte fallback knows only whole runs of bytes: cut within a character all is U+FFFD."""
+    text = "語" * 20
+    ids = sentencepiece_tokenizer.encode(text)
+    for cut in range(len(ids)):
+        pushes = [ids[:cut], *([token_id] for token_id in ids[cut:])]
+        assert "".join(stream(Detokenizer(sentencepiece_tokenizer), pushes)) == text
+
+
 def test_an_incomplete_end_is_told_by_finish() -> None:
     detokenizer = Detokenizer(BytesDecoder())
     assert detokenizer.push([*utf8_ids("ab"), 0xE2, 0x82]) == "ab"
