@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NoReturn
 
 import grpc
@@ -27,6 +27,13 @@ _INTERNAL = "internal error; the server's log has it"
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Answers what a handler raises: our errors by the table, anything else as INTERNAL, logged."""
 
+    def __init__(self, *, keeps: bool = True) -> None:
+        """What stands around a handler is made once, if it `keeps` it. Not where a call's own handlers come
+        from within: they would be kept with what they know of their calls, keys among it."""
+        self._around: Callable[[grpc.RpcMethodHandler, str], grpc.RpcMethodHandler] = (
+            cache(_guarded) if keeps else _guarded
+        )
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
@@ -35,13 +42,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
-        return _guarded(handler, handler_call_details.method)
+        return self._around(handler, handler_call_details.method)
 
 
 _Receive = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
-@lru_cache(maxsize=64)  # of a service the handlers are always the same; a call's own may come between
 def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
     """Always as a handler of many messages: the one of others is read within the guard. grpc.aio's own
     reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes that are no

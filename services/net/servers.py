@@ -89,7 +89,8 @@ async def open_server(
     Raises:
         ConfigError: the address cannot be bound, or the TLS files cannot be used.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
+    guard = ErrorInterceptor(keeps=not interceptors)
+    server = grpc.aio.server(interceptors=[guard, *interceptors], options=_SERVER_OPTIONS)
     register(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

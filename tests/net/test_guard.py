@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import grpc
@@ -139,3 +141,35 @@ async def test_what_stands_around_a_handler_is_made_once():
     interceptor, details = guard.ErrorInterceptor(), SimpleNamespace(method="/echo/Echo")
     first = await interceptor.intercept_service(known, details)
     assert first is not handler and first is await interceptor.intercept_service(known, details)
+
+
+async def test_of_a_call_that_has_ended_nothing_is_kept_though_its_handler_was_its_own():
+    """As a door's is, which knows the caller's key."""
+    met = []
+
+    class Door(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation, details):
+            handler = await continuation(details)
+
+            async def of_this_call(request, context):
+                return await handler.unary_unary(request, context)
+
+            met.append(weakref.ref(of_this_call))
+            parse, write = handler.request_deserializer, handler.response_serializer
+            return grpc.unary_unary_rpc_method_handler(of_this_call, parse, write)
+
+    server = await servers.open_server(
+        "localhost:0",
+        lambda served: generation_pb2_grpc.add_GenerationServicer_to_server(Service(), served),
+        interceptors=[Door()],
+        service_names=[],
+    )
+    try:
+        async with channels.open_channel(f"localhost:{server.port}") as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            for _ in range(3):
+                await stub.Abort(generation_pb2.AbortRequest(request_id="a"), timeout=20)
+    finally:
+        await server.stop()
+    gc.collect()
+    assert [known() for known in met] == [None] * 3
