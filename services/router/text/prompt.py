@@ -58,6 +58,7 @@ class PromptEncoder:
             InvalidRequest: no prompt, an empty one, an id that is not in the vocabulary, or a chat that the
                 template refuses; the message begins with the field.
         """
+        name = "token_ids.ids" if request.HasField("token_ids") else "prompt"
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")
@@ -65,10 +66,10 @@ class PromptEncoder:
             case "chat":
                 prompt = PackedIds.of(self._encode_chat(request.chat, past))
             case "token_ids":
+                self._check_len(len(request.token_ids.ids), name)  # before they take many times their bytes
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
                 raise InvalidRequest("prompt must be set: one of text, chat and token_ids")
-        name = "token_ids.ids" if request.HasField("token_ids") else "prompt"
         self._check_len(len(prompt.ids), name)
         self._check_ids(prompt.ids, name)
         return prompt

@@ -13,6 +13,7 @@ from services.wire.isthmus.v1.generation_pb2 import (
     Tool,
     ToolCall,
 )
+from services.wire.packed_ids import PackedIds
 
 
 def chat(*messages: ChatMessage) -> GenerateRequest:
@@ -88,6 +89,14 @@ async def test_who_is_too_long_is_told_what_the_context_holds(encoder: PromptEnc
     for encodes, request in ((encoder, ids), (short, GenerateRequest(text="a" * 11))):
         with pytest.raises(ContextExceeded, match="This model's maximum context length is 100 tokens"):
             await encodes.encode(request)
+
+
+def test_ids_that_are_too_many_are_refused_before_they_are_taken_out(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedIds, "from_proto", lambda _: pytest.fail("they take many times their bytes"))
+    with pytest.raises(ContextExceeded, match="it has 100 tokens"):
+        encoder.encode_now(GenerateRequest(token_ids=TokenIds(ids=[1] * 100)))
 
 
 async def test_a_prompt_leaves_room_for_one_token(encoder: PromptEncoder) -> None:
