@@ -226,3 +226,18 @@ async def test_what_generated_nothing_has_no_usage(character_tokenizer):
     assert finish.reason == common_pb2.FINISH_REASON_ABORTED
     assert not finish.placements and not finish.HasField("placement")
     assert finish.usage == generation_pb2.Usage() and finish.totals == generation_pb2.Totals()
+
+
+class Summed(Travelled):
+    """Its engine tells of drafts at the end alone, and of no token with them."""
+
+    def _start(self, number, prompt_tokens):
+        stream = OutputStream(MagicMock(), "r")
+        stream.put(Output((7,), (), admitted_at(self.stays[number], prompt_tokens)))
+        stream.put(Output((), (), None, FinishReason.STOP, drafted_tokens=3, accepted_draft_tokens=2))
+        return stream
+
+
+async def test_drafts_that_are_told_without_a_token_count(character_tokenizer):
+    finish = await finish_of(character_tokenizer, Summed([Stay(Plan.LOCAL, 0.0, 0.0, 1, "stopped")]), 5)
+    assert (finish.usage.drafted_tokens, finish.usage.accepted_draft_tokens) == (3, 2)

@@ -171,6 +171,7 @@ class ResponseStream:
         num_tokens = said.num_tokens
         if num_tokens:
             self._note_tokens(num_tokens)
+        if progress.served:  # engines may tell of drafts at the end alone, without a token
             progress.served[-1].note_drafts(output)
         token_ids = output.token_ids[:num_tokens]
         progress.output_ids.extend(token_ids)
