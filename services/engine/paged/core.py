@@ -11,50 +11,28 @@ The core owns every page through its PrefixCache; `check()` proves that each is 
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from services.engine.paged.batch import (
-    chunk_of,
-    computes_next_page_of,
-    computes_towards,
-    lacks_slot,
-    most_drafts,
-    usable_drafts,
-)
+from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
 from services.engine.paged.carrying import Carrying
 from services.engine.paged.drafts.counts import DraftCounts
 from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
 from services.engine.paged.drafts.proposal import Proposal
+from services.engine.paged.drafts.room_ahead import RoomAhead
 from services.engine.paged.events import Carried, Event, Failed, Offered, Reserved
-from services.engine.paged.queue.admission import Patience
 from services.engine.paged.queue.gate import Gate
-from services.engine.paged.queue.step_time import StepTimes
-from services.engine.paged.queue.waiting_queue import place_in_line
-from services.engine.paged.runner import Chunk, ModelRunner, RunnerFailed, Sampled
-from services.engine.paged.sequence import Phase, Sequence, finish_reason, follow_choice, token_said
+from services.engine.paged.queue.limits import Limits
+from services.engine.paged.queue.places import Places
+from services.engine.paged.queue.step_figures import StepFigures
+from services.engine.paged.queue.waiting_queue import place_in_line, retraction_victim
+from services.engine.paged.runner import Chunk, ModelRunner, Sampled
+from services.engine.paged.sequence import RUNNING, Phase, Sequence, finish_reason, follow_choice, token_said
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
 from services.values.kv import CacheEvents, PageBooks
 from services.values.load import RankLoad
 from services.values.request import FinishReason
-from services.values.step_histogram import NO_STEPS
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a step, and who comes in."""
-
-    max_running_requests: int = 64
-    chunk_size: int = 512  # prompt tokens per step
-    itl_target_s: float | None = None  # bounds the batch, and prompt chunks beside it
-    expected_output: float = 0.5  # share of max_tokens expected of a sequence, until some have ended
-    patience: Patience = field(default_factory=Patience)
-    step_limit_s: float = 120.0  # a step that takes longer counts as hung; 0: none does
-
-
-_RUNNING = (Phase.COMPUTING, Phase.DECODING)  # in the batch
 
 Clock = Callable[[], float]
 
@@ -81,17 +59,14 @@ class EngineCore:
         self._carrying = Carrying(self.carried, cache, limits.chunk_size)
         self._drafting = drafting or NoDrafting()
         self._drafts = DraftCounts()
-        self._limits = limits
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
         self._active: list[Sequence] = []  # RECEIVING, LANDED, COMPUTING, DECODING, in order of admission
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
         self._events: list[tuple[Sequence, Event]] = []
-        self._step_s = 0.0
-        self._drafting_s = 0.0  # of the step that runs, before its batch stood
-        self._step_times = StepTimes()
-        self._decode_steps = self._prompt_steps = NO_STEPS
-        self.failed_steps = 0  # in a row
+        self._figures = StepFigures(limits, clock)
+        self._places = Places(limits, self._figures.times, clock)
+        self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self.retractions = 0
 
     @property
@@ -102,6 +77,11 @@ class EngineCore:
     def max_context_tokens(self) -> int:
         """Bounded by the pool too, so that a sequence alone always fits."""
         return min(self.runner.max_context_tokens, self.runner.memory.num_pages * self.page_size)
+
+    @property
+    def failed_steps(self) -> int:
+        """In a row."""
+        return self._figures.failed
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -201,11 +181,10 @@ class EngineCore:
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
-        with self._noting_failures():
+        with self._figures.noting_failures():
             sampled = self.runner.run([chunk for _, chunk in batch])
-        self.failed_steps = 0
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
-        self._measure(num_decoding, num_drafts, prompt_tokens, self._clock() - began)
+        self._figures.note(num_decoding, num_drafts, prompt_tokens, self._clock() - began)
         self._drafts.note_step(num_decoding, sum(map(len, sampled[:num_decoding])))
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
@@ -223,7 +202,7 @@ class EngineCore:
 
     def fail_active(self) -> list[Sequence]:
         """End every computing sequence: the runner failed and their KV cannot be trusted."""
-        failed = [s for s in self._active if s.phase in _RUNNING]
+        failed = [s for s in self._active if s.phase in RUNNING]
         for seq in failed:
             assert seq.carried is not None
             self.carried.trim(seq.carried, seq.computed)  # its room may stay open
@@ -243,10 +222,8 @@ class EngineCore:
             pending_tokens=pending,
             waiting_tokens=sum(s.uncached_tokens for s in self._gate),
             books=self.cache.books(),
-            step_s=self._step_s,
-            prefill_tokens_per_s=self._step_times.effective_tokens_per_s(
-                decoding, self._chunk_budget(decoding)
-            ),
+            step_s=self._figures.step_s,
+            prefill_tokens_per_s=self._figures.prefill_tokens_per_s(decoding),
             retractions=self.retractions,
             overtakes=self._gate.overtakes,
             free_runs=self.cache.free_runs,
@@ -258,8 +235,8 @@ class EngineCore:
             evicted_points=self.carried.points.evictions,
             tokens_per_step=self._drafts.tokens_per_step,
             drafts=self._drafts.by_source(),
-            decode_steps=self._decode_steps,
-            prompt_steps=self._prompt_steps,
+            decode_steps=self._figures.decode_steps,
+            prompt_steps=self._figures.prompt_steps,
         )
 
     def check(self) -> PageBooks:
@@ -287,7 +264,7 @@ class EngineCore:
         landed = [seq for seq in self._active if seq.phase is Phase.LANDED]
         let_in = 0
         for seq in sorted(landed, key=place_in_line):
-            if not self._batch_may_grow():
+            if not self._places.one_more_runs(self._active):
                 break
             self._say_first_token(seq)
             let_in += 1
@@ -301,10 +278,11 @@ class EngineCore:
     def _admit(self) -> bool:
         """True when a sequence came in."""
         admitted = False
-        while self._gate and self._batch_may_grow():
+        while self._gate and self._places.one_more_runs(self._active):
             seq = self._gate.next(
                 self._active,
-                may_receive=self.carried.may_open(computes=False) and self._may_receive(),
+                may_receive=self.carried.may_open(computes=False)
+                and self._places.one_more_receives(self._active),
                 may_compute=self.carried.may_open(computes=True),
             )
             if seq is None:
@@ -313,29 +291,6 @@ class EngineCore:
                 self._enter(seq)
                 admitted = True
         return admitted
-
-    def _batch_may_grow(self) -> bool:
-        """Whether one more may run, whoever receives."""
-        return self._allows(sum(seq.phase in _RUNNING for seq in self._active) + 1, receiving=0)
-
-    def _may_receive(self) -> bool:
-        """Whether there is a place for one more when all have landed, but for those that are overdue."""
-        now_s = self._clock()
-        overdue = sum(self._is_overdue(seq, now_s) for seq in self._active)
-        receiving = sum(seq.phase not in _RUNNING for seq in self._active) - overdue
-        return self._allows(len(self._active) - overdue + 1, receiving)
-
-    def _is_overdue(self, seq: Sequence, now_s: float) -> bool:
-        """Who has received for longer than those behind it would wait lands late, if ever."""
-        since_s = seq.admitted_s
-        waited = since_s is not None and now_s - since_s >= self._limits.patience.wait_s
-        return waited and seq.phase is Phase.RECEIVING
-
-    def _allows(self, batch: int, receiving: int) -> bool:
-        target_s = self._limits.itl_target_s
-        if batch > self._limits.max_running_requests:
-            return False
-        return target_s is None or self._step_times.allows(batch, target_s, receiving)
 
     def _enter(self, seq: Sequence) -> None:
         assert seq.pages is not None
@@ -365,48 +320,19 @@ class EngineCore:
         grown = [s for s in decoding if s.phase is Phase.DECODING and self._grow(s)]
         decoding = [seq for seq in grown if seq.phase is Phase.DECODING]
         for seq, proposal in zip(decoding, self._propose(decoding), strict=True):
-            yield seq, self._verifying_chunk(seq, proposal)
+            yield seq, self._ahead.chunk_of(seq, proposal)
 
     def _propose(self, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
-        wishes = [Wish(seq, self._most_drafts(seq)) for seq in decoding]
+        wishes = [Wish(seq, self._ahead.most_drafts(seq)) for seq in decoding]
         began = self._clock()
-        with self._noting_failures():  # a draft model may compute
-            proposals = self._drafting.propose(wishes, self.runner.max_step_drafts, self._step_times)
-        self._drafting_s = self._clock() - began
+        with self._figures.noting_failures():  # a draft model may compute
+            proposals = self._drafting.propose(wishes, self.runner.max_step_drafts, self._figures.times)
+        self._figures.drafting_s = self._clock() - began
         return proposals
-
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """Raises RunnerFailed for whatever fails."""
-        try:
-            yield
-        except Exception as error:
-            self.failed_steps += 1
-            raise RunnerFailed(type(error).__name__) from error
-
-    def _most_drafts(self, seq: Sequence) -> int:
-        return self._carrying.most_ahead(seq, most_drafts(seq, self.max_context_tokens))
-
-    def _verifying_chunk(self, seq: Sequence, proposal: Proposal | None) -> Chunk:
-        """Its newest token, and what is proposed to follow as far as that can be and has pages."""
-        ids = proposal.ids if proposal is not None else ()
-        ids = usable_drafts(seq, ids, self._most_drafts(seq), self.runner.vocab_size)
-        end = len(seq.ids) + self._grow_ahead(seq, len(ids))
-        ids = ids[: self._carrying.chunk_end(seq, end) - len(seq.ids)]
-        seq.proposal = replace(proposal, ids=ids) if proposal is not None and ids else None
-        return chunk_of(seq, 1, self.page_size, ids)
-
-    def _grow_ahead(self, seq: Sequence, num_drafts: int) -> int:
-        """For how many of its drafts there are slots: nothing cached goes for a guess, and nobody."""
-        assert seq.pages is not None
-        missing = -(-(len(seq.ids) + num_drafts) // self.page_size) - len(seq.pages.pages)
-        if (can_have := min(missing, self.cache.books().free)) > 0:
-            self.cache.extend(seq.pages, can_have)
-        return min(num_drafts, len(seq.pages.pages) * self.page_size - len(seq.ids))
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
         """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
-        budget = self._chunk_budget(num_decoding, num_drafts, self._drafting_s)
+        budget = self._figures.chunk_tokens(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         for seq in sorted(computing, key=place_in_line):
@@ -425,11 +351,6 @@ class EngineCore:
         if self.carried.is_empty:
             return computes_next_page_of(other, seq, self.page_size)
         return computes_towards(other, seq)
-
-    def _chunk_budget(self, num_decoding: int, num_drafts: int = 0, drafting_s: float = 0.0) -> int:
-        limits = self._limits
-        left_s = limits.itl_target_s - drafting_s if limits.itl_target_s is not None else None
-        return self._step_times.chunk_tokens(num_decoding, left_s, limits.chunk_size, num_drafts)
 
     def _catch_up(self, seq: Sequence) -> None:
         """Take over what others have computed of its prompt since it was admitted."""
@@ -450,21 +371,13 @@ class EngineCore:
             assert seq.pages is not None
             if self.cache.extend(seq.pages, 1):
                 return True
-            victim = self._retraction_victim()
+            victim = retraction_victim(self._active)
             if victim is None:
                 return False  # the rest of the pool is being received into or quarantined: wait
             self._retract(victim)
             if victim is seq:
                 return False
         return True
-
-    def _retraction_victim(self) -> Sequence | None:
-        """The last in line whose pages can be had, unless it is the only one.
-
-        So the first in line is never retracted and ends some time; then the next is the first.
-        """
-        candidates = [s for s in self._active if s.room is None and s.phase in (*_RUNNING, Phase.LANDED)]
-        return max(candidates, key=place_in_line) if len(candidates) > 1 else None
 
     def _retract(self, seq: Sequence) -> None:
         """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted."""
@@ -500,14 +413,7 @@ class EngineCore:
         if sampled:
             self._append(seq, sampled[-1], chunk.num_drafts, accepted)
         if chunk.num_drafts > accepted and seq.phase is Phase.DECODING:
-            self._give_back_unused(seq)
-
-    def _give_back_unused(self, seq: Sequence) -> None:
-        """Pages that only drafts reached which were wrong: for want of one another could be retracted."""
-        assert seq.pages is not None
-        needed = -(-len(seq.ids) // self.page_size)
-        if len(seq.pages.pages) > needed:
-            self.cache.shorten(seq.pages, needed)
+            self._ahead.give_back(seq)
 
     def _publish(self, seq: Sequence) -> None:
         assert seq.pages is not None
@@ -587,12 +493,3 @@ class EngineCore:
 
     def _emit(self, seq: Sequence, event: Event) -> None:
         self._events.append((seq, event))
-
-    def _measure(self, num_decoding: int, num_drafts: int, prompt_tokens: int, took_s: float) -> None:
-        self._step_times.note(num_decoding, prompt_tokens, took_s, num_drafts)
-        whole_s = took_s + self._drafting_s
-        self._step_s = whole_s if self._step_s == 0.0 else 0.9 * self._step_s + 0.1 * whole_s
-        if prompt_tokens:
-            self._prompt_steps = self._prompt_steps.with_steps(whole_s)
-        else:
-            self._decode_steps = self._decode_steps.with_steps(whole_s)

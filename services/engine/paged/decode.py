@@ -16,11 +16,11 @@ from typing import TypeVar
 import grpc
 
 from services.engine.base import RemotePrefill
-from services.engine.paged.core import Limits
 from services.engine.paged.drafts.speculation import Speculation
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
 from services.engine.paged.events import Reserved, Token
 from services.engine.paged.legs import both
+from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.scores import check_told
 from services.engine.paged.sequence import Sequence

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.core import EngineCore
 from services.engine.paged.drafts.speculation import Speculation
 from services.engine.paged.events import Event, Failed, Token
+from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.scores import scores_of
 from services.engine.paged.sequence import Sequence

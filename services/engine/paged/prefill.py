@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from services.engine.paged.core import Limits
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
 from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
 from services.engine.paged.legs import both
+from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.thread import Cancel, RoomEnded

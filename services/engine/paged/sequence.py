@@ -46,6 +46,9 @@ class Phase(Enum):
     ENDED = auto()
 
 
+RUNNING = (Phase.COMPUTING, Phase.DECODING)  # in the batch
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable state of one request, touched by the engine's thread only.

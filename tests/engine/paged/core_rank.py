@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
-from services.engine.paged.core import EngineCore, Limits
+from services.engine.paged.core import EngineCore
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.events import Carried, Offered, Reserved, Token
+from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import Sampled
 from services.engine.paged.scores import scores_of
 from services.engine.paged.sequence import Sequence
@@ -152,9 +153,14 @@ class Rank:
             self.core.landed(seq, Sampled(first))
         self.take()
 
+    def limit(self, **changes) -> None:
+        """From now on."""
+        for part in (self.core._figures, self.core._places):
+            part._limits = replace(part._limits, **changes)
+
     def let_run(self, num_requests) -> None:
         """At once, from now on."""
-        self.core._limits = replace(self.core._limits, max_running_requests=num_requests)
+        self.limit(max_running_requests=num_requests)
 
     def expected(self, prompt, num_tokens) -> list[int]:
         return continuation(prompt, num_tokens, self.groups)

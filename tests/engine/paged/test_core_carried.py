@@ -1,7 +1,5 @@
 """Where a core keeps resume points, and what they save."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.paged.core_rank import Prefill, Rank
@@ -113,7 +111,7 @@ def test_who_comes_later_and_goes_first_computes_what_both_share(rank):
 
 def test_nobody_waits_for_a_point_of_another_salt(rank):
     one, same, other = (rank.submit(range(23), 1, cache_salt=salt) for salt in ("a", "a", "b"))
-    rank.core._limits = replace(rank.core._limits, chunk_size=64)
+    rank.limit(chunk_size=64)
     rank.step()
     assert (one.computed, same.computed, other.computed) == (20, 0, 20)
     rank.run([one, same, other])

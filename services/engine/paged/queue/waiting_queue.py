@@ -1,10 +1,11 @@
-"""Those that wait to be admitted, in order; who of them is next is decided in admission.py."""
+"""Those that wait to be admitted, in order, and who of those that run goes back to them; next is who
+admission.py says."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from services.engine.paged.queue.admission import Patience, Waiting, next_admission
-from services.engine.paged.sequence import Sequence
+from services.engine.paged.sequence import RUNNING, Phase, Sequence
 
 
 class WaitingQueue:
@@ -70,3 +71,12 @@ class WaitingQueue:
 def place_in_line(seq: Sequence) -> tuple[int, int]:
     """Who comes in and is computed first, and keeps its pages longest: by priority, then by arrival."""
     return -seq.request.priority, seq.arrival
+
+
+def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
+    """The last in line whose pages can be had, unless it is the only one.
+
+    So the first in line is never retracted and ends some time; then the next is the first.
+    """
+    candidates = [seq for seq in active if seq.room is None and seq.phase in (*RUNNING, Phase.LANDED)]
+    return max(candidates, key=place_in_line) if len(candidates) > 1 else None
