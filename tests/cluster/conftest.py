@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from exactness.checkpoints import tiny_checkpoint
@@ -18,7 +16,7 @@ def _looks_slow(monkeypatch, worker):
     now = Balance.now
 
     def as_if(balance, rank):
-        return replace(now(balance, rank), tokens_per_s=10.0 if rank.worker == worker else 1e6)
+        return now(balance, rank)._replace(tokens_per_s=10.0 if rank.worker == worker else 1e6)
 
     monkeypatch.setattr(Balance, "now", as_if)
 

@@ -32,7 +32,7 @@ async def over_http(router):
 
 
 async def test_a_second_turn_and_a_lost_rank_are_seen(etcd_endpoint, model_dir, cluster_name):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.002) as cluster:
         (router,), (stub,) = cluster.routers, cluster.stubs
         call, events = stub.WatchCluster(WatchClusterRequest(interval_s=0.1)), over_http(router)
         for responses in (call, events):

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from importlib import import_module
 
 import grpc
 import httpx
@@ -15,6 +16,7 @@ from services.engine import fake
 from services.engine.fake import continuation
 from services.router.placement.exclusion import TOO_SMALL
 from services.router.placement.placer import Placer
+from services.router.placement.sight import Sight
 from services.router.request import failover
 from services.values.rank import RankKey, Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -29,6 +31,7 @@ MODEL_TOKENS = 600
 @pytest.fixture(autouse=True)
 def context(monkeypatch):
     """The model's is longer than any pool but the default one."""
+    import_module("services.engine.fake_draft")  # it has a subclass, of the class and not of what follows
     monkeypatch.setattr(fake, "FakeRunner", partial(fake.FakeRunner, max_context_tokens=MODEL_TOKENS))
 
 
@@ -40,19 +43,25 @@ def pools_of(*num_tokens):
 @pytest.fixture
 def smallest_first(monkeypatch):
     """Of the ranks that hold the prompt the smallest is chosen, whatever it costs."""
-    exclusion = Placer._exclusion
+    exclusion, holds = Sight.exclusion, set()
 
-    def of_smallest(placer, rank, asked):
-        if reason := exclusion(placer, rank, asked):
+    def of_smallest(sight, rank):
+        if reason := exclusion(sight, rank):
             return reason
-        if asked.prompt_tokens < len(PROMPT):
+        if sight.asked.prompt_tokens < len(PROMPT):
             return ""  # a probe
-        holds = [decode.max_context_tokens for decode in placer._decodes.ranks.values()]
-        smallest = min((tokens for tokens in holds if tokens > asked.prompt_tokens), default=0)
+        smallest = min((tokens for tokens in holds if tokens > sight.asked.prompt_tokens), default=0)
         is_larger = rank.role is Role.DECODE and rank.max_context_tokens > smallest
         return "larger than need be" if is_larger else ""
 
-    monkeypatch.setattr(Placer, "_exclusion", of_smallest)
+    def seen_by(placer, asked):
+        holds.clear()
+        holds.update(decode.max_context_tokens for decode in placer._decodes.ranks.values())
+        return sight_of(placer, asked)
+
+    sight_of = Placer._sight
+    monkeypatch.setattr(Placer, "_sight", seen_by)
+    monkeypatch.setattr(Sight, "exclusion", of_smallest)
 
 
 async def generate(cluster, max_tokens, prompt=PROMPT, **sampling):
@@ -163,19 +172,19 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
 ):
     monkeypatch.setattr(failover, "_STUMBLE_S", 0.01)
     monkeypatch.setattr(failover, "_LARGER_RANK_S", 9.0 if comes_back else 0.02)
-    exclusion, prompts = Placer._exclusion, []
+    exclusion, prompts = Sight.exclusion, []
 
-    def stumbles(placer, rank, asked):
+    def stumbles(sight, rank):
         if rank.id.worker == "decode-1":
-            if asked.prompt_tokens < 100:
+            if sight.asked.prompt_tokens < 100:
                 return "not yet"
-            prompts.append(asked.prompt_tokens)
+            prompts.append(sight.asked.prompt_tokens)
             if not comes_back or len(prompts) < 6:
                 return "not connected"
-        return exclusion(placer, rank, asked)
+        return exclusion(sight, rank)
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools_of(100, 400)) as cluster:
-        monkeypatch.setattr(Placer, "_exclusion", stumbles)
+        monkeypatch.setattr(Sight, "exclusion", stumbles)
         if comes_back:
             assert (await generate(cluster, 100))[0] == continuation(PROMPT, 100)
         else:
