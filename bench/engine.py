@@ -38,7 +38,7 @@ from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
-from services.engine.torch.sampling import sample
+from services.engine.torch.sampling.sample import sample
 from services.grammar.grammars import Grammars
 from services.values.kv import PageId
 from services.values.request import SamplingParams

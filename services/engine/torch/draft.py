@@ -21,11 +21,11 @@ from torch import Tensor
 from services.engine.paged.runner import Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.draft_tokens import DraftedHistory
+from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.remembered import whole_group
-from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import Pools
-from services.engine.torch.sampling import sample
+from services.engine.torch.sampling.sample import sample
 from services.kv.carried.pool_sizes import PoolSizes
 from services.kv.shadow_validity import ShadowValidity
 from services.model.vocabulary import first_difference

@@ -13,12 +13,12 @@ from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkp
 from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.draft import DraftSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
+from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import Pools
-from services.engine.torch.prompt_scores import tell_scores
-from services.engine.torch.sampling import sample
-from services.engine.torch.step_masks import NO_MASKS, StepMasks
+from services.engine.torch.sampling.prompt_scores import tell_scores
+from services.engine.torch.sampling.sample import sample
+from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
 from services.grammar.masks import MaskCounts
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, ProtocolError

@@ -15,9 +15,9 @@ from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.model.activations import even_activations
+from services.engine.torch.model.check.probe import probe
 from services.engine.torch.model.mixers import place_rows, wrap
 from services.engine.torch.model.norms import fuse_norms
-from services.engine.torch.model.probe import probe
 from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import StepCache

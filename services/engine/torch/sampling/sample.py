@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
-from services.engine.torch.adjusting import adjust, is_adjusted
-from services.engine.torch.highest import Floats, Ids, at_least, floors, highest
-from services.engine.torch.step_masks import NO_MASKS, RowMasks
+from services.engine.torch.sampling.adjusting import adjust, is_adjusted
+from services.engine.torch.sampling.highest import Floats, Ids, at_least, floors, highest
+from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks
 from services.values.request import SamplingParams, TokenLogprobs
 
 _Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]  # logits, peaks [num_rows, 1], chunks

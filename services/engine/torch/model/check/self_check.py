@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from services.engine.paged.runner import Chunk, TailPages
 from services.engine.start_fault import start_fault
 from services.engine.torch.device import free_bytes
-from services.engine.torch.model.findings import OF_ALSO_HALF, OF_HALF, ROWS, CheckedRow, Findings
+from services.engine.torch.model.check.findings import OF_ALSO_HALF, OF_HALF, ROWS, CheckedRow, Findings
+from services.engine.torch.model.check.probe import attending_by, probe
+from services.engine.torch.model.check.trial import Cut, plan_trial
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.model.probe import attending_by, probe
-from services.engine.torch.model.trial import Cut, plan_trial
 from services.engine.torch.pools import Pools
 from services.kv.carried.borders import scans
 from services.kv.carried.pool_sizes import PoolSizes

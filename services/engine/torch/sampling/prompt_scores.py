@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch.highest import at_least, floors, highest
-from services.engine.torch.sampling import log_sums_of
+from services.engine.torch.sampling.highest import at_least, floors, highest
+from services.engine.torch.sampling.sample import log_sums_of
 from services.values.prompt_logprobs import PromptLogprobs
 
 LogitsOf = Callable[[Sequence[int]], Tensor]  # of rows of the step: [len(rows), vocab_size]

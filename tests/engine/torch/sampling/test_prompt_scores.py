@@ -13,9 +13,9 @@ from exactness.reference import random_prompt
 from services.cli.model.families import FAMILIES
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.paged.scores import PromptScores
-from services.engine.torch import prompt_scores
-from services.engine.torch.prompt_scores import told_by
 from services.engine.torch.runner import TorchRunner
+from services.engine.torch.sampling import prompt_scores
+from services.engine.torch.sampling.prompt_scores import told_by
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.prompt_logprobs import ScoredToken
 

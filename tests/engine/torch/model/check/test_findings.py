@@ -1,6 +1,6 @@
 import pytest
 
-from services.engine.torch.model.findings import CheckedRow, Findings
+from services.engine.torch.model.check.findings import CheckedRow, Findings
 
 
 def rows(*errors, begins=(0,), after_singles=False):

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
-from services.engine.torch.sampling import sample
-from services.engine.torch.step_masks import RowMasks
+from services.engine.torch.sampling.sample import sample
+from services.engine.torch.sampling.step_masks import RowMasks
 from services.grammar.masks import Masks
 from services.values.request import SamplingParams
 
