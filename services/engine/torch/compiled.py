@@ -6,17 +6,19 @@
 numba knows what it kept by the function, the time of change of its file, the types and the processor, but
 not by the functions of other files that are compiled into it. So it lies in a folder named after the sources
 of all kernels, below NUMBA_CACHE_DIR or the user's cache. Where nothing can be written, or what is read is
-broken, the code is compiled as if nothing had been kept.
+broken, the code is compiled as if nothing had been kept. Of processes that start at once one compiles.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from numba import config, njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -24,6 +26,8 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 log = logging.getLogger(__name__)
 
 _ROOM = Path(__file__).parent
+_PATIENCE_S = 60.0  # with who compiles; a kernel takes a tenth of it
+_LOOK_S = 0.05
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -53,6 +57,43 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
         config.CACHE_DIR = before
 
 
+class Turn:
+    """To compile, of one process at a time, as far as the disk can tell. Ends with the process."""
+
+    def __init__(self, path: Path, patience_s: float = _PATIENCE_S) -> None:
+        self._path = path
+        self._patience_s = patience_s
+        self._file: IO[bytes] | None = None
+
+    def take(self) -> bool:
+        """Whether another had it meanwhile. Who has it for too long is not waited for any more."""
+        if self._file is not None:
+            return False
+        began = time.monotonic()
+        try:
+            self._file = self._path.open("ab")
+            while not self._is_ours(self._file):
+                if time.monotonic() - began > self._patience_s:
+                    log.warning("kernels_turn_not_had path=%s waited_s=%.0f", self._path, self._patience_s)
+                    break
+                time.sleep(_LOOK_S)
+        except OSError as error:  # no such folder any more, or a disk without locks
+            log.info("kernels_turn_not_had path=%s error=%s", self._path, error)
+        return time.monotonic() - began >= _LOOK_S
+
+    def end(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _is_ours(self, file: IO[bytes]) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
 class _Kept(FunctionCache):
     """No file of it is worth a rank that does not start."""
 
@@ -60,8 +101,26 @@ class _Kept(FunctionCache):
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _Files(self.cache_path, self._impl.filename_base, stamp)
+        self._turn = Turn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """None: it is our turn to compile it, which ends when it is saved."""
+        found = self._load(sig, target_context)
+        if found is None and self._turn.take():
+            found = self._load(sig, target_context)
+        if found is not None:
+            self._turn.end()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:  # it reads its index first, and that may be broken
+            log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
+        finally:
+            self._turn.end()
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # whatever unpickling what is broken may raise
@@ -69,12 +128,6 @@ class _Kept(FunctionCache):
             with suppress(OSError):
                 self.flush()
             return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except Exception as error:  # it reads its index first, and that may be broken
-            log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
 
 
 class _Files(IndexDataCacheFile):

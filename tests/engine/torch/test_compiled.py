@@ -1,6 +1,8 @@
 """Kernels are compiled once: what numba made of them is found again, unless anything of it has changed."""
 
 import logging
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +57,7 @@ def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
     first, second, third = njit(twice), njit(twice), njit(twice)
     for dispatcher in (first, second, third):
         compiled.keep(dispatcher, twice, tmp_path)
+        dispatcher._cache._turn = compiled.Turn(tmp_path / "turn", patience_s=0.0)
     files, save_data = first._cache._cache_file, first._cache._cache_file._save_data
 
     def save_late(name, data):
@@ -66,6 +69,43 @@ def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
     assert first(signed) == -8
     assert third(unsigned) == 8 * 65535
     assert third(signed) == -8
+
+
+def starting(folder, began):
+    """As `starts`, in a process of its own; says when it has begun."""
+    began.put(None)
+    return starts(folder)
+
+
+def test_of_those_that_start_at_once_one_compiles(tmp_path):
+    turn = compiled.Turn(turn_of(tmp_path))
+    assert not turn.take()
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(2, mp_context=context) as executor:
+        began = manager.Queue()
+        others = [executor.submit(starting, tmp_path, began) for _ in range(2)]
+        for _ in others:
+            began.get(timeout=60)
+        assert not any(other.done() for other in others)
+        turn.end()
+        assert sorted(other.result(60) for other in others) == [(0, 1), (1, 0)]
+
+
+def turn_of(folder):
+    """Where those that compile `twice` there take turns."""
+    dispatcher = njit(twice)
+    compiled.keep(dispatcher, twice, folder)
+    return dispatcher._cache._turn._path
+
+
+def test_a_turn_that_takes_too_long_is_not_waited_for(tmp_path, caplog):
+    first, second = (compiled.Turn(tmp_path / "turn", patience_s=0.1) for _ in range(2))
+    assert not first.take() and not first.take()
+    assert second.take()
+    assert "kernels_turn_not_had" in caplog.text
+    second.end()
+    first.end()
+    assert not second.take()
 
 
 @pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
