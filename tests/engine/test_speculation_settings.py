@@ -43,13 +43,20 @@ async def test_beside_a_target_a_draft_catches_up_by_little(target_ms, tokens):
         assert core_of(pair.decode).runner.draft._settings.catch_up_tokens == tokens
 
 
+def helped_of(pair):
+    return {count.source for count in pair.decode.load().drafts if count.accepted}
+
+
 @pytest.mark.parametrize("mode", DRAFTING)
 async def test_answers_are_the_same_whoever_drafts(mode):
     settings = replace(FAKE, speculation=mode, fake_draft="agree:0.8")
     async with Pair(settings) as pair:
         assert type(core_of(pair.decode)._drafting) is DRAFTING[mode]
         prompt, told = [1, 2, 3], []
-        for _ in range(2):
+        for number in range(20):
+            # Where a verifying step took long none follows for a while, so one answer more may be due.
+            if number > 1 and (helped_of(pair) or not SOURCES[mode]):
+                break
             async with pair.outputs(pair.request(prompt, 60, cache_salt="a salt")) as outputs:
                 said = [output async for output in outputs]
             assert [token_id for output in said for token_id in output.token_ids] == continuation(prompt, 60)
@@ -58,8 +65,8 @@ async def test_answers_are_the_same_whoever_drafts(mode):
         assert sum(output.drafted_tokens for output in told) == load.drafted_tokens
         assert sum(output.accepted_draft_tokens for output in told) == load.accepted_draft_tokens
         # What the tree knew for longer the n-grams of its salt may be asked for, as the steps' times have it.
-        helped = {count.source for count in load.drafts if count.accepted}
+        helped = helped_of(pair)
         assert helped - {"ngrams"} == SOURCES[mode]
-        # How much is up to those times, too: where a verifying step took long, none follows for a while.
+        # How much is up to those times, too.
         assert (load.tokens_per_step > 1.0) == bool(helped)
         await pair.assert_nothing_held()
