@@ -17,7 +17,7 @@ from types import TracebackType
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
 from services.host.parent_death import dying_with_us
-from services.host.ports import free_ports
+from services.host.ports import held_ports
 from services.values.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class EmbeddedEtcd:
         self._data_dir = data_dir
         self._ports = (client_port, peer_port)
         self._chosen_ports = self._ports
+        self._held = contextlib.ExitStack()
         self._extra_arguments = extra_arguments
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
@@ -92,7 +93,7 @@ class EmbeddedEtcd:
         self._data_dir.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, _START_ATTEMPTS + 1):
             # A free port may be taken by another process before etcd binds it: then try others.
-            self._chosen_ports = _chosen(self._chosen_ports if attempt == 1 else self._ports)
+            self._choose(self._chosen_ports if attempt == 1 else self._ports)
             self._process = await self._spawn(binary)
             try:
                 if await self._answers():
@@ -108,6 +109,7 @@ class EmbeddedEtcd:
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL where that is not enough. Returns when the process is gone."""
+        self._held.close()
         process = self._process
         if process is None:
             return
@@ -126,6 +128,13 @@ class EmbeddedEtcd:
                 self._process.kill()
             await self._process.wait()
             self._process = None
+
+    def _choose(self, ports: tuple[int, int]) -> None:
+        client, peer = ports
+        if not (client and peer):
+            chosen = self._held.enter_context(held_ports("127.0.0.1", 2))
+            client, peer = client or chosen[0], peer or chosen[1]
+        self._chosen_ports = client, peer
 
     async def _spawn(self, binary: Path) -> asyncio.subprocess.Process:
         with self.log_path.open("ab") as log:
@@ -188,8 +197,3 @@ class EmbeddedEtcd:
         lines = self.log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         complaints = [line for line in lines if '"level":"fatal"' in line or '"level":"error"' in line]
         return (complaints or lines or ["it wrote nothing"])[0][:500]
-
-
-def _chosen(ports: tuple[int, int]) -> tuple[int, int]:
-    client, peer = free_ports("127.0.0.1", 2)
-    return ports[0] or client, ports[1] or peer

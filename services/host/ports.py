@@ -4,8 +4,8 @@ import errno
 import ipaddress
 import random
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from services.values.errors import ConfigError
@@ -60,8 +60,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Ports that are free on `host` now, and that the kernel gives to no outgoing connection.
+@contextmanager
+def held_ports(host: str, count: int) -> Iterator[tuple[int, ...]]:
+    """Ports that are free on `host`, for servers that start later, in other processes too. While the context
+    lasts nobody else is given them here, and the kernel gives them to no outgoing connection.
 
     From the kernel's own range (ip(7), ip_local_port_range) a port could be taken by anybody's connection
     before its server binds it, and again whenever that server is down for a moment.
@@ -70,9 +72,15 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
         ConfigError: nothing can listen on `host`.
     """
     candidates = _server_ports()
-    with ExitStack() as open_sockets:  # all open at once, so that they differ
-        sockets = [open_sockets.enter_context(_listen_on_any(host, candidates)) for _ in range(count)]
-        return tuple(sock.getsockname()[1] for sock in sockets)
+    with ExitStack() as held:
+        sockets = [held.enter_context(_hold_any(host, candidates)) for _ in range(count)]
+        yield tuple(sock.getsockname()[1] for sock in sockets)
+
+
+def free_ports(host: str, count: int) -> tuple[int, ...]:
+    """Ports that are free on `host` now, as `held_ports` finds them."""
+    with held_ports(host, count) as ports:
+        return ports
 
 
 def _server_ports() -> Sequence[int]:
@@ -83,15 +91,31 @@ def _server_ports() -> Sequence[int]:
     return [*range(_FIRST_PORT, first), *range(last + 1, _LAST_PORT + 1)]
 
 
-def _listen_on_any(host: str, candidates: Sequence[int]) -> socket.socket:
+def _hold_any(host: str, candidates: Sequence[int]) -> socket.socket:
     ports = random.sample(candidates, min(_ATTEMPTS, len(candidates)))
     try:
         for port in ports:
             try:
-                return listen(host, port)
+                return _hold(host, port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-        return listen(host, 0)
+        return _hold(host, 0)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error}") from error
+
+
+def _hold(host: str, port: int) -> socket.socket:
+    """A socket that is bound, and that stands in the way of everybody else who holds a port but not of those
+    who listen: theirs are bound with SO_REUSEADDR, and this one does not listen. Raises OSError."""
+    host = bindable(host)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_wildcard(host))
+        sock.bind((host, port))  # refused while anybody is bound to it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -25,13 +25,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.host.parent_death import dying_with_us
-from services.host.ports import free_ports
+from services.host.ports import held_ports
 from services.observe.log_lines import event
 from services.process.health import (
     SILENT_S,
@@ -96,9 +96,14 @@ def on_exit(
     return Restart(delay_s, failures)
 
 
-def choose_ports(host: str, base_port: int, count: int) -> tuple[int, ...]:
-    """base_port, base_port + 1, ...; for base_port 0, `count` ports of `free_ports`."""
-    return tuple(range(base_port, base_port + count)) if base_port else free_ports(host, count)
+@contextmanager
+def chosen_ports(host: str, base_port: int, count: int) -> Iterator[tuple[int, ...]]:
+    """base_port, base_port + 1, ...; for base_port 0, `count` ports of `held_ports`."""
+    if base_port:
+        yield tuple(range(base_port, base_port + count))
+    else:
+        with held_ports(host, count) as ports:
+            yield ports
 
 
 def rank_commands(

@@ -17,7 +17,7 @@ import random
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -112,13 +112,13 @@ def main(module: str, make_roles: MakeRoles) -> None:
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
     notifier = Notifier()
-    with refusing(prog, notifier.ends):
+    with refusing(prog, notifier.ends), ExitStack() as held:
         config = resolved(config, weights=config.engine != "fake")
         descriptors.raise_limit()
         if config.rank_index is None:
-            sys.exit(supervise(config, module))
+            sys.exit(supervise(config, module, held))
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
-        configs = rank_configs(config)
+        configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
         try:
@@ -128,14 +128,14 @@ def main(module: str, make_roles: MakeRoles) -> None:
             sys.exit(f"{prog}: {error}")
 
 
-def supervise(config: RankConfig, module: str) -> int:
-    """Run every rank of a worker as a process of its own; returns the exit code."""
+def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
+    """Run every rank of a worker as a process of its own; returns the exit code. `held` holds their ports."""
     log_lines.log_service(config.worker, config.log_level, config.log_format)
     config.certificates()  # its ranks would refuse them one by one
     num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {
-        "port": supervisor.choose_ports(config.host, config.port, num_processes),
-        "metrics-port": supervisor.choose_ports(config.host, config.metrics_port, num_processes),
+        "port": _ports(config, config.port, num_processes, held),
+        "metrics-port": _ports(config, config.metrics_port, num_processes, held),
     }
     if config.ranks_per_process > 1:  # each process chooses for its ranks
         flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
@@ -151,16 +151,20 @@ def own_rank_id(config: RankConfig) -> RankId:
     return RankId(config.worker, config.rank_index or 0, Generation(secrets.randbits(64)))
 
 
-def rank_configs(config: RankConfig) -> list[RankConfig]:
-    """Of each rank of this process: its index and its ports."""
+def rank_configs(config: RankConfig, held: ExitStack) -> list[RankConfig]:
+    """Of each rank of this process: its index and its ports, which `held` holds."""
     if config.ranks_per_process == 1:
         return [config]
-    ports = supervisor.choose_ports(config.host, config.port, config.dp_size)
-    metrics_ports = supervisor.choose_ports(config.host, config.metrics_port, config.dp_size)
+    ports = _ports(config, config.port, config.dp_size, held)
+    metrics_ports = _ports(config, config.metrics_port, config.dp_size, held)
     return [
         replace(config, rank_index=index, port=port, metrics_port=metrics_port)
         for index, (port, metrics_port) in enumerate(zip(ports, metrics_ports, strict=True))
     ]
+
+
+def _ports(config: RankConfig, base: int, count: int, held: ExitStack) -> tuple[int, ...]:
+    return held.enter_context(supervisor.chosen_ports(config.host, base, count))
 
 
 async def run_ranks(

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from net.ipv6 import needs_ipv6
@@ -15,6 +16,24 @@ def test_they_differ_and_can_be_bound():
     assert len(set(found)) == 8
     for port in found:
         socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_what_is_held_is_given_to_nobody_else(monkeypatch):
+    with ports.held_ports("127.0.0.1", 1) as (held,):
+        monkeypatch.setattr(ports, "_server_ports", lambda: [held])
+        assert ports.free_ports("127.0.0.1", 1) != (held,)
+    assert ports.free_ports("127.0.0.1", 1) == (held,)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::", marks=needs_ipv6)])
+async def test_a_server_listens_where_the_port_is_held_for_it(host):
+    with ports.held_ports(host, 1) as (port,):
+        for _ in range(2):  # and again after it was down
+            ports.listen(host, port).close()
+            server = grpc.aio.server()
+            assert server.add_insecure_port(ports.host_port(host, port)) == port
+            await server.start()
+            await server.stop(None)
 
 
 def test_the_kernel_gives_them_to_nobody():

@@ -11,7 +11,7 @@ import urllib.request
 
 import yaml
 
-from services.process import supervisor
+from services.host.ports import free_ports
 
 SCRAPE_S = 2
 KUBERNETES = "edge"  # what the installation calls its cluster, as many do
@@ -22,7 +22,7 @@ class Prometheus:
     """`with Prometheus(folder, {job: targets}, rules) as prometheus`. The answers are the API's."""
 
     def __init__(self, folder, targets, rules):
-        (port,) = supervisor.choose_ports("127.0.0.1", 0, 1)
+        (port,) = free_ports("127.0.0.1", 1)
         self.url = f"http://127.0.0.1:{port}"
         config = folder / "prometheus.yaml"
         jobs = [

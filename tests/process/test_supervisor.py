@@ -53,7 +53,8 @@ def test_any_other_failure_stops_nobody_else(code):
 
 
 def test_ports_count_up_from_the_base():
-    assert supervisor.choose_ports("127.0.0.1", 7000, 3) == (7000, 7001, 7002)
+    with supervisor.chosen_ports("127.0.0.1", 7000, 3) as ports:
+        assert ports == (7000, 7001, 7002)
 
 
 def test_each_rank_gets_its_own_flags():

@@ -182,8 +182,9 @@ class LocalCluster:
     async def _start(self) -> None:
         shape = self.shape
         self.check()
-        self.router_ports = supervisor.choose_ports(shape.host, shape.port, shape.routers)
-        self.http_ports = supervisor.choose_ports(shape.host, shape.http_port, shape.routers)
+        enter = self._stack.enter_context
+        self.router_ports = enter(supervisor.chosen_ports(shape.host, shape.port, shape.routers))
+        self.http_ports = enter(supervisor.chosen_ports(shape.host, shape.http_port, shape.routers))
         self._stack.enter_context(preflight.sole_user(shape.data_dir))
         if shape.etcd:
             self.etcd_endpoints = shape.etcd

@@ -1,5 +1,7 @@
 """`--engine=sglang` where SGLang is not installed."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from services.engine.choose import decode_engines, prefill_engines
@@ -24,7 +26,8 @@ def test_a_missing_sglang_is_said_in_a_sentence(config, monkeypatch, role, make_
 
 
 def test_all_ranks_are_in_one_process_each_with_its_port(config):
-    ranks = rank_configs(config)
+    with ExitStack() as held:
+        ranks = rank_configs(config, held)
     assert config.ranks_per_process == 3
     assert [rank.rank_index for rank in ranks] == [0, 1, 2]
     assert len({rank.port for rank in ranks}) == 3
@@ -34,7 +37,7 @@ def test_other_engines_have_a_process_for_each_rank(tmp_path):
     config = RankConfig(
         worker="w", engine="torch", model=str(tmp_path), dp_size=3, rank_index=1, etcd=("e:1",)
     )
-    assert rank_configs(config) == [config]
+    assert rank_configs(config, ExitStack()) == [config]
 
 
 def test_engine_arguments_are_for_sglang_and_may_hold_commas(tmp_path):

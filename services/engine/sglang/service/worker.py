@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from services.engine.sglang.service.rooms import RoomReports
 from services.engine.sglang.service.step_times import MeanStepTimes
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
-from services.host.ports import free_ports
+from services.host.ports import held_ports
 from services.process.events import first_of
 from services.values.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
 from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout
@@ -112,6 +112,7 @@ class SglangWorker:
         self._tasks: list[asyncio.Task[None]] = []
         self._beats = Beats()
         self._folder: RunFolder | None = None
+        self._held = ExitStack()
 
     def __repr__(self) -> str:
         return f"SglangWorker({self.settings.worker} dp_size={self.dp_size} users={self._users})"
@@ -160,7 +161,7 @@ class SglangWorker:
         await self._open_reports(reports_path)
         environment = self._folder.environment(settings.environment(os.environ))
         environment |= self._allows_stretched | self._plugin_settings(reports_path).to_environment()
-        (port,) = free_ports("127.0.0.1", 1)
+        (port,) = self._held.enter_context(held_ports("127.0.0.1", 1))
         self._http = SglangHttp(port)
         arguments = [*settings.arguments(port), *self._stretched]
         arguments += await self._window_arguments(environment)
@@ -207,6 +208,7 @@ class SglangWorker:
             self._reports.close()
         if self._folder is not None:
             self._folder.close()
+        self._held.close()
 
     async def _until_healthy(self) -> None:
         """However long that takes: how long a model may load is the start-up probe's to know."""
