@@ -35,6 +35,19 @@ def test_a_loop_beats_until_it_stands_still():
     assert beaten.acquire(timeout=60)
 
 
+def test_what_fails_once_is_called_again():
+    calls, called_again = [], threading.Event()
+
+    def fails_at_first():
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("once")
+        called_again.set()
+
+    LoopThread("a-test").every(0.001, fails_at_first)
+    assert called_again.wait(60)
+
+
 async def test_it_looks_until_somebody_is_silent(monkeypatch):
     monkeypatch.setattr(beats_module, "_LOOK_S", 0.0)
     beats = Beats()

@@ -22,11 +22,11 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function, *args)
 
     def every(self, pause_s: float, function: Callable[[], Any]) -> None:
-        """Call it on the loop now, and again after each pause."""
+        """Call it on the loop now, and again each `pause_s`, whatever it raises, which the loop logs."""
 
         def call() -> None:
-            function()
             self._loop.call_later(pause_s, call)
+            function()
 
         self.soon(call)
 
