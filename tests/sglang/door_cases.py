@@ -35,7 +35,7 @@ class Reporter:
 @pytest.fixture
 def door(monkeypatch):
     """(inside.requests, the reporter that it uses)"""
-    from services.engine.sglang.inside import requests
+    from services.engine.sglang.inside.door import requests
 
     reporter = Reporter()
     monkeypatch.setattr(requests, "process_reporter", lambda: reporter)

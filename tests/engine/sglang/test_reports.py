@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.engine.sglang import lines
 from services.engine.sglang.directory import directory_from_proto, directory_to_proto
-from services.engine.sglang.inside.reporter import Reporter
+from services.engine.sglang.inside.door.reporter import Reporter
 from services.engine.sglang.lines import encode
 from services.engine.sglang.reports import (
     Abort,

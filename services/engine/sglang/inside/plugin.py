@@ -21,7 +21,8 @@ def register() -> None:
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from services.engine.sglang.inside import idle_waits, load_reports, requests
+    from services.engine.sglang.inside import idle_waits
+    from services.engine.sglang.inside.door import load_reports, requests
     from services.engine.sglang.inside.event_publisher import TreeEventPublisher, publish_events
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.engine.sglang.inside import load_reports
+from services.engine.sglang.inside.door import load_reports
 from services.engine.sglang.reports import Load
 
 

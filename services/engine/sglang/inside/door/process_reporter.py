@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from services.engine.sglang.inside.reporter import Reporter
+from services.engine.sglang.inside.door.reporter import Reporter
 from services.engine.sglang.plugin_settings import PluginSettings
 
 
