@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,7 @@ def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(flag, told, monkey
     calls = []
     monkeypatch.setattr(rank.log_lines, "log_service", lambda *_: None)
     monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
-    rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode")
+    with ExitStack() as held:
+        rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode", held)
     ((_, _, _, _, timeout_s, _),) = calls
     assert timeout_s == told
