@@ -2,10 +2,12 @@
 
     Start ----> a task that iterates the engine ----> outbox ---+
     Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs
+                                        tokens alone ----^
     Abort ----> cancels its task
 
-All tasks that one engine step woke put their output into the outbox within one turn of the loop, and
-the writer runs in the next one: so a step is a message. When the stream ends, every task is cancelled.
+What an engine step brings is put into the outbox within two turns of the loop, tokens alone in the first and
+what tasks are woken for in the second, and the writer runs in the third: so a step is a message. When the
+stream ends, every task is cancelled.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -80,6 +83,8 @@ class AttachSession:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outbox = Outbox()
         self._wake = asyncio.Event()
+        self._is_waking = False  # it will be set in the loop's next turn
+        self._num_tokens = 0  # that came and are not counted yet
 
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
         """Obey until the router ends the stream."""
@@ -107,9 +112,12 @@ class AttachSession:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._count_tokens()
 
     def _message(self) -> decode_pb2.StepOutputs:
         self._wake.clear()
+        self._is_waking = False
+        self._count_tokens()
         message = self._outbox.take()
         if self._outbox:
             self._wake.set()
@@ -119,7 +127,24 @@ class AttachSession:
 
     def _put(self, request_id: str, output: Output, number: int = 0) -> None:
         self._outbox.put(request_id, output, number)
+        self._num_tokens += len(output.token_ids)
         self._wake.set()
+
+    def _put_token(self, request_id: str, number: int, token_id: int) -> None:
+        self._outbox.put_token(request_id, number, token_id)
+        self._num_tokens += 1
+        if not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake_writer)
+
+    def _wake_writer(self) -> None:
+        """A turn late: tasks that the same step has woken have put theirs by now."""
+        if self._outbox:
+            self._wake.set()
+
+    def _count_tokens(self) -> None:
+        self._metrics.generated(self._num_tokens)
+        self._num_tokens = 0
 
     def _put_failure(self, request_id: str, error: IsthmusError) -> None:
         self._outbox.put_message(_failure(request_id, error))
@@ -178,12 +203,12 @@ class AttachSession:
         if plan is Plan.REMOTE:
             assert command.prefill is not None, "convert_request refuses such a Start"
             leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, traces.traceparent(span))
-        async with aclosing(self._engine.generate(command.request, leg)) as outputs:
+        tell = partial(self._put_token, request_id, number)
+        async with aclosing(self._engine.generate(command.request, leg, tell)) as outputs:
             async for output in outputs:
                 if output.admitted is not None:
                     output = replace(output, admitted=_completed(output.admitted, time.monotonic() - began))
                 self._put(request_id, output, number)
-                self._metrics.generated(len(output.token_ids))
                 if output.admitted is not None:
                     self._metrics.admitted(output.admitted, traces.exemplar(span))
                     span.set_attributes(_admitted_attributes(output.admitted))

@@ -26,6 +26,14 @@ class Outbox:
         else:
             self.put_message(convert_request.output_to_proto(request_id, output))
 
+    def put_token(self, request_id: str, number: int, token_id: int) -> None:
+        """As `put` of a token alone."""
+        if number and request_id not in self._behind:
+            self._numbers.append(number)
+            self._token_ids.append(token_id)
+        else:
+            self.put_message(decode_pb2.RequestOutput(request_id=request_id, token_ids=(token_id,)))
+
     def put_message(self, output: decode_pb2.RequestOutput) -> None:
         self._outputs.append(output)
         self._behind.add(output.request_id)

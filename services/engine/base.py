@@ -9,7 +9,7 @@ choice of peer. Seen from a service, a decode request is one iterator:
 Closing the iterator gives every page back, whatever ended it: success, error, cancel, deadline.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 from prometheus_client.core import Metric
@@ -108,10 +108,15 @@ class DecodeEngine(Engine, Protocol):
         """Whether penalties count over `output_ids_so_far` too."""
 
     def generate(
-        self, request: GenerationRequest, remote_prefill: RemotePrefill | None
+        self,
+        request: GenerationRequest,
+        remote_prefill: RemotePrefill | None,
+        tell: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Generate after `request.all_ids`; `remote_prefill` is given under plan remote.
 
+        A token of which there is nothing else to tell may be told by `tell` instead of being yielded, in its
+        place among the others: nobody who waits for the next output is woken for it.
         The first output carries `admitted`; the last one `finished`: LENGTH also where the pool holds no
         more, though the request would go on. Closing early aborts.
 

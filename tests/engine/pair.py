@@ -136,16 +136,18 @@ class Pair:
         sampling = replace(sampling, max_tokens=max_tokens)
         return GenerationRequest(f"r{self.requests}", tuple(prompt), sampling, plan=plan, **fields)
 
-    def outputs(self, request: GenerationRequest, decode: int = 0, prefill: int = 0):
-        leg = PrefillLeg(self.channels, self.peers[prefill], None, "")
-        return aclosing(self.decodes[decode].generate(request, leg if request.plan is Plan.REMOTE else None))
+    def outputs(self, request: GenerationRequest, decode: int = 0, prefill: int = 0, tell=None):
+        leg = (
+            PrefillLeg(self.channels, self.peers[prefill], None, "") if request.plan is Plan.REMOTE else None
+        )
+        return aclosing(self.decodes[decode].generate(request, leg, tell))
 
     async def generate(
         self, prompt, max_tokens=8, plan=Plan.REMOTE, decode: int = 0, prefill: int = 0, **fields
     ) -> Answer:
         tokens, admitted, finished, told = [], None, None, None
         request = self.request(prompt, max_tokens, plan, **fields)
-        async with self.outputs(request, decode, prefill) as outputs:
+        async with self.outputs(request, decode, prefill, tokens.append) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
                 assert output.prompt_logprobs is None or output.admitted is not None

@@ -19,7 +19,7 @@ from services.engine.paged.drafts.counts import DraftCounts
 from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.drafts.room_ahead import RoomAhead
-from services.engine.paged.events import Carried, Event, Failed, Offered, Reserved
+from services.engine.paged.events import Carried, Failed, Offered, Reserved, Said
 from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.queue.places import Places
@@ -63,7 +63,7 @@ class EngineCore:
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
         self._active: list[Sequence] = []  # RECEIVING, LANDED, COMPUTING, DECODING, in order of admission
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
-        self._events: list[tuple[Sequence, Event]] = []
+        self._events: list[tuple[Sequence, Said]] = []
         self._figures = StepFigures(limits, clock)
         self._places = Places(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
@@ -190,7 +190,7 @@ class EngineCore:
             self._account(seq, chunk, token)
         return True
 
-    def take_outputs(self) -> list[tuple[Sequence, Event]]:
+    def take_outputs(self) -> list[tuple[Sequence, Said]]:
         """What happened since the last call, in order."""
         events, self._events = self._events, []
         return events
@@ -452,6 +452,9 @@ class EngineCore:
         finished = finish_reason(seq, self.max_context_tokens)
         if seq.single_token and finished is None:
             finished = FinishReason.LENGTH
+        if not (first or drafted) and finished is None and sampled.logprobs is None:
+            self._emit(seq, sampled.token_id)
+            return
         compute_s = self._clock() - seq.admitted_s if first else 0.0
         self._emit(seq, token_said(seq, sampled, finished, (drafted, accepted), compute_s))
         if finished is not None:
@@ -491,5 +494,5 @@ class EngineCore:
         seq.pages = None
         self._gate.note_news()
 
-    def _emit(self, seq: Sequence, event: Event) -> None:
+    def _emit(self, seq: Sequence, event: Said) -> None:
         self._events.append((seq, event))

@@ -133,7 +133,10 @@ class PagedDecodeEngine(PagedEngine):
         await asyncio.gather(*self._quarantines)
 
     async def generate(
-        self, request: GenerationRequest, remote_prefill: RemotePrefill | None
+        self,
+        request: GenerationRequest,
+        remote_prefill: RemotePrefill | None,
+        tell: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[Output, None]:
         asked = time.monotonic()
         matcher = await self._matcher(request)
@@ -152,6 +155,7 @@ class PagedDecodeEngine(PagedEngine):
                 told = token.prompt_logprobs if received is None else received.prefill.prompt_logprobs
                 first = _output([token], replace(admitted, constraint_s=constraint_s))
                 yield replace(first, prompt_logprobs=told)
+                mailbox.tell = tell
                 while token.finished is None:
                     tokens = [await _next(mailbox, Token), *mailbox.take_tokens()]
                     token = tokens[-1]

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore
 from services.engine.paged.drafts.speculation import Speculation
-from services.engine.paged.events import Event, Failed, Token
+from services.engine.paged.events import Event, Failed, Said, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.scores import scores_of
@@ -77,8 +77,14 @@ class Mailbox:
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._come = asyncio.Event()
+        self.tell: Callable[[int], None] | None = None  # takes tokens that nothing here is before
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Said) -> None:
+        if isinstance(event, int):
+            if self.tell is not None and not self._events:
+                self.tell(event)
+                return
+            event = Token(event, None, None)
         self._events.append(event)
         self._come.set()
 
@@ -332,6 +338,6 @@ class PagedEngine:
         for seq, event in report.events:
             self._route(seq, event)
 
-    def _route(self, seq: Sequence, event: Event) -> None:
+    def _route(self, seq: Sequence, event: Said) -> None:
         if (mailbox := self._mailboxes.get(seq)) is not None:
             mailbox.put(event)

@@ -69,3 +69,4 @@ class Failed:
 
 
 Event = Reserved | Token | Offered | Carried | Failed
+Said = Event | int  # the id of a generated token of which there is nothing else to tell: most are such

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
-from services.engine.paged.events import Carried, Event, Offered, Reserved, Token
+from services.engine.paged.events import Carried, Offered, Reserved, Said, Token
 from services.engine.paged.legs import both
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
@@ -131,7 +131,7 @@ class PagedPrefillEngine(PagedEngine):
         self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
         return ended
 
-    def _route(self, seq: Sequence, event: Event) -> None:
+    def _route(self, seq: Sequence, event: Said) -> None:
         if isinstance(event, Offered):
             self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
         elif isinstance(event, Carried):

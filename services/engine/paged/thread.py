@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.events import Event, Failed
+from services.engine.paged.events import Failed, Said
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of
@@ -83,7 +83,7 @@ Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnde
 class StepReport:
     """What one turn of the thread did."""
 
-    events: list[tuple[Sequence, Event]]
+    events: list[tuple[Sequence, Said]]
     cache_events: CacheEvents
     load: RankLoad
 
@@ -229,7 +229,7 @@ class EngineThread:
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:
-        events: list[tuple[Sequence, Event]] = [*core.take_outputs(), *self._failures]
+        events: list[tuple[Sequence, Said]] = [*core.take_outputs(), *self._failures]
         self._failures = []
         report = StepReport(events, core.take_cache_events(), core.load())
         self._call(self._deliver, report)

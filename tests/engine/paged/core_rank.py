@@ -141,6 +141,9 @@ class Rank:
                     self.tokens.setdefault(seq, []).append(event.token_id)
                     if event.finished is not None:
                         self.finished[seq] = event.finished
+                case int():
+                    assert seq not in self.finished
+                    self.tokens[seq].append(event)
         self.core.check()
 
     def land(self, *seqs) -> None:

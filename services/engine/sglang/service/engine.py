@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -129,7 +129,10 @@ class SglangDecodeEngine(SglangRank):
     moves_penalties = False
 
     async def generate(
-        self, request: GenerationRequest, remote_prefill: RemotePrefill | None
+        self,
+        request: GenerationRequest,
+        remote_prefill: RemotePrefill | None,
+        tell: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[Output, None]:
         if remote_prefill is None:
             raise InvalidRequest("a decode rank of engine sglang computes no prompts: only plan remote works")

@@ -1,0 +1,108 @@
+"""What one router's stream makes of what an engine yields and tells."""
+
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.decode.attach import AttachSession, RunningRequests
+from services.decode.metrics import DecodeMetrics
+from services.decode.prefill_leg import PrefillChannels
+from services.rank.intake import Intake
+from services.values.load import RankLoad
+from services.values.rank import Plan, RankId
+from services.values.request import Admitted, Output, SamplingParams
+from services.wire import convert_request
+from services.wire.isthmus.v1 import common_pb2, decode_pb2
+
+OWN_ID = RankId("d", 0, 1)
+ADMITTED = Admitted(3, 0, 0, 3, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
+LONG_S = 60.0
+
+
+class Engine:
+    """Each request's steps are put into `steps`: a token alone, which is told, or an output."""
+
+    def __init__(self):
+        self.steps: dict[str, asyncio.Queue[Output]] = {}
+        self.tell = {}
+
+    def load(self):
+        return RankLoad(running=len(self.steps))
+
+    async def generate(self, request, remote_prefill, tell):
+        name = request.request_id
+        self.steps[name], self.tell[name] = asyncio.Queue(), tell
+        yield Output((1,), admitted=ADMITTED)
+        while True:
+            yield await self.steps[name].get()
+
+
+@asynccontextmanager
+async def attached(*numbers):
+    """An engine that runs a request of each number, the messages to its router, and its metrics."""
+    engine, registry = Engine(), CollectorRegistry()
+    metrics = DecodeMetrics(registry, engine)
+    session = AttachSession(engine, OWN_ID, PrefillChannels(None), RunningRequests(Intake(OWN_ID)), metrics)
+    for number in numbers:
+        sampling = convert_request.sampling_to_proto(SamplingParams())
+        start = decode_pb2.Start(
+            request_id=f"r{number}",
+            prompt_ids=[1, 2, 3],
+            sampling=sampling,
+            plan=common_pb2.PLAN_LOCAL,
+            decode_generation=1,
+            number=number,
+        )
+        session._start(start)
+    async with aclosing(session.messages(LONG_S)) as messages:
+        await anext(messages)  # which says hello
+        first = await anext(messages)
+        assert [list(output.token_ids) for output in first.outputs] == [[1]] * len(numbers)
+        generated = lambda: registry.get_sample_value("isthmus_decode_generated_tokens_total")  # noqa: E731
+        yield engine, messages, generated
+        await session.close()
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+async def test_a_step_is_a_message(told_first):
+    """Whether its tokens are told or yielded, and whichever comes first."""
+    async with attached(1, 2, 3) as (engine, messages, generated):
+        for _ in range(3):
+            said = [
+                lambda: engine.tell["r1"](7),
+                lambda: engine.steps["r2"].put_nowait(Output((8, 9), drafted_tokens=1)),
+                lambda: engine.tell["r3"](5),
+            ]
+            waiting = asyncio.ensure_future(anext(messages))
+            await asyncio.sleep(0)
+            for say in said if told_first else reversed(said):
+                say()
+            message = await waiting
+            tokens = zip(message.numbers, message.token_ids, strict=True)
+            assert sorted(tokens) == [(1, 7), (3, 5)]
+            assert [(o.request_id, list(o.token_ids)) for o in message.outputs] == [("r2", [8, 9])]
+        assert generated() == 3 + 3 * 4
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(messages)
+
+
+async def test_a_token_that_was_taken_with_others_makes_no_message_of_its_own():
+    async with attached(1, 2) as (engine, messages, _):
+        engine.steps["r1"].put_nowait(Output((8, 9), drafted_tokens=1))
+        await asyncio.sleep(0)
+        engine.tell["r2"](7)
+        message = await anext(messages)
+        assert (list(message.outputs[0].token_ids), list(message.token_ids)) == ([8, 9], [7])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(messages)
+
+
+async def test_what_nobody_takes_any_more_was_generated_all_the_same():
+    async with attached(1) as (engine, _, generated):
+        engine.tell["r1"](7)
+        assert generated() == 1
+    assert generated() == 2
