@@ -7,7 +7,6 @@ import pytest
 from engine.pair import FAKE, Pair, core_of
 from services.engine.fake import continuation
 from services.engine.paged.drafts.drafter import Drafter
-from services.engine.paged.drafts.drafting import NoDrafting
 from services.engine.paged.drafts.model_drafter import ModelDrafter
 from services.values.errors import ConfigError
 
@@ -17,7 +16,7 @@ SOURCES = {
     "tree": {"tree"},
     "draft": {"draft"},
 }  # its text repeats nothing
-DRAFTING = {"off": NoDrafting, "lookup": Drafter, "tree": Drafter, "draft": ModelDrafter}
+DRAFTING = {"off": type(None), "lookup": Drafter, "tree": Drafter, "draft": ModelDrafter}
 
 
 @pytest.mark.parametrize(

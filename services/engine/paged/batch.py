@@ -4,6 +4,7 @@ from collections.abc import Sequence as SequenceOf
 
 from services.engine.paged.runner import Chunk, TailPages
 from services.engine.paged.sequence import Sequence
+from services.kv.carried.carried_cache import Tail
 
 Ids = SequenceOf[int]
 
@@ -13,23 +14,28 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
     assert seq.pages is not None and seq.carried is not None
     end = seq.computed + size
     last = end == len(seq.ids)
+    carried, request = seq.carried, seq.request
     return Chunk(
         token_ids=[*seq.ids[seq.computed : end], *drafts],
         start=seq.computed,
         pages=seq.pages.pages[: -(-(end + len(drafts)) // page_size)],
         sample=last,
-        sampling=seq.request.sampling,
+        sampling=request.sampling,
         history=seq.ids if last else (),
         num_output_ids=seq.num_output if last else 0,
-        eos_token_ids=seq.request.eos_token_ids,
+        eos_token_ids=request.eos_token_ids,
         store_from=seq.stored,
-        tails=tuple(TailPages(tail.first_page, tail.pages) for tail in seq.carried.tails),
-        slot=seq.carried.slot,
+        tails=_tail_pages(carried.tails) if carried.tails else (),
+        slot=carried.slot,
         num_drafts=len(drafts),
         matcher=seq.matcher if last else None,
-        generated=seq.computed >= len(seq.request.prompt_ids),
+        generated=seq.computed >= len(request.prompt_ids),
         scoring=None if seq.scores is None else seq.scores.asked_of(seq.computed, end),
     )
+
+
+def _tail_pages(tails: SequenceOf[Tail]) -> tuple[TailPages, ...]:
+    return tuple(TailPages(tail.first_page, tail.pages) for tail in tails)
 
 
 def most_drafts(seq: Sequence, max_context_tokens: int) -> int:

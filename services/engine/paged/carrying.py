@@ -92,6 +92,8 @@ class Carrying:
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Where its chunk up to `end` must stop for a border, or because its tails have pages up to there."""
+        if self._books.is_empty:
+            return end
         assert seq.carried is not None
         return self._books.extend(seq.carried, min([end, *seq.borders[:1]]))
 
@@ -102,6 +104,8 @@ class Carrying:
 
     def account(self, seq: Sequence) -> None:
         """A chunk of it was computed, and its pages are published."""
+        if self._books.is_empty:
+            return
         assert seq.carried is not None
         self._books.trim(seq.carried, seq.computed)
         self.note_border(seq)

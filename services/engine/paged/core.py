@@ -9,14 +9,14 @@ wait (gate.py); those that came last are retracted (sequence.py).
 The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
 from services.engine.paged.carrying import Carrying
 from services.engine.paged.drafts.counts import DraftCounts
-from services.engine.paged.drafts.drafting import Drafting, NoDrafting, Wish
+from services.engine.paged.drafts.drafting import Drafting, Wish
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.drafts.room_ahead import RoomAhead
 from services.engine.paged.events import Carried, Failed, Offered, Reserved, Said
@@ -54,10 +54,13 @@ class EngineCore:
         Without `drafting` each step gives a sequence one token.
         """
         self.runner = runner
+        self.page_size = runner.layout.page_size
+        # Bounded by the pool too, so that a sequence alone always fits.
+        self.max_context_tokens = min(runner.max_context_tokens, runner.memory.num_pages * self.page_size)
         self.cache = cache
         self.carried = carried or CarriedCache(runner.layout, ())
         self._carrying = Carrying(self.carried, cache, limits.chunk_size)
-        self._drafting = drafting or NoDrafting()
+        self._drafting = drafting
         self._drafts = DraftCounts()
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
@@ -68,15 +71,6 @@ class EngineCore:
         self._places = Places(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self.retractions = 0
-
-    @property
-    def page_size(self) -> int:
-        return self.runner.layout.page_size
-
-    @property
-    def max_context_tokens(self) -> int:
-        """Bounded by the pool too, so that a sequence alone always fits."""
-        return min(self.runner.max_context_tokens, self.runner.memory.num_pages * self.page_size)
 
     @property
     def failed_steps(self) -> int:
@@ -174,7 +168,7 @@ class EngineCore:
         """
         retractions = self.retractions
         admitted = self._let_in_landed() | self._admit()
-        batch = list(self._decode_chunks())
+        batch = self._decode_chunks()
         num_decoding = len(batch)
         num_drafts = sum(chunk.num_drafts for _, chunk in batch)
         batch += self._prompt_chunks(num_decoding, num_drafts)
@@ -213,8 +207,8 @@ class EngineCore:
 
     def load(self) -> RankLoad:
         pending = sum(s.uncomputed_tokens for s in self._gate)
-        pending += sum(s.remaining_tokens for s in self._active)
-        decoding = sum(s.phase is Phase.DECODING for s in self._active)
+        pending += sum(s.remaining_tokens for s in self._active if s.phase is Phase.COMPUTING)
+        decoding = sum([s.phase is Phase.DECODING for s in self._active])
         return RankLoad(
             running=len(self._active) + len(self._kept),
             waiting=len(self._gate),
@@ -313,20 +307,32 @@ class EngineCore:
 
     # -- the batch --------------------------------------------------------------------------------
 
-    def _decode_chunks(self) -> Iterator[tuple[Sequence, Chunk]]:
-        decoding = [s for s in self._active if s.phase is Phase.DECODING]
-        self.cache.make_room(sum(lacks_slot(seq, self.page_size) for seq in decoding))
-        # Growing may retract sequences, earlier ones included, so the batch is read off afterwards.
-        grown = [s for s in decoding if s.phase is Phase.DECODING and self._grow(s)]
-        decoding = [seq for seq in grown if seq.phase is Phase.DECODING]
-        for seq, proposal in zip(decoding, self._propose(decoding), strict=True):
-            yield seq, self._ahead.chunk_of(seq, proposal)
+    def _decode_chunks(self) -> list[tuple[Sequence, Chunk]]:
+        decoding = self._grown([s for s in self._active if s.phase is Phase.DECODING])
+        if self._drafting is None:
+            return [(seq, self._ahead.chunk_of(seq, None)) for seq in decoding]
+        proposals = self._propose(self._drafting, decoding)
+        return [
+            (seq, self._ahead.chunk_of(seq, proposal))
+            for seq, proposal in zip(decoding, proposals, strict=True)
+        ]
 
-    def _propose(self, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
+    def _grown(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Those that have a slot for their newest token, or now get one."""
+        page_size = self.page_size
+        lacking = [seq for seq in decoding if lacks_slot(seq, page_size)]
+        if not lacking:
+            return decoding
+        self.cache.make_room(len(lacking))
+        # Growing may retract sequences, earlier ones included, so the batch is read off afterwards.
+        stuck = {seq for seq in lacking if seq.phase is Phase.DECODING and not self._grow(seq)}
+        return [seq for seq in decoding if seq.phase is Phase.DECODING and seq not in stuck]
+
+    def _propose(self, drafting: Drafting, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
         wishes = [Wish(seq, self._ahead.most_drafts(seq)) for seq in decoding]
         began = self._clock()
         with self._figures.noting_failures():  # a draft model may compute
-            proposals = self._drafting.propose(wishes, self.runner.max_step_drafts, self._figures.times)
+            proposals = drafting.propose(wishes, self.runner.max_step_drafts, self._figures.times)
         self._figures.drafting_s = self._clock() - began
         return proposals
 
@@ -397,12 +403,13 @@ class EngineCore:
     # -- afterwards -------------------------------------------------------------------------------
 
     def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
-        for right in sampled[:-1]:
+        accepted = max(0, len(sampled) - 1)
+        for right in sampled[:accepted]:
             self._append(seq, right)  # which ends nothing: see usable_drafts
             if seq.phase is Phase.ENDED:  # but where its constraint has come to a limit
                 return
-        accepted = max(0, len(sampled) - 1)
         if seq.proposal is not None:
+            assert self._drafting is not None
             self._drafting.note(seq, seq.proposal, accepted)
             self._drafts.note(seq.proposal.source, chunk.num_drafts, accepted)
             seq.proposal = None
@@ -472,7 +479,8 @@ class EngineCore:
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
         held = seq.pages is not None
         seq.phase, seq.proposal = Phase.ENDED, None
-        self._drafting.ended(seq)
+        if self._drafting is not None:
+            self._drafting.ended(seq)
         if not held:
             return
         self._gate.note_news()  # its place in the batch is free, if not its pages

@@ -22,9 +22,12 @@ class TailPages:
     pages: Sequence[PageId]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """What one sequence contributes to a step: tokens whose KV is to be computed and stored.
+
+    Nobody changes one. It is not frozen, for there is one for each token of each step, and what is frozen
+    takes thrice as long to make.
 
     The chunk's tokens are at positions [start, start + len(token_ids)); the KV of [0, start) is in
     the pages already, and the state after `start` tokens in the slot (which is taken for zeros at 0).

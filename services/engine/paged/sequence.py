@@ -145,12 +145,12 @@ def token_said(
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:
     """Whether the newest token of `seq` ends it."""
-    sampling, token = seq.request.sampling, seq.ids[-1]
-    if seq.num_output >= sampling.min_tokens and token in seq.ending_ids:
+    sampling, num_output = seq.request.sampling, seq.num_output
+    if seq.ids[-1] in seq.ending_ids and num_output >= sampling.min_tokens:
         return FinishReason.STOP
     if seq.matcher is not None and seq.matcher.ends_here:
         return FinishReason.STOP
-    if sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens:
+    if sampling.max_tokens is not None and num_output >= sampling.max_tokens:
         return FinishReason.LENGTH
     return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens else None
 

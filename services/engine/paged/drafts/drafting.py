@@ -30,18 +30,3 @@ class Drafting(Protocol):
 
     def ended(self, seq: sequence.Sequence) -> None:
         """It asks for nothing any more, whether it ever did or not. Its ids are still there."""
-
-
-class NoDrafting:
-    """Implements Drafting."""
-
-    def propose(
-        self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
-    ) -> Sequence[Proposal | None]:
-        return [None] * len(wishes)
-
-    def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
-        pass
-
-    def ended(self, seq: sequence.Sequence) -> None:
-        pass

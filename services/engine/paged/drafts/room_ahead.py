@@ -27,11 +27,13 @@ class RoomAhead:
 
     def chunk_of(self, seq: Sequence, proposal: Proposal | None) -> Chunk:
         """Its newest token, and what is proposed to follow as far as that can be and has pages."""
-        ids = proposal.ids if proposal is not None else ()
-        ids = batch.usable_drafts(seq, ids, self.most_drafts(seq), self._runner.vocab_size)
+        if proposal is None:
+            self._carrying.chunk_end(seq, len(seq.ids))
+            return batch.chunk_of(seq, 1, self._page_size)
+        ids = batch.usable_drafts(seq, proposal.ids, self.most_drafts(seq), self._runner.vocab_size)
         end = len(seq.ids) + self._grow(seq, len(ids))
         ids = ids[: self._carrying.chunk_end(seq, end) - len(seq.ids)]
-        seq.proposal = replace(proposal, ids=ids) if proposal is not None and ids else None
+        seq.proposal = replace(proposal, ids=ids) if ids else None
         return batch.chunk_of(seq, 1, self._page_size, ids)
 
     def give_back(self, seq: Sequence) -> None:

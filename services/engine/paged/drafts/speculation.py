@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.engine.paged.drafts.drafter import Drafter, DraftSettings
-from services.engine.paged.drafts.drafting import Drafting, NoDrafting
+from services.engine.paged.drafts.drafting import Drafting
 from services.engine.paged.drafts.model_drafter import ModelDrafter
 from services.engine.paged.runner import ModelRunner
 
@@ -20,10 +20,10 @@ class Speculation:
     draft_tokens: int = 5  # at most, of a sequence in a step
     unsalted: bool = False  # `tree` where the salt is empty, too
 
-    def drafting(self, runner: ModelRunner, itl_target_s: float | None) -> Drafting:
+    def drafting(self, runner: ModelRunner, itl_target_s: float | None) -> Drafting | None:
         page_size = runner.layout.page_size
         if self.mode == "off":
-            return NoDrafting()
+            return None
         if self.mode == "draft":
             assert runner.draft is not None  # see EngineSettings
             return ModelDrafter(runner.draft, page_size, self.draft_tokens, itl_target_s)

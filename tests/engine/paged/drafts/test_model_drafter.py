@@ -32,6 +32,17 @@ class ScriptedDraft:
         return tuple(t if self._random.random() < chance else (t + 1) % 512 for t in right)
 
 
+class NoDrafts:
+    """Implements Drafting: guesses nothing. A rank's clock goes on whenever it is read: as often as beside
+    drafts."""
+
+    def propose(self, wishes, max_drafts, step_times):
+        return [None] * len(wishes)
+
+    def ended(self, seq):
+        pass
+
+
 class TimedRunner:
     def __init__(self, rank):
         self._rank, self._runner = rank, rank.core.runner
@@ -49,7 +60,7 @@ class TimedRunner:
 def seconds(chance, batch=1, answer=60, num_pages=256, round_s=DRAFT_S):
     """That the answers take, and how the draft was asked; `chance` None: no drafts."""
     draft = ScriptedDraft(lambda: rank, chance, round_s=round_s)
-    drafter = ModelDrafter(draft, 4, 5) if chance is not None else None
+    drafter = ModelDrafter(draft, 4, 5) if chance is not None else NoDrafts()
     rank = Rank(num_pages=num_pages, drafting=drafter)
     rank.core.runner = TimedRunner(rank)
     rank.run([rank.submit([400, 401], 20)])  # steps have been measured

@@ -11,7 +11,6 @@ from engine.pair import Pair, core_of, eager
 from engine.torch.paired.families import new_text, torch_settings
 from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import grown_checkpoint
-from services.engine.paged.drafts.drafting import NoDrafting
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import SamplingParams
@@ -30,7 +29,7 @@ def settings_of(family, **changes):
 
 async def answers(pair, drafting, plan, decode=0):
     """Of two turns, greedy and drawn, without drafts or with; nobody finds the others' prefixes."""
-    core_of(pair.decodes[decode])._drafting = drafting or NoDrafting()
+    core_of(pair.decodes[decode])._drafting = drafting
     said = []
     for sampling in (GREEDY, SEEDED):
         salt, history = next(salts), []
@@ -46,7 +45,7 @@ async def answers(pair, drafting, plan, decode=0):
 
 def drafting_of(pair):
     drafting = draft_with(core_of(pair.decode))
-    core_of(pair.decode)._drafting = NoDrafting()
+    core_of(pair.decode)._drafting = None
     return drafting
 
 
@@ -119,7 +118,7 @@ async def test_a_crowd_that_has_some_retracted_drafts_all_the_same():
     settings = eager(settings_of(FULL, kv_pages=15, max_running_requests=6))
     async with Pair(settings) as pair:
         drafting, said = drafting_of(pair), []
-        for each in (NoDrafting(), drafting):
+        for each in (None, drafting):
             core_of(pair.decode)._drafting = each
             salt = next(salts)
             said.append(
