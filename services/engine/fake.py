@@ -12,6 +12,7 @@ before it, and it is that which is stored: so whatever was wrong once stays wron
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ _FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
 _MASK = 2**64 - 1
 _DRAWN_LOGIT = 10.0
 VOCAB_SIZE = 512
+_NO_MASKS = Masks(np.zeros((0, 0), np.int32), 0)
 Biases = Sequence[tuple[int, float]]
 FINGERPRINT = 0xFA4E
 
@@ -95,7 +97,10 @@ class FakeRunner:
         pause_s = self._speed.step_s + self._speed.prompt_token_s * prompt_tokens
         if pause_s > 0:
             self._sleep(pause_s)
-        return [self._run_chunk(chunk) for chunk in chunks]
+        if self.layout.carried:
+            return [self._run_chunk(chunk) for chunk in chunks]
+        self._store(chunks)
+        return self._chosen(chunks)
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
         for pool in self._pools_of(GroupKind.RECURRENT):
@@ -109,6 +114,24 @@ class FakeRunner:
     def close(self) -> None:
         self.slots = np.zeros((0, 0), dtype=np.uint64)
 
+    def _store(self, chunks: Sequence[Chunk]) -> None:
+        """Of all their tokens at once, where nothing is carried from one to the next."""
+        page_size, token_ids, positions, places = self.layout.page_size, list[int](), list[int](), list[int]()
+        for chunk in chunks:
+            pages, first = chunk.pages, max(chunk.start, chunk.store_from)
+            token_ids += chunk.token_ids[first - chunk.start :]
+            positions += range(first, chunk.end)
+            places += [pages[at // page_size] * page_size + at % page_size for at in range(first, chunk.end)]
+        self.slots.reshape(-1)[places] = mixed(token_ids, positions)
+
+    def _chosen(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
+        """Their KV is stored."""
+        for chunk in chunks:
+            if chunk.scoring is not None:
+                self._tell(chunk, chunk.scoring)
+        totals = iter(self._totals([chunk for chunk in chunks if chunk.sample]))
+        return [self._choices(chunk, next(totals)) if chunk.sample else () for chunk in chunks]
+
     def _run_chunk(self, chunk: Chunk) -> tuple[Sampled, ...]:
         page_size, states = self.layout.page_size, list[list[int]]()
         for position, token in enumerate(chunk.token_ids, start=chunk.start):
@@ -120,15 +143,36 @@ class FakeRunner:
             self._tell(chunk, chunk.scoring)
         if not chunk.sample:
             return ()
-        first = chunk.end - chunk.num_drafts
-        masks = self._mask_maker.make(masks_asked([chunk]))
-        points = enumerate(single_tokens(chunk))
-        choices = [self._choose(point, first + row, masks, row) for row, point in points]
-        kept = keep_accepted(chunk.drafts, choices)
+        kept = self._choices(chunk, self._total(chunk, chunk.end))
         after = states[len(chunk.token_ids) - chunk.num_drafts + len(kept) - 2]
         for pool, state in zip(self._pools_of(GroupKind.RECURRENT), after, strict=True):
             pool[chunk.slot] = state
         return kept
+
+    def _choices(self, chunk: Chunk, total: int) -> tuple[Sampled, ...]:
+        """`total` as `_total` of all of it."""
+        masks = self._mask_maker.make(masks_asked([chunk])) if chunk.matcher is not None else _NO_MASKS
+        if not chunk.num_drafts:
+            return (self._choose(chunk, chunk.end, total, masks),)
+        first = chunk.end - chunk.num_drafts
+        points = enumerate(single_tokens(chunk))
+        choices = [
+            self._choose(point, first + row, self._total(point, first + row), masks, row)
+            for row, point in points
+        ]
+        return keep_accepted(chunk.drafts, choices)
+
+    def _totals(self, chunks: Sequence[Chunk]) -> list[int]:
+        """As `_total` of each up to its end."""
+        if not chunks:
+            return []
+        page_size = self.layout.page_size
+        ends = np.array([chunk.end for chunk in chunks])
+        counts = -(-ends // page_size)
+        pages = list(chain(*(c.pages[:count] for c, count in zip(chunks, counts.tolist(), strict=True))))
+        held, last = self.slots.take(pages, axis=0), counts.cumsum() - 1
+        held[last] *= np.arange(page_size) < (ends - (counts - 1) * page_size)[:, None]
+        return [int(each) for each in np.add.reduceat(held.sum(axis=1), last + 1 - counts)]
 
     def _total(self, chunk: Chunk, end: int) -> int:
         """Of the first `end` slots of its sequence."""
@@ -143,10 +187,9 @@ class FakeRunner:
         ]
         asked.tell(PromptLogprobs.joined(told, asked.num_top))
 
-    def _choose(self, chunk: Chunk, end: int, masks: Masks, row: int) -> Sampled:
+    def _choose(self, chunk: Chunk, end: int, total: int, masks: Masks, row: int = 0) -> Sampled:
         """After `end` tokens, the last of which is the chunk's. A row of `masks`, where there are any, allows
         some."""
-        total = self._total(chunk, end)
         banned, biases = chunk.banned_ids, chunk.sampling.logit_bias
         if len(masks) or banned or biases:
             allowed = masks.expanded()[row].copy() if len(masks) else np.ones(self.vocab_size, bool)
@@ -282,6 +325,15 @@ def mix(token: int, position: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+def mixed(token_ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
+    """`mix` of each pair."""
+    tokens, at = np.array(token_ids, np.uint64), np.array(positions, np.uint64)
+    x = tokens * np.uint64(0x9E3779B97F4A7C15) + at * np.uint64(0xD1B54A32D192ED03) + np.uint64(1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
 
 
 def draw(total: int, length: int, vocab_size: int) -> int:

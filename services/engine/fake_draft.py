@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.fake import FakeRunner, draw, first_seen, mix
+from services.engine.fake import FakeRunner, draw, first_seen, mix, mixed
 from services.engine.paged.runner import Chunk, Sampled, TailPages
 from services.kv.shadow_validity import ShadowValidity
 from services.values.errors import ConfigError
@@ -119,7 +119,9 @@ class FakeDraft:
     def _has_kv(self, chunk: Chunk) -> bool:
         """That of its ids, and nobody else's."""
         own = self.slots[list(chunk.pages)].reshape(-1)[: chunk.end]
-        return bool(own.sum(dtype=np.uint64) == _mixed(chunk.history).sum(dtype=np.uint64))
+        return bool(
+            own.sum(dtype=np.uint64) == mixed(chunk.history, range(len(chunk.history))).sum(dtype=np.uint64)
+        )
 
 
 class FakeDraftingRunner(FakeRunner):
@@ -197,12 +199,3 @@ def _seen(
         return int(pool[tail.pages[position // page_size - tail.first_page], position % page_size])
 
     return sum(map(value, positions))
-
-
-def _mixed(ids: Sequence[int]) -> NDArray[np.uint64]:
-    """`mix` of all ids and their positions."""
-    tokens, positions = np.array(ids, np.uint64), np.arange(len(ids), dtype=np.uint64)
-    x = tokens * np.uint64(0x9E3779B97F4A7C15) + positions * np.uint64(0xD1B54A32D192ED03) + np.uint64(1)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return x ^ (x >> np.uint64(31))
