@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from opentelemetry.trace import Span
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
+from services.decode.silence import Silence
 from services.engine.base import DecodeEngine
 from services.net import grpc_errors
 from services.observe import log_lines, traces
@@ -99,13 +100,12 @@ class AttachSession:
 
     async def messages(self, idle_report_s: float) -> AsyncGenerator[decode_pb2.StepOutputs, None]:
         """StepOutputs as they come; one with the load alone after `idle_report_s` of silence."""
-        while True:
-            yield self._message()
-            try:
-                async with asyncio.timeout(idle_report_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+        with closing(Silence(idle_report_s, self._wake.set)) as silence:
+            while True:
+                yield self._message()
+                silence.begins()
+                await self._wake.wait()
+                silence.ends()
 
     async def close(self) -> None:
         """Cancel everything this router started; returns when all of it has ended."""
@@ -121,7 +121,7 @@ class AttachSession:
         message = self._outbox.take()
         if self._outbox:
             self._wake.set()
-        message.load.CopyFrom(convert.load_to_proto(self._engine.load()))
+        convert.fill_load(message.load, self._engine.load())
         message.load.draining = self._running.intake.draining
         return message
 

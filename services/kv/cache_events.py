@@ -15,6 +15,8 @@ class BlockLedger:
 
     def take(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
         """Stored and removed, each in the order in which it happened."""
+        if not self._changes:  # as after most steps
+            return (), ()
         changes, self._changes = self._changes, {}
         stored = tuple(block for block, is_stored in changes.items() if is_stored)
         return stored, tuple(block for block, is_stored in changes.items() if not is_stored)

@@ -211,17 +211,31 @@ def _target_from_proto(pb: handshake_pb2.GroupTarget) -> GroupTarget:
 
 
 def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
+    pb = common_pb2.RankLoad()
+    fill_load(pb, load)
+    return pb
+
+
+def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
+    """Field by field, into a message that has none yet: a rank tells of one with each step."""
+    pb.running = load.running
+    pb.waiting = load.waiting
+    pb.pending_tokens = load.pending_tokens
+    pb.step_s = load.step_s
+    pb.prefill_tokens_per_s = load.prefill_tokens_per_s
+    pb.draining = load.draining
+    pb.waiting_tokens = load.waiting_tokens
+    pb.admitted_per_s = load.admitted_per_s
+    pb.stalled = load.stalled
+    pb.tokens_per_step = load.tokens_per_step
     books = load.books
-    return message_of(
-        common_pb2.RankLoad,
-        load,
-        free_pages=books.free,
-        cached_pages=books.cached,
-        used_pages=books.locked + books.private,
-        quarantined_pages=books.quarantined,
-        total_pages=books.total,
-        kv_paths=[message_of(common_pb2.KvPath, path) for path in load.kv_paths],
-    )
+    pb.free_pages = books.free
+    pb.cached_pages = books.cached
+    pb.used_pages = books.locked + books.private
+    pb.quarantined_pages = books.quarantined
+    pb.total_pages = books.total
+    if load.kv_paths:
+        pb.kv_paths.extend(message_of(common_pb2.KvPath, path) for path in load.kv_paths)
 
 
 def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:

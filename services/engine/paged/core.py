@@ -191,8 +191,11 @@ class EngineCore:
 
     def take_cache_events(self) -> CacheEvents:
         """What the tree gained and lost since the last call, and where sequences can go on."""
+        events = self.cache.take_events()
         stored, removed = self.carried.points.events.take()
-        return replace(self.cache.take_events(), resumable_stored=stored, resumable_removed=removed)
+        if not (stored or removed):
+            return events
+        return replace(events, resumable_stored=stored, resumable_removed=removed)
 
     def fail_active(self) -> list[Sequence]:
         """End every computing sequence: the runner failed and their KV cannot be trusted."""
@@ -256,6 +259,8 @@ class EngineCore:
     def _let_in_landed(self) -> bool:
         """True when one that has landed got its place in the batch."""
         landed = [seq for seq in self._active if seq.phase is Phase.LANDED]
+        if not landed:
+            return False
         let_in = 0
         for seq in sorted(landed, key=place_in_line):
             if not self._places.one_more_runs(self._active):
@@ -338,9 +343,11 @@ class EngineCore:
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
         """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
+        computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
+        if not computing:
+            return []
         budget = self._figures.chunk_tokens(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
-        computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         for seq in sorted(computing, key=place_in_line):
             if budget <= 0:
                 break

@@ -43,6 +43,9 @@ _MAX_EVICTED_AHEAD = 256
 _WARM_UPS = 10
 
 
+_NO_EVENTS = CacheEvents()
+
+
 class ThreadHangs(Exception):
     """A turn of a thread has not ended within its limit."""
 
@@ -205,8 +208,10 @@ class PagedEngine:
         return self._hangs
 
     def load(self) -> RankLoad:
-        stalled = any(watch.stalled for watch in self._watches)
-        return replace(self._load, stalled=stalled, constraints=self._constraints())
+        stalled, constraints = any([watch.stalled for watch in self._watches]), self._constraints()
+        if (stalled, constraints) != (self._load.stalled, self._load.constraints):
+            self._load = replace(self._load, stalled=stalled, constraints=constraints)
+        return self._load
 
     def _constraints(self) -> ConstraintCounts:
         if self._core is None:
@@ -333,7 +338,7 @@ class PagedEngine:
 
     def _deliver(self, report: StepReport) -> None:
         self._load = report.load
-        if report.cache_events != CacheEvents():
+        if report.cache_events != _NO_EVENTS:
             self._cache_events.put_nowait(report.cache_events)
         for seq, event in report.events:
             self._route(seq, event)

@@ -42,9 +42,15 @@ class _Sums:
     dy: float = 0.0
 
     def add(self, x: float, d: float, y: float) -> None:
-        products = (1.0, x, d, y, x * x, x * d, d * d, x * y, d * y)
-        for name, value in zip(self.__slots__, products, strict=True):
-            setattr(self, name, _FADING * getattr(self, name) + value)
+        self.weight = _FADING * self.weight + 1.0
+        self.x = _FADING * self.x + x
+        self.d = _FADING * self.d + d
+        self.y = _FADING * self.y + y
+        self.xx = _FADING * self.xx + x * x
+        self.xd = _FADING * self.xd + x * d
+        self.dd = _FADING * self.dd + d * d
+        self.xy = _FADING * self.xy + x * y
+        self.dy = _FADING * self.dy + d * y
 
 
 class StepTimes:
@@ -87,7 +93,9 @@ class StepTimes:
         if not batch or self._sums.weight == 0:
             return 0.0
         mean_batch, mean_s = self._means()
-        drafts_s = self.draft_s * (num_drafts - self._sums.d / self._sums.weight)
+        drafts_s = 0.0
+        if num_drafts or self._sums.d:
+            drafts_s = self.draft_s * (num_drafts - self._sums.d / self._sums.weight)
         return max(0.0, mean_s + (self._slope() or 0.0) * (batch - mean_batch) + drafts_s)
 
     @property
@@ -146,8 +154,9 @@ class StepTimes:
         spread = self._spread()
         if spread < _MIN_SPREAD:
             return None
-        with_drafts = (sums.xd - mean_batch * sums.d) / sums.weight
-        drafts_s = self.draft_s * with_drafts
+        drafts_s = 0.0
+        if sums.d:
+            drafts_s = self.draft_s * ((sums.xd - mean_batch * sums.d) / sums.weight)
         return max(0.0, (sums.xy / sums.weight - mean_batch * mean_s - drafts_s) / spread)
 
     def _spread(self) -> float:
@@ -170,8 +179,7 @@ class StepTimes:
     def _keep_fixed_rows(self) -> None:
         """Of a draft's cost what will still hold where there were none for long, or another batch."""
         sums = self._sums
-        spread, _ = self._of_drafts_alone()
-        if spread < _TRUSTED_WEIGHT:
+        if not sums.dd or self._of_drafts_alone()[0] < _TRUSTED_WEIGHT:
             self._fixed_rows += _FORGETTING * (_FIXED_ROWS - self._fixed_rows)
             return
         rows, mean_s = (sums.x + sums.d) / sums.weight, sums.y / sums.weight
