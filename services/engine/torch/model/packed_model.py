@@ -16,8 +16,9 @@ from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.model.activations import even_activations
 from services.engine.torch.model.check.probe import probe
+from services.engine.torch.model.fused.norms import fuse_norms
+from services.engine.torch.model.fused.rotary import fuse_rotations
 from services.engine.torch.model.mixers import place_rows, wrap
-from services.engine.torch.model.norms import fuse_norms
 from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import StepCache
@@ -59,6 +60,7 @@ class PackedModel:
         if self.device.type == "cpu":
             even_activations(model)
             fuse_norms(model)
+            fuse_rotations(model)
         self._workers = Workers(num_threads)
         self.in_place = False  # that recurrences of single tokens are computed so
         for mixer in self.remembered.mixers:

@@ -1,0 +1,1 @@
+"""Parts of definitions for which torch is called often, as kernels that are called once, on a CPU."""
