@@ -73,7 +73,7 @@ class ChunkView:
 class InPlaceView:
     """Tokens of the step that read pages where they are, on the CPU: query i is the i-th of `rows`."""
 
-    rows: Tensor | slice  # int64
+    rows: NDArray[np.int64] | slice
     reads: Pieces | Span
     shares: tuple[range, ...]  # of attend_pages
     executor: Executor | None
@@ -89,6 +89,11 @@ class ReachView:
     spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
     decode: InPlaceView | PartsView | None  # all single tokens that need not
     numbers: NDArray[Any] | None  # the pool's, as the CPU's kernels take them, where they are to read them
+
+    @cached_property
+    def in_place(self) -> tuple[InPlaceView, ...]:
+        """Together they have all rows, on the CPU."""
+        return (*self.spans, self.decode) if isinstance(self.decode, InPlaceView) else self.spans
 
     @cached_property
     def slot_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,11 +239,11 @@ def _view_decodes(
 ) -> InPlaceView | PartsView:
     page_size = kv.shape.page_size
     pieces = pieces_of([_read(chunk, reach, page_size) for _, chunk in decodes], page_size)
-    offsets = np.array([offset for offset, _ in decodes])
+    offsets = np.array([offset for offset, _ in decodes], np.int64)
     if isinstance(in_place, OnDevice):
         return view_parts(kv, offsets, pieces, in_place)
     return InPlaceView(
-        rows=torch.from_numpy(offsets),
+        rows=offsets,
         reads=pieces,
         shares=_piece_shares(pieces, kv, in_place.num_threads),
         executor=in_place.executor,
