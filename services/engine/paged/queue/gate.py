@@ -83,7 +83,7 @@ class Gate:
         """Who would come in beside `active`; None: nobody has room, or only one that may not."""
         if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
-        growth = Growth([self._growing(seq) for seq in active], self._cache.page_size)
+        growth = Growth(self._growing(active), self._cache.page_size)
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
@@ -155,10 +155,15 @@ class Gate:
         """For its ids and, unless it ends with its first one, one more token."""
         return -(-(len(seq.ids) + (not seq.single_token)) // self._cache.page_size)
 
-    def _growing(self, seq: Sequence) -> Growing:
-        assert seq.pages is not None
-        own_pages = self._cache.own_pages(seq.pages)
-        return Growing(len(seq.ids), len(seq.pages.pages), own_pages, self._more_tokens(seq))
+    def _growing(self, active: Collection[Sequence]) -> list[Growing]:
+        """Of those that will grow."""
+        own_pages, growing = self._cache.own_pages, list[Growing]()
+        for seq in active:
+            if (more_tokens := self._more_tokens(seq)) > 0:
+                assert seq.pages is not None
+                pages = seq.pages
+                growing.append(Growing(len(seq.ids), len(pages.pages), own_pages(pages), more_tokens))
+        return growing
 
     def _newcomer(self, seq: Sequence, waiting: Waiting) -> Growing:
         return Growing(len(seq.ids), self._pages_wanted(seq), waiting.new_pages, self._more_tokens(seq))

@@ -13,8 +13,8 @@ pool idle, for they do not end at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,8 @@ _MIN_SHARE = 0.1
 _LEARNING = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Growing:
-    """One sequence that holds pages, or would."""
+class Growing(NamedTuple):
+    """One sequence that holds pages, or would. A row of numbers: at each admission all that run have one."""
 
     num_tokens: int
     num_pages: int  # of its table
@@ -38,16 +37,12 @@ class Growth:
     """Of those that run, all together. Costs the square of their number once, a newcomer their number."""
 
     def __init__(self, sequences: Sequence[Growing], page_size: int) -> None:
-        growing = sorted((seq for seq in sequences if seq.more_tokens > 0), key=lambda seq: seq.more_tokens)
-        columns = np.array(
-            [(seq.num_tokens, seq.num_pages, seq.own_pages, seq.more_tokens) for seq in growing], dtype=int
-        ).reshape(-1, 4)
+        growing = sorted([seq for seq in sequences if seq.more_tokens > 0], key=attrgetter("more_tokens"))
+        columns = np.array(growing, dtype=int).reshape(-1, 4)
         self._tokens, self._pages, own, self._more = columns.T
         self._page_size = page_size
         self._given_back = np.concatenate(([0], np.cumsum(own)))  # by the first k to end
-        # taken[k, j]: pages that j has taken when k, the k-th to end, is about to.
-        taken = self._taken(self._tokens[None, :] + self._more[:, None], self._pages[None, :])
-        self._peaks = np.triu(taken).sum(axis=1) - self._given_back[:-1]
+        self._peaks = self._all_taken() - self._given_back[:-1]
         self.peak = max(0, int(self._peaks.max(initial=0)))  # pages they take beyond those they have
 
     def peak_with(self, newcomer: Growing) -> int:
@@ -61,6 +56,18 @@ class Growth:
         others = self._taken(self._tokens[ended:] + more, self._pages[ended:]).sum()
         last = others - self._given_back[ended] + self._taken(newcomer.num_tokens + more, newcomer.num_pages)
         return max(0, int(peaks.max(initial=0)), int(last))
+
+    def _all_taken(self) -> Any:
+        """Pages that those left have taken together when the k-th to end is about to, for each k.
+
+        Of a square of them: in whole pages, and one more where the rest of k's tokens is more than the slots
+        that j has left in its last page. A division for each pair would take thrice as long.
+        """
+        lacking = (-(-self._tokens // self._page_size) - self._pages).astype(np.int32)
+        slots = (-self._tokens % self._page_size).astype(np.int32)
+        whole, rest = (each.astype(np.int32)[:, None] for each in divmod(self._more, self._page_size))
+        taken = np.maximum(0, lacking + whole + (rest > slots))
+        return np.triu(taken).sum(axis=1)
 
     def _taken(self, tokens: Any, pages: Any) -> Any:
         return np.maximum(0, -(-tokens // self._page_size) - pages)
