@@ -11,6 +11,7 @@ server, a registration and a port for each rank. A rank's generation is drawn at
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import math
 import random
@@ -198,6 +199,7 @@ async def run_ranks(
             if not (stopping.is_set() or rank.failed.is_set()):
                 _tell_ready(rank, role)
         if not stopping.is_set():
+            _keep_for_good()
             notifier.serves()
         grace_s = configs[0].grace_s
         await asyncio.gather(
@@ -209,6 +211,13 @@ async def run_ranks(
         log_lines.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
     if failed:
         raise RankFailed(f"rank {', '.join(failed)} cannot go on; the log says why")
+
+
+def _keep_for_good() -> None:
+    """What there is now, modules and a model, never becomes garbage: looking through it would hold up every
+    token by a tenth of a second and more, from time to time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
