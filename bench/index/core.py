@@ -9,7 +9,7 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,13 +98,8 @@ def _filled(rng: np.random.Generator, asked: list[Asked]) -> PrefixIndex:
     index = PrefixIndex()
     for number, blocks in enumerate(held):
         blocks.update(draw_hashes(rng, max(0, ENTRIES // NUM_RANKS - len(blocks))))
-        index.take_snapshot(life(number), _copied(blocks))
+        index.take_snapshot(life(number), blocks)
     return index
-
-
-def _copied(hashes: Iterable[int]) -> set[int]:
-    """Of ints of its own, as a mirror reads them: a look-up that hits must compare with one."""
-    return set(hashes_of(hashes))
 
 
 def _match_row(index: PrefixIndex, asked: Asked, flushing: NDArray[np.uint64]) -> Row:
@@ -231,11 +226,7 @@ def memory_rows(rng: np.random.Generator) -> list[Row]:
     index = PrefixIndex()
     before_bytes = _resident_bytes()
     for number in range(NUM_RANKS):
-        blocks: set[int] = set()
-        hashes = hashes_of(draw_hashes(rng, ENTRIES // NUM_RANKS))
-        for start in range(0, len(hashes), 8192):
-            blocks.update(hashes[start : start + 8192])
-        index.take_snapshot(life(number), blocks)
+        index.take_snapshot(life(number), hashes_of(draw_hashes(rng, ENTRIES // NUM_RANKS)))
     blocks_row = _memory_row("blocks", index.total_blocks, before_bytes)
     before_bytes = _resident_bytes()
     for number in range(NUM_RANKS):

@@ -25,7 +25,7 @@ class Goal:
 
 
 GOALS = (
-    Goal("bytes per entry", "memory", "bytes per entry", "<=", 100, {"of": "blocks"}),
+    Goal("bytes per entry", "memory", "bytes per entry", "<=", 40, {"of": "blocks"}),
     Goal("bytes per resumable entry", "memory", "bytes per entry", "<=", 200, {"of": "resumable blocks"}),
     Goal("match p50 us, 128 blocks", "match", "p50 us", "<=", 50, {"prompt blocks": 128}),
     Goal("match p50 us, 128 blocks, cold", "match", "cold p50 us", "<=", 50, {"prompt blocks": 128}),

@@ -23,6 +23,7 @@ class TimedIndex(PrefixIndex):
         self.delta_ages_s: list[float] = []
         self.snapshot_ages_s: list[float] = []
         self._num_new = 0
+        self._drafted: list[int] = []
 
     def begin(self) -> None:
         """What came before does not count."""
@@ -48,11 +49,14 @@ class TimedIndex(PrefixIndex):
             self._num_new += len(added)
         return applied
 
-    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
-        super().take_snapshot(rank, hashes, packed)
-        if self._timing and hashes:
-            now_s = time.monotonic()
-            blocks = np.fromiter(hashes, np.uint64) if packed is None else np.asarray(packed, np.uint64)
-            stamp_s, num_new = newest_of(blocks)
-            self.snapshot_ages_s.append(now_s - stamp_s)
+    def add_to_draft(self, draft: int, hashes: Iterable[int]) -> None:
+        super().add_to_draft(draft, hashes)
+        self._drafted += list(hashes)
+
+    def show_draft(self, draft: int, rank: RankId) -> None:
+        super().show_draft(draft, rank)
+        drafted, self._drafted = self._drafted, []
+        if self._timing and drafted:
+            stamp_s, num_new = newest_of(np.array(drafted, np.uint64))
+            self.snapshot_ages_s.append(time.monotonic() - stamp_s)
             self._num_new += num_new

@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TypeVar
 
 import numpy as np
 
 from bench.report import Row, verdict
-from services.index.read.prefix_index import PrefixIndex
+from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.block_hash import BlockChains, scope_seed, sequence_hashes
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision
@@ -58,8 +57,6 @@ _TOTAL_PAGES = 20_000
 _SEED = scope_seed("bench")
 _MOST_US = 1_000.0
 
-_T = TypeVar("_T")
-
 
 class _TimedIndex(PrefixIndex):
     """Counts the CPU time of its answers, less that of reading the clock."""
@@ -68,20 +65,11 @@ class _TimedIndex(PrefixIndex):
         super().__init__()
         self.spent_ns = 0
 
-    def match(self, key: RankKey, hashes: Sequence[int]) -> int:
-        return self._timed(lambda: super(_TimedIndex, self).match(key, hashes))
-
-    def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
-        return self._timed(lambda: super(_TimedIndex, self).match_all(hashes))
-
-    def holders(self, block: int, most: int) -> list[RankKey] | None:
-        return self._timed(lambda: super(_TimedIndex, self).holders(block, most))
-
-    def _timed(self, answer: Callable[[], _T]) -> _T:
+    def held(self, hashes: Sequence[int]) -> Held:
         began = time.thread_time_ns()
-        found = answer()
+        held = super().held(hashes)
         self.spent_ns += time.thread_time_ns() - began - _CLOCK_NS
-        return found
+        return held
 
 
 def _clock_ns() -> int:

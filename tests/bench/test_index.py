@@ -26,8 +26,7 @@ class Rank:
         self.index.begin()
 
     def tell_snapshot(self):
-        held = self.ledger.take_snapshot()
-        self.index.take_snapshot(RANK, set(held), packed=held)
+        self.index.take_snapshot(RANK, self.ledger.take_snapshot())
         self.ledger.told()
 
     def tell_delta(self):

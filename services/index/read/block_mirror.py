@@ -9,7 +9,7 @@ taken in bit by bit: what is so no more before them, what is new after: none is 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,7 +20,7 @@ from services.index.codec import decode_record
 from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
 from services.index.read.prefix_index import PrefixIndex
 from services.index.read.rank_history import RankHistory, Step, Verdict
-from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
+from services.index.records import Hashes, PrefixDelta, PrefixHead, PrefixSnapshot
 from services.values.errors import IsthmusError, ProtocolError
 from services.values.rank import Generation, RankId, RankKey
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 RecordKey = HeadKey | SnapshotKey | LogKey
 _SLICE_HASHES = 8192  # taken in within about a millisecond
 _RESUMABLE_COST = 8  # hashes, of one that is told as resumable
+_TAKE_IN_S = 0.05
 _SLICE_RESUMABLE = _SLICE_HASHES // _RESUMABLE_COST
 
 
@@ -71,6 +72,7 @@ class BlockMirror:
         self._readings: dict[RankKey, _Reading] = {}
         self._touched: set[RankKey] = set()  # had records since the prefix was last whole
         self._rereads: set[asyncio.Task[None]] = set()
+        self._taking_in: asyncio.TimerHandle | None = None
         self._cost = 0  # of what was taken in since the loop last had its turn
 
     def progress(self, rank: RankKey) -> RankProgress:
@@ -97,6 +99,8 @@ class BlockMirror:
     def close(self) -> None:
         for task in self._rereads:
             task.cancel()
+        if self._taking_in is not None:
+            self._taking_in.cancel()
 
     async def give_way(self, cost: int) -> None:
         """Let the requests have their turn, once as much as `cost` hashes add up to a slice."""
@@ -143,19 +147,37 @@ class BlockMirror:
             )
             self.added_blocks += len(delta.added)
             self.removed_blocks += len(delta.removed)
+            self._take_in_soon()
             self._note_age(life.key, reading, delta.age_s)
             resumable = len(delta.resumable_added) + len(delta.resumable_removed)
             await self.give_way(len(delta.added) + len(delta.removed) + resumable * _RESUMABLE_COST)
 
+    def _take_in_soon(self) -> None:
+        """Though nobody asks: then what is told of how much ranks hold is right."""
+        if self._taking_in is None:
+            self._taking_in = asyncio.get_running_loop().call_later(_TAKE_IN_S, self._take_in)
+
+    def _take_in(self) -> None:
+        self._taking_in = None
+        self.index.take_in()
+
     async def _take_snapshot(self, life: RankId, reading: _Reading, chunks: Sequence[PrefixSnapshot]) -> None:
-        blocks = await self._gather([chunk.hashes for chunk in chunks])
-        resumable = await self._gather([chunk.resumable for chunk in chunks])
-        points = self.index.resume_points
-        gone, new = points.changes(life.key, resumable)
-        await self._in_slices(life.key, reading, points.remove, gone)
-        if self._readings.get(life.key) is reading:
-            self.index.take_snapshot(life, blocks, _joined(chunks))
-            self.added_blocks += len(blocks)
+        draft, is_shown = self.index.draft(), False
+        try:
+            for part in _parts(chunks):
+                self.index.add_to_draft(draft, part)
+                await self.give_way(len(part))
+            resumable = await self._gather([chunk.resumable for chunk in chunks])
+            points = self.index.resume_points
+            gone, new = points.changes(life.key, resumable)
+            await self._in_slices(life.key, reading, points.remove, gone)
+            if self._readings.get(life.key) is reading:
+                self.index.show_draft(draft, life)
+                is_shown = True
+                self.added_blocks += self.index.num_blocks(life.key)
+        finally:
+            if not is_shown:
+                self.index.drop_draft(draft)
         await self._in_slices(life.key, reading, points.add, new)
 
     async def _in_slices(
@@ -213,8 +235,8 @@ class BlockMirror:
         return reading
 
 
-def _joined(snapshot: Iterable[PrefixSnapshot]) -> Hashes:
-    joined = hashes_of()
+def _parts(snapshot: Iterable[PrefixSnapshot]) -> Iterator[Hashes]:
+    """Its blocks, of each slice."""
     for chunk in snapshot:
-        joined += chunk.hashes
-    return joined
+        for start in range(0, len(chunk.hashes), _SLICE_HASHES):
+            yield chunk.hashes[start : start + _SLICE_HASHES]

@@ -1,96 +1,135 @@
 """Which rank holds which index blocks, in memory. Pure.
 
-Sequence hashes make a set prefix-closed: a radix tree holds block i of a sequence only together with
-all blocks before it. Therefore the longest match can be found by binary search over depth: about 13
-look-ups for 8,192 blocks. Each goes to memory that no cache holds; so where many ranks may hold the
-first block, a filter says how deep each can be at most, and mostly one look-up shows that it is right.
+Sequence hashes make a set prefix-closed: a radix tree holds block i of a sequence only together with all
+blocks before it. So of a long prompt some blocks are looked up, and further ones where their holders differ.
 
 While a delta of many parts is only half applied, or after `correct` cut a block on which other sequences
 stand, the property may not hold; then a match is too short or too long. That is no worse than any stale
 entry: the index is a hint, and decode matches its own tree again.
+
+Deltas wait until somebody asks, or until there are many: all at once cost little more than one.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from services.index.read.holder_filter import HolderFilter
+import numpy as np
+
+from services.index.read.block_holders import BlockHolders, Run, columns_of, packed
+from services.index.read.hash_table import PackedHashes
 from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
 
-_FEW_RANKS = 16  # may hold it: their sets are searched at once
-# So many of the first blocks go through the filter, where system prompts end, and as many of all the others,
-# evenly; between two of those the rank's set is searched.
-_DENSE_BLOCKS = 64
+_MOST_WAITING = 4096  # blocks: about a millisecond
+
+
+class Held:
+    """Who holds how much of one prompt, for as long as nothing changes."""
+
+    __slots__ = ("_columns", "_keys", "_runs")
+
+    def __init__(self, runs: list[Run], columns: dict[RankKey, int], keys: dict[int, RankKey]) -> None:
+        self._runs, self._columns, self._keys = runs, columns, keys
+
+    def depth(self, key: RankKey) -> int:
+        """How many leading blocks the rank holds."""
+        if not self._runs or (column := self._columns.get(key)) is None:
+            return 0
+        bit = 1 << column
+        return next((depth for depth, mask in reversed(self._runs) if mask & bit), 0)
+
+    def num_beyond(self, depth: int) -> int:
+        """How many ranks hold more blocks than that."""
+        return self._mask(depth).bit_count()
+
+    def beyond(self, depth: int) -> list[RankKey]:
+        """Those ranks, in no order."""
+        return [self._keys[column] for column in columns_of(self._mask(depth))]
+
+    def depths(self) -> dict[RankKey, int]:
+        """Of all that hold any."""
+        depths: dict[RankKey, int] = {}
+        deeper = 0
+        for depth, mask in reversed(self._runs):
+            ends = mask ^ deeper
+            if ends & (ends - 1):
+                depths.update(dict.fromkeys([self._keys[column] for column in columns_of(ends)], depth))
+            else:
+                depths[self._keys[ends.bit_length() - 1]] = depth
+            deeper = mask
+        return depths
+
+    def _mask(self, depth: int) -> int:
+        return next((mask for deep, mask in self._runs if deep > depth), 0)
 
 
 class PrefixIndex:
-    """Per rank, the sequence hashes of its present life. 84 to 140 bytes an entry.
+    """Per rank, the sequence hashes of its present life. 20 to 38 bytes a block, however many ranks hold it.
 
     `resume_points` are those of ranks that tell them: all others can go on computing wherever they hold.
     """
 
     def __init__(self) -> None:
-        # Two tables, so that a look-up finds the set without an object on the way there.
-        self._blocks: dict[RankKey, set[int]] = {}
-        self._generations: dict[RankKey, Generation] = {}  # of the life that holds them
-        self.total_blocks = 0  # kept up, for every rank's snapshot asks for it
         self.resume_points = ResumableBlocks()
-        self._filter = HolderFilter()
-        self._columns: dict[RankKey, int] = {}  # of the filter
-        self._by_column: dict[int, tuple[RankKey, set[int]]] = {}
+        self._holders = BlockHolders()
+        self._generations: dict[RankKey, Generation] = {}  # of the life that holds them
+        self._columns: dict[RankKey, int] = {}
+        self._keys: dict[int, RankKey] = {}  # by column
+        self._waiting: list[tuple[int, bool, PackedHashes]] = []
+        self._num_waiting = 0
+        self._more: dict[int, int] = {}  # by column: blocks that wait to be added, less those to be removed
 
     def __repr__(self) -> str:
-        return f"PrefixIndex({ {str(key): len(blocks) for key, blocks in self._blocks.items()} })"
+        return f"PrefixIndex({ {str(key): self.num_blocks(key) for key in self._columns} })"
+
+    @property
+    def total_blocks(self) -> int:
+        """Over all ranks; see `num_blocks`."""
+        return sum(map(self.num_blocks, tuple(self._columns)))
 
     def generation(self, key: RankKey) -> Generation | None:
         """Of the life whose blocks are held; None: nothing is known of the rank."""
         return self._generations.get(key)
 
     def num_blocks(self, key: RankKey) -> int:
-        return len(self._blocks.get(key, ()))
+        """What waits is counted as if it changed something. Any thread may ask."""
+        column = self._columns.get(key)
+        return 0 if column is None else self._holders.num_blocks(column) + self._more.get(column, 0)
 
-    def holders_of(self, ranks: Iterable[RankKey], block: int) -> Iterator[RankKey]:
-        """Those of `ranks` that hold the block, as they come."""
-        known = self._blocks
-        return (key for key in ranks if block in known.get(key, ()))
+    # -- snapshots: drafted in parts, seen at once -----------------------------------------------------
 
-    def holders(self, block: int, most: int) -> list[RankKey] | None:
-        """The ranks that hold the block, in no order; None where more than `most` may."""
-        columns = self._filter.holders(block, most)
-        if columns is None:
-            return None
-        seeming = (self._by_column[column] for column in columns)
-        return [key for key, blocks in seeming if block in blocks]
+    def draft(self) -> int:
+        """A snapshot without blocks, to be shown or dropped."""
+        return self._holders.take_column()
+
+    def add_to_draft(self, draft: int, hashes: Iterable[int]) -> None:
+        blocks = packed(hashes)
+        self._holders.change(blocks, np.full(len(blocks), draft), np.ones(len(blocks), np.bool_))
+
+    def show_draft(self, draft: int, rank: RankId) -> None:
+        """The rank holds exactly this; whatever was known of this or another life is forgotten, but for the
+        resume points: they take so long that the caller changes them, in slices."""
+        key = rank.key
+        self._give_column(key)
+        self._generations[key] = rank.generation
+        self._columns[key], self._keys[draft] = draft, key
+        self._holders.show(draft)
+
+    def drop_draft(self, draft: int) -> None:
+        self._holders.give_column(draft)
+
+    def take_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
+        """All of a draft at once."""
+        draft = self.draft()
+        self.add_to_draft(draft, hashes)
+        self.show_draft(draft, rank)
 
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
-        """The rank holds exactly these; whatever was known of this or another life is forgotten."""
-        self.take_snapshot(rank, set(hashes))
+        """The same, and the resume points."""
+        self.take_snapshot(rank, hashes)
         self.resume_points.remove_rank(rank.key)
         self.resume_points.add(rank.key, resumable)
 
-    def take_snapshot(self, rank: RankId, hashes: set[int], packed: Collection[int] | None = None) -> None:
-        """The same of a set, which is the index's from now on, but for the resume points: they take so much
-        longer that the caller changes them, in slices. `packed`: the same hashes once more, where they are at
-        hand: the filter reads them ten times as fast as out of a set.
-
-        Of a life that is known the set stays the same object, so that one frozen for the garbage collector
-        (see garbage.py) stays so.
-        """
-        key, known = rank.key, self._blocks.get(rank.key)
-        self.total_blocks += len(hashes) - len(known or ())
-        if known is None or self._generations[key] != rank.generation:
-            self._blocks[key], self._generations[key] = hashes, rank.generation
-        else:
-            known.clear()
-            known.update(hashes)  # into an empty set: no more than a copy of the table
-        self._fill_column(key, packed)
-
-    def _fill_column(self, key: RankKey, packed: Collection[int] | None) -> None:
-        column = self._columns.get(key)
-        if column is None:
-            column = self._columns[key] = self._filter.take_column()
-        blocks = self._blocks[key]
-        self._by_column[column] = key, blocks
-        self._filter.fill(column, blocks if packed is None else packed, self.total_blocks)
+    # -- changes ---------------------------------------------------------------------------------------
 
     def apply_delta(
         self,
@@ -104,25 +143,44 @@ class PrefixIndex:
         key = rank.key
         if self._generations.get(key) != rank.generation:
             return False
-        blocks = self._blocks[key]
-        before = len(blocks)
-        blocks.difference_update(removed)
-        blocks.update(added)
-        self.total_blocks += len(blocks) - before
+        self._wait(key, removed, is_added=False)
+        self._wait(key, added, is_added=True)
         self.resume_points.remove(key, removed)
         self.resume_points.remove(key, resumable_removed)
         self.resume_points.add(key, resumable_added)
-        self._filter.add(self._columns[key], added)
         return True
+
+    def _wait(self, key: RankKey, hashes: Collection[int], is_added: bool) -> None:
+        if hashes:
+            column = self._columns[key]
+            self._waiting.append((column, is_added, packed(hashes)))
+            self._num_waiting += len(hashes)
+            self._more[column] = self._more.get(column, 0) + (len(hashes) if is_added else -len(hashes))
+            if self._num_waiting >= _MOST_WAITING:
+                self.take_in()
+
+    def take_in(self) -> None:
+        """What waits."""
+        if waiting := self._waiting:
+            self._waiting, self._num_waiting, self._more = [], 0, {}
+            columns, is_added, hashes = zip(*waiting, strict=True)
+            counts = list(map(len, hashes))
+            self._holders.change(
+                np.concatenate(hashes),
+                np.repeat(np.array(columns), counts),
+                np.repeat(np.array(is_added), counts),
+            )
 
     def remove_rank(self, key: RankKey) -> None:
         self.resume_points.remove_rank(key)
-        self.total_blocks -= len(self._blocks.pop(key, ()))
         self._generations.pop(key, None)
-        column = self._columns.pop(key, None)
-        if column is not None:
-            self._filter.give_column(column)
-            del self._by_column[column]
+        self._give_column(key)
+
+    def _give_column(self, key: RankKey) -> None:
+        self.take_in()
+        if (column := self._columns.pop(key, None)) is not None:
+            self._holders.give_column(column)
+            del self._keys[column]
 
     def correct(self, key: RankKey, hashes: Sequence[int], present_depth: int) -> int:
         """The rank said that of this sequence it holds `present_depth` blocks: forget those beyond.
@@ -131,78 +189,27 @@ class PrefixIndex:
         rank holds and we did not know are not added: their eviction may have been told already.
         Returns how many were forgotten.
         """
-        blocks = self._blocks.get(key)
-        if blocks is None:
+        if key not in self._columns:
             return 0
-        before = len(blocks)
-        blocks.difference_update(hashes[present_depth:])
-        self.resume_points.remove(key, hashes[present_depth:])
-        self.total_blocks -= before - len(blocks)
-        return before - len(blocks)
+        self.take_in()
+        before, beyond = self.num_blocks(key), hashes[present_depth:]
+        self._wait(key, beyond, is_added=False)
+        self.take_in()
+        self.resume_points.remove(key, beyond)
+        return before - self.num_blocks(key)
+
+    # -- look-ups --------------------------------------------------------------------------------------
+
+    def held(self, hashes: Sequence[int]) -> Held:
+        """Who holds how much of a prompt, looked up once for all ranks."""
+        self.take_in()
+        runs = self._holders.runs(hashes) if hashes else []
+        return Held(runs, self._columns, self._keys)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
         """How many leading blocks of the sequence the rank holds."""
-        blocks = self._blocks.get(key)
-        if not blocks or not hashes or hashes[0] not in blocks:
-            return 0
-        return _depth(blocks, hashes, 1, len(hashes), len(hashes))
+        return self.held(hashes).depth(key)
 
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
         """`match` for every rank; ranks that hold nothing of the sequence are left out."""
-        if not hashes:
-            return {}
-        seeming = self._filter.holders(hashes[0], _FEW_RANKS)
-        return self._match_all(hashes) if seeming is None else self._match_some(seeming, hashes)
-
-    def _match_some(self, columns: list[int], hashes: Sequence[int]) -> dict[RankKey, int]:
-        depths: dict[RankKey, int] = {}
-        last = len(hashes)
-        for column in columns:
-            key, blocks = self._by_column[column]
-            if hashes[0] in blocks:
-                # Mostly as deep as on the rank before: all hold the same system prompt, few the rest.
-                depths[key] = last = _depth(blocks, hashes, 1, len(hashes), last)
-        return depths
-
-    def _match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
-        depths: dict[RankKey, int] = {}
-        total = last = len(hashes)
-        step = max(1, -(-(total - _DENSE_BLOCKS) // _DENSE_BLOCKS))
-        dense = total if step == 1 else _DENSE_BLOCKS
-        seeming = self._filter.depths([*hashes[:dense], *hashes[dense::step]])
-        for column, (key, blocks) in self._by_column.items():
-            sampled = seeming[column]
-            if sampled <= dense:
-                if not sampled:
-                    continue
-                if hashes[sampled - 1] in blocks:
-                    depths[key] = last = sampled
-                    continue
-                last = _depth(blocks, hashes, 0, sampled - 1, sampled - 1)
-            else:
-                deepest = dense + (sampled - 1 - dense) * step
-                if hashes[deepest] in blocks:
-                    last = _depth(blocks, hashes, deepest + 1, min(deepest + step, total), last)
-                else:
-                    last = _depth(blocks, hashes, 0, deepest, deepest)
-            if last:
-                depths[key] = last
-        return depths
-
-
-def _depth(held: set[int], hashes: Sequence[int], least: int, most: int, guess: int) -> int:
-    """How many leading blocks are held: `least` to `most`. A right guess costs two look-ups at most."""
-    if least < guess <= most:
-        if hashes[guess - 1] not in held:
-            most = guess - 1
-        elif guess == most or hashes[guess] not in held:
-            return guess
-        else:
-            least = guess + 1
-    while least < most:
-        middle = (least + most) // 2
-        if hashes[middle] in held:
-            least = middle + 1
-        else:
-            most = middle
-    return least
+        return self.held(hashes).depths()

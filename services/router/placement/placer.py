@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from services.index.read.prefix_index import PrefixIndex
+from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.block_hash import BlockChains
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
@@ -143,7 +143,7 @@ class Placer:
             return self._place(sight, tie, self._all)
 
     def _sight(self, asked: Asked) -> Sight:
-        return Sight(asked, self._balance, self._is_connected, self._apart)
+        return Sight(asked, self._balance, self._index, self._is_connected, self._apart)
 
     def _where_it_fits(self, asked: Asked) -> Asked:
         """The same, of the ranks that hold all of it where there are such and others. Of many ranks a few are
@@ -255,10 +255,8 @@ class Placer:
         return resumed
 
     def _all(self, side: _Side, sight: Sight) -> Iterator[_Found]:
-        chains = sight.asked.chains
-        by_token, by_pair = map(self._index.match_all, (chains.tokens, chains.pairs))
         for key, rank in side.ranks.items():
-            yield key, rank, (by_pair if key in self._paired else by_token).get(key, 0)
+            yield key, rank, sight.held(key in self._paired).depth(key)
 
     def _few(self, side: _Side, sight: Sight) -> Iterator[_Found]:
         """Those that may win."""
@@ -269,7 +267,7 @@ class Placer:
         for key in self._promising(side, side.order, sight):
             if key not in seen and key in side.ranks:
                 seen.add(key)
-                yield key, side.ranks[key], self._index.match(key, self._hashes(key, sight.asked))
+                yield key, side.ranks[key], sight.held(key in self._paired).depth(key)
 
     def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
         asked, balance = sight.asked, self._balance
@@ -291,27 +289,22 @@ class Placer:
             yield from islice((key for key in own if sight.may_serve(side.ranks[key])), _LEAST_LOADED)
         if self._telling and few:
             yield from self._resuming(side, order, sight, few[0])
-        for hashes in chains:
-            yield from self._holding(side, order, sight, hashes)
+        for paired in (False, True):
+            yield from self._holding(side, order, sight, sight.held(paired))
 
-    def _holding(
-        self, side: _Side, order: LoadOrder, sight: Sight, hashes: Sequence[BlockHash]
-    ) -> Iterator[RankKey]:
+    def _holding(self, side: _Side, order: LoadOrder, sight: Sight, held: Held) -> Iterator[RankKey]:
         """Those that hold more of this chain than all before them."""
-        longest, ranks, taken = 0, iter(order), set[RankKey]()
-        while longest < len(hashes):
-            holders: Iterable[RankKey] | None = self._index.holders(hashes[longest], _SOME)
-            if holders is None:  # then one of the next will do
-                holders = self._index.holders_of(ranks, hashes[longest])
+        longest, ranks = 0, iter(order)
+        while num_deeper := held.num_beyond(longest):
+            holders: Iterable[RankKey]
+            if num_deeper > _SOME:  # then one of the next will do
+                holders = (key for key in ranks if held.depth(key) > longest)
             else:  # whoever stands before those that were taken holds less
-                holders = order.ascending(holders)
-            # Of a rank whose records are half applied a match may be too short: nobody is taken twice.
-            untaken = (key for key in holders if key not in taken)
-            deeper = next((key for key in untaken if sight.may_serve(side.ranks[key])), None)
+                holders = order.ascending(held.beyond(longest))
+            deeper = next((key for key in holders if sight.may_serve(side.ranks[key])), None)
             if deeper is None:
                 return
-            taken.add(deeper)
-            longest = max(longest, self._index.match(deeper, hashes))
+            longest = held.depth(deeper)
             yield deeper
 
     def _resuming(self, side: _Side, order: LoadOrder, sight: Sight, least: RankKey) -> Iterator[RankKey]:

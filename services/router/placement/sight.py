@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from services.index.read.prefix_index import Held, PrefixIndex
 from services.router.placement import exclusion
 from services.router.placement.candidates import Asked
 from services.router.ranks.balance import Balance, RankNow
@@ -12,27 +13,37 @@ from services.values.registration import Registration
 class Sight:
     """Of what is `asked`; for as long as nothing changes. `apart`: ranks of another layout, and in what."""
 
-    __slots__ = ("_apart", "_balance", "_excluded", "_is_connected", "_now", "asked")
+    __slots__ = ("_apart", "_balance", "_excluded", "_held", "_index", "_is_connected", "_now", "asked")
 
     def __init__(
         self,
         asked: Asked,
         balance: Balance,
+        index: PrefixIndex,
         is_connected: Callable[[RankKey], bool],
         apart: Mapping[RankKey, str],
     ) -> None:
         self.asked = asked
         self._balance = balance
+        self._index = index
         self._is_connected = is_connected
         self._apart = apart
         self._now: dict[RankKey, RankNow] = {}
         self._excluded: dict[RankKey, str] = {}
+        self._held: dict[bool, Held] = {}
 
     def now(self, key: RankKey) -> RankNow:
         now = self._now.get(key)
         if now is None:
             now = self._now[key] = self._balance.now(key)
         return now
+
+    def held(self, paired: bool) -> Held:
+        """Who holds how much of either chain, by the index."""
+        held = self._held.get(paired)
+        if held is None:
+            held = self._held[paired] = self._index.held(self.asked.chains.of(paired))
+        return held
 
     def exclusion(self, rank: Registration) -> str:
         """Why the rank alone cannot be chosen; empty: it can."""

@@ -121,6 +121,13 @@ async def test_many_resumable_blocks_of_a_delta_let_others_have_their_turn() -> 
     assert turns == [2_000]
 
 
+async def test_what_nobody_asks_for_is_taken_in_and_counted_all_the_same() -> None:
+    """One block is told twice."""
+    mirror = mirror_of_nothing()
+    await apply(mirror, snapshot(0, 1, 2), head(1), delta(0, 2, 3), delta(1, 3, 4))
+    await until(lambda: mirror.index.num_blocks(RANK) == 4)
+
+
 async def test_a_chunk_that_never_came_is_a_gap() -> None:
     mirror = mirror_of_nothing()
     await apply(mirror, snapshot(0, 1), head(2))

@@ -2,7 +2,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.index.read.prefix_index import PrefixIndex
-from services.index.records import hashes_of
 from services.values.rank import Generation, RankId, RankKey
 
 
@@ -33,7 +32,7 @@ def test_match_agrees_with_a_linear_scan(hashes: list[int], depths: list[int], o
 
 @given(st.data())
 def test_many_ranks_that_hold_and_evict_are_matched_as_by_a_linear_scan(data: st.DataObject) -> None:
-    """More ranks than are searched one by one; long prompts; hashes that the filter cannot tell apart."""
+    """Long prompts, and hashes of few buckets."""
     length = data.draw(st.integers(1, 600))
     lowest_bits = data.draw(st.sampled_from([2**64, 3, 50]))
     hashes = [((i * 0x9E3779B97F4A7C15) % 2**48 << 16) + i % lowest_bits % 2**16 for i in range(length)]
@@ -52,20 +51,20 @@ def test_many_ranks_that_hold_and_evict_are_matched_as_by_a_linear_scan(data: st
         del held[RankKey("w", rank)]
     assert index.match_all(hashes) == {key: depth for key, depth in held.items() if depth}
     assert {key: index.match(key, hashes) for key in held} == held
-    depth, most = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 90))
-    holding = [key for key, held_depth in held.items() if held_depth > depth]
-    assert list(index.holders_of(iter(held), hashes[depth])) == holding
-    found = index.holders(hashes[depth], most)
-    assert found is None or (sorted(found) == sorted(holding) and len(found) <= most)
-    assert sorted(index.holders(hashes[depth], len(depths)) or []) == sorted(holding)
+    depth, all_held = data.draw(st.integers(0, length)), index.held(hashes)
+    deeper = sorted(key for key, held_depth in held.items() if held_depth > depth)
+    assert (all_held.num_beyond(depth), sorted(all_held.beyond(depth))) == (len(deeper), deeper)
+    assert {key: all_held.depth(key) for key in (*held, RankKey("unknown", 0))} == held | {
+        RankKey("unknown", 0): 0
+    }
 
 
-@given(st.lists(st.tuples(st.integers(1, 2), st.sets(st.integers(0, 2**64 - 1)), st.booleans()), min_size=1))
-def test_a_snapshot_replaces_all_that_was_held(snapshots: list[tuple[int, set[int], bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 2), st.sets(st.integers(0, 2**64 - 1))), min_size=1))
+def test_a_snapshot_replaces_all_that_was_held(snapshots: list[tuple[int, set[int]]]) -> None:
     index, other = PrefixIndex(), {1, 2, 3}
     index.apply_snapshot(life(7), other)
-    for generation, hashes, packed in snapshots:
-        index.take_snapshot(life(0, generation), set(hashes), packed=hashes_of(hashes) if packed else None)
+    for generation, hashes in snapshots:
+        index.take_snapshot(life(0, generation), hashes)
         assert index.generation(RankKey("w", 0)) == generation
         assert index.num_blocks(RankKey("w", 0)) == len(hashes)
         for block in hashes | other:

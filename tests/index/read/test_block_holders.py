@@ -1,0 +1,88 @@
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from services.index.read import block_holders
+from services.index.read.block_holders import BlockHolders, columns_of, packed
+
+BLOCKS = [*range(12), *(64 * i for i in range(1, 30))]  # these all of one bucket
+sets = st.lists(st.sampled_from(BLOCKS), max_size=8)
+ranks = st.integers(0, 4)
+
+
+@pytest.fixture(autouse=True)
+def swept_a_little_with_each_change(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(block_holders, "_SWEPT_BUCKETS", 7)
+    monkeypatch.setattr(block_holders, "_MOST_DEAD_COLUMNS", 1)
+    monkeypatch.setattr(block_holders, "_MIN_SETS", 3)
+    yield
+
+
+class Holding(RuleBasedStateMachine):
+    """Beside a plain set a column; columns come and go, and are swept out of the table meanwhile."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.holders = BlockHolders()
+        self.columns = [self.holders.take_column() for _ in range(5)]
+        self.held: list[set[int]] = [set() for _ in range(5)]
+        self.shown = [False] * 5
+
+    @rule(changes=st.lists(st.tuples(ranks, st.sampled_from(BLOCKS), st.booleans()), max_size=20))
+    def change(self, changes: list[tuple[int, int, bool]]) -> None:
+        columns = np.array([self.columns[rank] for rank, _, _ in changes], np.int64)
+        is_added = np.array([added for _, _, added in changes], np.bool_)
+        self.holders.change(packed([block for _, block, _ in changes]), columns, is_added)
+        for rank, block, added in changes:
+            (self.held[rank].add if added else self.held[rank].discard)(block)
+
+    @rule(rank=ranks)
+    def show(self, rank: int) -> None:
+        self.holders.show(self.columns[rank])
+        self.shown[rank] = True
+
+    @rule(rank=ranks)
+    def replace(self, rank: int) -> None:
+        self.holders.give_column(self.columns[rank])
+        self.columns[rank] = self.holders.take_column()
+        assert len({*self.columns}) == 5
+        self.held[rank], self.shown[rank] = set(), False
+
+    @invariant()
+    def each_block_is_held_by_those(self) -> None:
+        for block in BLOCKS:
+            holding = {
+                column
+                for column, held, shown in zip(self.columns, self.held, self.shown, strict=True)
+                if shown and block in held
+            }
+            runs = self.holders.runs([block])
+            assert {column for _, mask in runs for column in columns_of(mask)} == holding
+        assert [*map(self.holders.num_blocks, self.columns)] == [*map(len, self.held)]
+
+
+TestHolding = Holding.TestCase
+TestHolding.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_columns_and_sets_that_nobody_needs_are_used_again() -> None:
+    holders = BlockHolders()
+    nothing = packed(()), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    for number in range(600):
+        column = holders.take_column()
+        holders.change(packed([number, number + 1]), np.full(2, column), np.ones(2, np.bool_))
+        if number >= 2:
+            holders.give_column(column)
+    for _ in range(100):
+        holders.change(*nothing)
+    assert holders._dead == 0 and len(holders._alone) == 64 and len(holders._sets.masks) < 150
+    assert len(holders._table) == 3
+
+
+def test_columns_of_a_mask() -> None:
+    for mask in (0, 1, 1 << 900, 0b1011 << 61, (1 << 1000) - 1):
+        assert columns_of(mask) == [bit for bit in range(1000) if mask >> bit & 1]
