@@ -56,6 +56,7 @@ async def _saturated(arguments: argparse.Namespace) -> dict[str, list[Row]]:
         decode_ranks=arguments.decode_ranks,
         routers=arguments.routers,
         router_flags=arguments.router_flag,
+        ranks=arguments.ranks,
     )
     rows = await saturated(grid)
     report = {"saturated": rows, "added ms": added(rows)}
@@ -80,6 +81,12 @@ def _parse() -> argparse.Namespace:
     group.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens")
     group.add_argument("--answers", type=int, nargs="+", default=ANSWERS, help="tokens")
     group.add_argument("--decode-ranks", type=int, default=8)
+    group.add_argument(
+        "--ranks",
+        choices=("rank", "stand_in"),
+        default="rank",
+        help="stand_in: they only answer, and cost little",
+    )
     group.add_argument("--routers", type=int, default=1, help="asked in turn")
     group.add_argument("--router-flag", action="append", default=[], help="--router-flag=--coalesce-ms=0")
     group.add_argument("--peer", choices=("sglang-router",), help="run it in the same run")

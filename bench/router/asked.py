@@ -13,8 +13,9 @@ import resource
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -73,6 +74,7 @@ class Told:
     cpu_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)  # between two messages of an answer
     errors: list[str] = field(default_factory=list)
 
 
@@ -129,17 +131,17 @@ async def _grpc_turn(call: Any, asked: Asked, prompts: Prompts, told: Told) -> N
         sampling=common_pb2.SamplingParams(temperature=0, max_tokens=asked.max_tokens, ignore_eos=True),
         conversation_id=f"c{asked.seed}-{number}",
     ).SerializeToString()
-    began, first, last, messages = time.monotonic(), 0.0, b"", 0
+    began, came_s, last = time.monotonic(), list[float](), b""
     try:
         async for message in call(request, timeout=_TIMEOUT_S):
-            messages, last = messages + 1, message
-            first = first or time.monotonic()
+            last = message
+            came_s.append(time.monotonic())
     except grpc.aio.AioRpcError as error:
         told.errors.append(f"{error.code().name}: {error.details()}")
         return
     finish = generation_pb2.GenerateResponse.FromString(last).finish
     told.found += finish.usage.decode_prefix_len
-    _note(told, began, first, messages, finish.usage.completion_tokens)
+    _note(told, began, came_s, len(came_s), finish.usage.completion_tokens)
 
 
 async def _decode(asked: Asked, told: Told, until_s: float) -> None:
@@ -149,12 +151,13 @@ async def _decode(asked: Asked, told: Told, until_s: float) -> None:
         attached = decode_pb2_grpc.DecodeStub(channel).Attach()
         number = 0
         while prompts.goes_on(until_s):
-            began, first, messages, number = time.monotonic(), 0.0, 0, number + 1
+            began, came_s, number = time.monotonic(), list[float](), number + 1
             await attached.write(decode_pb2.Command(start=_start(asked, prompts, f"direct-{number}")))
             while not (output := _output(await attached.read())) or not output.HasField("finished"):
-                messages += output is not None
-                first = first or (time.monotonic() if output is not None else 0.0)
-            _note(told, began, first or time.monotonic(), messages + 1, asked.max_tokens)
+                if output is not None:
+                    came_s.append(time.monotonic())
+            came_s.append(time.monotonic())
+            _note(told, began, came_s, len(came_s), asked.max_tokens)
         await attached.done_writing()
 
 
@@ -206,7 +209,7 @@ async def _http_turn(
     began = time.monotonic()
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     status = await reader.readuntil(b"\r\n\r\n")
-    first, events, tail = 0.0, 0, b""
+    came_s, events, tail = list[float](), 0, b""
     if b" 200 " not in status.partition(b"\r\n")[0]:
         told.errors.append((status + await reader.read(500)).decode(errors="replace"))
         return False
@@ -215,10 +218,10 @@ async def _http_turn(
         if not piece:
             told.errors.append("the connection was closed")
             return False
-        first = first or time.monotonic()
+        came_s.append(time.monotonic())
         events += piece.count(b"data:")
         tail = (tail + piece)[-8:]
-    _note(told, began, first, events - 1, asked.max_tokens)  # [DONE] brings nothing
+    _note(told, began, came_s, events - 1, asked.max_tokens)  # [DONE] brings nothing
     return True
 
 
@@ -242,12 +245,13 @@ def _body(asked: Asked, prompts: Prompts) -> tuple[str, bytes]:
     return "/v1/completions", json.dumps(body).encode()
 
 
-def _note(told: Told, began: float, first: float, messages: int, tokens: int) -> None:
+def _note(told: Told, began: float, came_s: Sequence[float], messages: int, tokens: int) -> None:
     told.requests += 1
     told.tokens += tokens
     told.messages += messages
-    told.ttft_s.append(first - began)
+    told.ttft_s.append(came_s[0] - began)
     told.e2e_s.append(time.monotonic() - began)
+    told.gaps_s += [round(after - before, 5) for before, after in pairwise(came_s)]
 
 
 async def _streams(asked: Asked, prompts: Prompts, until_s: float, turn: Callable[[], Any]) -> None:

@@ -5,7 +5,9 @@
     clients -> sglang-router -> workers that only answer            the peer, in the same run (peer.py)
 
 Nine tenths of a prompt are a conversation's, which the ranks hold. A token's cost is the slope over answers
-of different lengths, a request's what is left.
+of different lengths, a request's what is left. ITL counts each token after the first, and 0 for one that came
+with another; a gap is between two messages, as a reader sees them come. On few cores the ranks are at their
+limit before the router is: stand-ins (stand_in.py) are not.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression
 
@@ -54,6 +57,7 @@ class Grid:
     decode_ranks: int = 8
     routers: int = 1
     router_flags: Sequence[str] = ()
+    ranks: str = "rank"  # the module that decode ranks run; or stand_in
 
     def asked(self, address: Mapping[str, str]) -> list[Asked]:
         """`address` by front."""
@@ -82,7 +86,8 @@ async def saturated(grid: Grid) -> list[Row]:
             rank_flags=(*_RANK_FLAGS, f"--fake-step-s={grid.step_s}"),
             router_flags=("--chunk-size=8192", *grid.router_flags),
         )
-        async with _Cluster(shape, lambda name, line: print(name, line, file=sys.stderr)) as cluster:
+        show = partial(print, file=sys.stderr)
+        async with _Cluster(shape, show, decode_module=f"bench.router.{grid.ranks}") as cluster:
             http = ",".join(f"127.0.0.1:{port}" for port in cluster.http_ports)
             grpc = ",".join(map(cluster.router_endpoint, range(grid.routers)))
             address = {"grpc": grpc, "http": http, "text": http}
@@ -147,6 +152,9 @@ def row_of(asked: Asked, told: Told, took: Mapping[str, float]) -> Row:
     if not told.requests:
         raise RuntimeError(f"nothing was answered: {told.errors[:3]}")
     ttft_ms, e2e_ms = 1e3 * np.asarray(told.ttft_s), 1e3 * np.asarray(told.e2e_s)
+    gaps_ms = 1e3 * np.asarray(told.gaps_s or [0.0])
+    came_along = np.zeros(max(0, told.tokens - told.requests - len(told.gaps_s)))
+    itl_ms = np.concatenate((gaps_ms, came_along))
     return {
         "front": asked.front,
         "streams": asked.streams,
@@ -160,6 +168,9 @@ def row_of(asked: Asked, told: Told, took: Mapping[str, float]) -> Row:
         "tokens/message": told.tokens / max(1, told.messages),
         "TTFT p50": float(np.percentile(ttft_ms, 50)),
         "TTFT p99": float(np.percentile(ttft_ms, 99)),
+        "ITL p50": float(np.percentile(itl_ms, 50)),
+        "ITL p99": float(np.percentile(itl_ms, 99)),
+        "gap p99": float(np.percentile(gaps_ms, 99)),
         "E2E p50": float(np.percentile(e2e_ms, 50)),
         "E2E p99": float(np.percentile(e2e_ms, 99)),
         **{f"{name} ms": 1e3 * seconds / told.requests for name, seconds in took.items()},

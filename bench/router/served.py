@@ -41,16 +41,20 @@ _RANK_FLAGS = (
 )
 _COMMON_FLAGS = ("--model-name=bench", "--log-level=info")
 _MIB = 1 << 20
+_RANK = "bench.router.rank"
 _WANTED_CORES = 0.05  # per request a second
 
 
+@dataclass(slots=True)
 class _Cluster(LocalCluster):
-    """Its ranks are bench.router.rank's."""
+    """Its ranks are bench.router's."""
+
+    decode_module: str = _RANK
 
     def _plan(self) -> list[tuple[str, str, list[str]]]:
+        modules = {"services.prefill": _RANK, "services.decode": self.decode_module}
         return [
-            (name, module if module == "services.router" else "bench.router.rank", flags)
-            for name, module, flags in super()._plan()
+            (name, modules.get(module, module), flags) for name, module, flags in LocalCluster._plan(self)
         ]
 
 

@@ -51,7 +51,8 @@ def test_hybrid_quickly(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_router_saturated_quickly(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", ["rank", "stand_in"])
+def test_router_saturated_quickly(tmp_path, monkeypatch, ranks):
     """With ranks of its own and clients in a process."""
     figures = tmp_path / "figures.json"
     load = [
@@ -67,14 +68,16 @@ def test_router_saturated_quickly(tmp_path, monkeypatch):
         "--seconds",
         "0.5",
     ]
-    shape = ["--only", "saturated", "--decode-ranks", "2", "--routers", "2", f"--json={figures}"]
-    monkeypatch.setattr(sys, "argv", ["router", *shape, *load])
+    shape = ["--decode-ranks", "2", "--ranks", ranks, "--routers", "2"]
+    monkeypatch.setattr(sys, "argv", ["router", "--only", "saturated", f"--json={figures}", *shape, *load])
     router.main()
     rows = json.loads(figures.read_text())["rows"]
     asked = [row for row in rows if row["part"] == "saturated"]
     assert {(row["front"], row["streams"]) for row in asked} == {("grpc", 2), ("decode", 1)}
     assert all(row["errors"] == 0 and row["requests"] > 0 for row in asked)
     assert all(row["tokens/s"] == pytest.approx(row["req/s"] * row["answer"]) for row in asked)
+    assert all((row["ITL p99"] > 0) == (row["answer"] > 1) for row in asked if row["front"] == "grpc")
+    assert all(row["ITL p99"] <= row["gap p99"] for row in asked)
 
 
 def test_told_apart_quickly(monkeypatch, capsys):
