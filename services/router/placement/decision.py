@@ -199,13 +199,17 @@ def _remote_options(
         tie,
         spare_ranks,
     )
-    return [
-        pricing.remote(receivers[index], sender)
-        for index in _with_home(receivers, chosen, home)
-        for sender in senders
-        if max_wait_s == inf
-        or waits.remote_s(receivers[index].decode, sender.prefill.compute_wait_s) <= max_wait_s
-    ]
+    options: list[Option] = []
+    for index in _with_home(receivers, chosen, home):
+        receiver, in_time = receivers[index], senders
+        if max_wait_s < inf:
+            in_time = [
+                sender
+                for sender in senders
+                if waits.remote_s(receiver.decode, sender.prefill.compute_wait_s) <= max_wait_s
+            ]
+        options += pricing.remotes(receiver, in_time)
+    return options
 
 
 def _waits_that_matter(

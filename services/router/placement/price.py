@@ -12,7 +12,7 @@ occupy, evict and itl are what a request costs those that come after it or run b
 each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, inf
 from statistics import fmean
@@ -225,12 +225,16 @@ class PriceList:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         return receiver.at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
 
-    def remote(self, receiver: Receiver, sender: Sender) -> Option:
-        bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
-        fixed_s, transfer_s = self.receiving_s(receiver, bytes_per_s)
-        overlapped_s = max(sender.compute_s, transfer_s)
-        total_s = sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
-        return Option(total_s, receiver.decode, sender.prefill, bytes_per_s)
+    def remotes(self, receiver: Receiver, senders: Iterable[Sender]) -> Iterator[Option]:
+        """One of each sender. Most have the same bandwidth."""
+        last, fixed_s, transfer_s = 0.0, 0.0, 0.0
+        for sender in senders:
+            bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
+            if bytes_per_s != last:
+                last, (fixed_s, transfer_s) = bytes_per_s, self.receiving_s(receiver, bytes_per_s)
+            overlapped_s = max(sender.compute_s, transfer_s)
+            total_s = sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
+            yield Option(total_s, receiver.decode, sender.prefill, bytes_per_s)
 
     def local_s(self, receiver: Receiver) -> float:
         """The sum of `local_terms`, in their order."""

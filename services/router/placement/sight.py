@@ -1,6 +1,7 @@
 """The ranks as one decision sees them: each is looked up once, though several steps ask for it. Pure."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from services.index.read.prefix_index import Held, PrefixIndex
 from services.router.placement import exclusion
@@ -67,6 +68,8 @@ class Sight:
         """As far as can be told of it alone: its own part of the wait comes whatever the other rank adds."""
         if self.exclusion(rank):
             return False
+        if self.asked.max_wait_s == inf:
+            return True
         key = rank.id.key
         wait_s = self.queue_wait_s(key) if rank.role is Role.DECODE else self.now(key).compute_wait_s
         return wait_s <= self.asked.max_wait_s

@@ -222,10 +222,11 @@ class Balance:
         failure = self._failures.get(rank)
         if failure is not None and self.clock() < failure.until_s:
             return Liveness.FAILED
-        load = self.load(rank)
-        if load.stalled:
+        if (known := self._ranks.get(rank)) is None:
+            return Liveness.LIVE
+        if known.load.stalled:
             return Liveness.STALLED
-        return Liveness.DRAINING if load.draining else Liveness.LIVE
+        return Liveness.DRAINING if known.load.draining else Liveness.LIVE
 
     def forget(self, rank: RankKey) -> None:
         """The rank went away or began a new life: nothing known of it holds any longer.

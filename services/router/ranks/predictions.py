@@ -51,12 +51,13 @@ class Predictions:
 
     def match(self, rank: RankKey, hashes: Sequence[BlockHash], now: float) -> int:
         """How many of `hashes`, from the first on, the rank is guessed to hold."""
-        low, high = 0, len(hashes)  # hashes[:low] are guessed, hashes[high:] are not
+        runs, low, high = self._runs, 0, len(hashes)  # hashes[:low] are guessed, hashes[high:] are not
         if not hashes or self._until(hashes[0]).get(rank, now) <= now:
             return 0
         while low < high:
             middle = (low + high + 1) // 2
-            if self._until(hashes[middle - 1]).get(rank, now) > now:
+            run = runs.get(hashes[middle - 1])
+            if run is not None and run.until_s.get(rank, now) > now:
                 low = middle
             else:
                 high = middle - 1

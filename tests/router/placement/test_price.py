@@ -1,6 +1,6 @@
 """The price of a pair to the digit, and the shortlist, against the plainest way to say them."""
 
-from itertools import groupby, product
+from itertools import groupby
 from math import exp
 
 from hypothesis import assume, given, settings
@@ -52,10 +52,10 @@ def test_every_pair_costs_to_the_digit_what_its_sums_in_order_are(asked, decodes
     assume(prefills)
     pricing = PriceList(asked, WEIGHTS, bandwidth, decodes, prefills)
     senders, receivers = list(map(pricing.sender, prefills)), list(map(pricing.receiver, decodes))
-    for receiver, sender in product(receivers, senders):
-        priced = pricing.remote(receiver, sender)
-        assert priced.total_s == remote_s(asked, pricing, receiver.decode, sender.prefill)
-        assert priced.bytes_per_s == bandwidth(sender.prefill.id.key, receiver.decode.id.key)
+    for receiver in receivers:
+        for sender, priced in zip(senders, pricing.remotes(receiver, senders), strict=True):
+            assert priced.total_s == remote_s(asked, pricing, receiver.decode, sender.prefill)
+            assert priced.bytes_per_s == bandwidth(sender.prefill.id.key, receiver.decode.id.key)
 
 
 @settings(max_examples=15, deadline=None)
