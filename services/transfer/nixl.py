@@ -41,7 +41,10 @@ log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 2.0
 _POLL_S = 0.001
-_PROGRESS_PAUSE_US = 1000  # UCX's events end it early
+# UCX's events end it early. Longer than most posts take: after it the thread looks by itself, and joins in
+# a copy that the caller's thread makes, segment by segment, each waiting, busily, for the other's lock. (With
+# 100 ms instead, first writes to a peer took 60 ms longer.)
+_PROGRESS_PAUSE_US = 30_000
 _DEFAULTS = NixlSettings()
 
 # The bindings have no common base for their errors.
