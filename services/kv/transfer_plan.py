@@ -1,15 +1,14 @@
 """Which pages cross, in as few pieces as the pools allow."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.kv.tails import units_at
 from services.values.errors import ProtocolError
 from services.values.kv import DRAFT, KvLayout, PageId, PageRun
 
 
-@dataclass(frozen=True, slots=True)
-class PageMove:
+class PageMove(NamedTuple):
     """Units of one group, pages or slots, that are neighbours on both sides: one copy of all their bytes."""
 
     source_page: int
@@ -29,15 +28,14 @@ def merge_moves(
     if len(source_pages) != len(target_pages):
         raise ProtocolError(f"{len(source_pages)} pages cannot go to {len(target_pages)} pages")
     moves: list[PageMove] = []
-    first = 0
-    for index in range(1, len(source_pages) + 1):
-        if index < len(source_pages):
-            offset = index - first
-            source_goes_on = source_pages[index] == source_pages[first] + offset
-            if source_goes_on and target_pages[index] == target_pages[first] + offset:
-                continue
-        moves.append(PageMove(source_pages[first], target_pages[first], index - first, group))
-        first = index
+    num_pages = source = target = 0  # of the move that is being made, and where it would go on
+    for source_page, target_page in zip(source_pages, target_pages, strict=True):
+        if num_pages and (source_page != source or target_page != target):
+            moves.append(PageMove(source - num_pages, target - num_pages, num_pages, group))
+            num_pages = 0
+        source, target, num_pages = source_page + 1, target_page + 1, num_pages + 1
+    if num_pages:
+        moves.append(PageMove(source - num_pages, target - num_pages, num_pages, group))
     return moves
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,14 +51,14 @@ def pieces_of(moves: Sequence[PageMove], source: RankPools, target: RankPools) -
     """Raises ProtocolError: there are no moves, or one is of no group, or leaves a pool."""
     if not moves:
         raise ProtocolError("a write needs at least one page or slot")
-    table = np.array([(m.group, m.source_page, m.target_page, m.num_pages) for m in moves], dtype=np.int64)
-    groups, num_units = table[:, 0], table[:, 3]
+    table = np.fromiter(chain.from_iterable(moves), np.int64, len(moves) * len(moves[0]))
+    first_source, first_target, num_units, groups = table.reshape(len(moves), -1).T
     if groups.min() < 0 or groups.max() >= len(target.memories):
         raise ProtocolError(f"a move is of no group of the {len(target.memories)} that both have")
     return CopiedPieces(
         groups,
-        _extents(groups, table[:, 1], num_units, source),
-        _extents(groups, table[:, 2], num_units, target),
+        _extents(groups, first_source, num_units, source),
+        _extents(groups, first_target, num_units, target),
     )
 
 
