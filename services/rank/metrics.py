@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
@@ -32,7 +33,8 @@ class RequestMetrics:
             ["outcome"],
             registry=registry,
         )
-        self._requests.labels("finished")  # alerts compare with it from the beginning
+        self._outcome = cache(self._requests.labels)
+        self._outcome("finished")  # alerts compare with it from the beginning
         self._transfer_failures = Counter(
             "isthmus_transfer_failures",
             "Requests of this rank that ended because the rank at the other end of the transfer failed.",
@@ -57,7 +59,7 @@ class RequestMetrics:
                 self._transfer_failures.inc()
             raise
         finally:
-            self._requests.labels(outcome).inc()
+            self._outcome(outcome).inc()
 
 
 def _kv_paths(paths: Sequence[KvPath]) -> Metric:

@@ -35,6 +35,7 @@ from services.transfer.decode.links import PrefillLink, PrefillLinks
 from services.transfer.decode.room_watch import Landed, RoomWatch
 from services.values.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
 from services.values.kv import KvLayout, PageId
+from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, RankId, Rendezvous, Room
 from services.values.request import Admitted, GenerationRequest, Output, PrefillResult
 
@@ -151,10 +152,9 @@ class PagedDecodeEngine(PagedEngine):
                     queue_s = time.monotonic() - asked
                     received = await self._receive(seq, mailbox, reserved, remote_prefill)
                 token = await _next(mailbox, Token)
-                admitted = self._admitted(seq, reserved, queue_s, received, token)
+                admitted = self._admitted(seq, reserved, queue_s, constraint_s, received, token)
                 told = token.prompt_logprobs if received is None else received.prefill.prompt_logprobs
-                first = _output([token], replace(admitted, constraint_s=constraint_s))
-                yield replace(first, prompt_logprobs=told)
+                yield _output([token], admitted, told)
                 mailbox.tell = tell
                 while token.finished is None:
                     tokens = [await _next(mailbox, Token), *mailbox.take_tokens()]
@@ -215,11 +215,19 @@ class PagedDecodeEngine(PagedEngine):
         self.post(EndQuarantine(seq))
 
     def _admitted(
-        self, seq: Sequence, reserved: Reserved, queue_s: float, received: _Received | None, first: Token
+        self,
+        seq: Sequence,
+        reserved: Reserved,
+        queue_s: float,
+        constraint_s: float,
+        received: _Received | None,
+        first: Token,
     ) -> Admitted:
         prompt_tokens = len(seq.request.all_ids)
         prefill = received.prefill if received is not None else None
-        layout = received.layout if received is not None else replace(self.layout, draft=None)
+        layout = self.layout if received is None else received.layout
+        if received is None and layout.draft is not None:
+            layout = replace(layout, draft=None)
         moved = received.group_bytes if received is not None else (0,) * len(layout.unit_bytes)
         return Admitted(
             prompt_tokens=prompt_tokens,
@@ -237,6 +245,7 @@ class PagedDecodeEngine(PagedEngine):
             transfer_s=received.transfer_s if received is not None else 0.0,
             plan=Plan.LOCAL if received is None else Plan.REMOTE,
             digested_pages=received.digested_pages if received is not None else 0,
+            constraint_s=constraint_s,
         )
 
 
@@ -359,7 +368,9 @@ async def _next(mailbox: Mailbox, kind: type[E]) -> E:
     return event
 
 
-def _output(tokens: list[Token], admitted: Admitted | None = None) -> Output:
+def _output(
+    tokens: list[Token], admitted: Admitted | None = None, told: PromptLogprobs | None = None
+) -> Output:
     logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
     return Output(
         tuple(token.token_id for token in tokens),
@@ -368,6 +379,7 @@ def _output(tokens: list[Token], admitted: Admitted | None = None) -> Output:
         tokens[-1].finished,
         sum(token.drafted for token in tokens),
         sum(token.accepted for token in tokens),
+        told,
     )
 
 
