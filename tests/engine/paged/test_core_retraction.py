@@ -62,7 +62,7 @@ def test_the_reserve_counts_a_prefix_that_was_taken_over_as_nobodys():
     while any(len(rank.tokens.get(seq, ())) < 2 for seq in sharing):
         rank.step()
     assert rank.core.cache.books().locked == 8
-    growing = [rank.core._gate._growing(seq) for seq in sharing]
+    growing = rank.core._gate._growing(sharing)
     assert [each.own_pages for each in growing] == [1, 1]
 
 
