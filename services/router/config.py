@@ -94,7 +94,7 @@ class RouterConfig(ClusterConfig):
     )
 
     coalesce_ms: float = setting(
-        20.0,
+        50.0,
         "while the router is short of CPU, tokens wait at most so long for others of their request; 0: never",
         bounds=Bounds(at_least=0, at_most=1000),
     )
