@@ -14,6 +14,7 @@ from cluster.harness import FakeCluster
 from cluster.metrics_page import samples, value
 from etcd.etcd_nodes import EtcdNodes
 from etcd.real_etcd import client
+from index.contents import contents_of
 from services.engine.fake import continuation
 from services.index.degraded import Degraded
 from services.index.keys import ClusterKeys
@@ -114,7 +115,7 @@ async def agree(cluster):
             and all(
                 {key: mirror.index.num_blocks(key) for key in blocks} == blocks for mirror in (one, other)
             )
-            and one.index._blocks == other.index._blocks
+            and contents_of(one.index) == contents_of(other.index)
             and dict(one.pins) == dict(other.pins)
         )
 

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from index.contents import contents_of
 from services.index.read.prefix_index import PrefixIndex
 from services.values.rank import Generation, RankId, RankKey
 
@@ -81,6 +82,7 @@ def test_deltas_agree_with_a_plain_set(deltas: list[tuple[set[int], set[int]]]) 
         held = (held - (removed - added)) | (added - removed)
     assert {block for block in range(21) if index.match(life(0).key, [block])} == held
     assert index.num_blocks(life(0).key) == len(held)
+    assert contents_of(index) == {block: {life(0).key} for block in held}
 
 
 @given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
