@@ -22,8 +22,8 @@ def register() -> None:
     HookRegistry.register(f"{_CONTROLLER}.event_loop", idle_waits.wait_for_requests, HookType.BEFORE)
 
 
-def _let_sleep(agent: Any, *_: Any, **__: Any) -> None:
-    let_sleep(agent, one_thread=False)
+def _let_sleep(agent: Any, backend: str, *_: Any, **__: Any) -> None:
+    let_sleep(agent, backend, one_thread=False)
 
 
 def _note_news(_result: None, *_: Any, **__: Any) -> None:

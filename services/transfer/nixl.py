@@ -44,7 +44,9 @@ _POLL_S = 0.001
 # UCX's events end it early. Longer than most posts take: after it the thread looks by itself, and joins in
 # a copy that the caller's thread makes, segment by segment, each waiting, busily, for the other's lock. (With
 # 100 ms instead, first writes to a peer took 60 ms longer.)
-_PROGRESS_PAUSE_US = 30_000
+_UCX_PAUSE_US = 30_000
+# LIBFABRIC's thread sleeps through it, whatever comes, and nobody else sees that a write has ended.
+_OTHER_PAUSE_US = 1000
 _DEFAULTS = NixlSettings()
 
 # The bindings have no common base for their errors.
@@ -239,7 +241,7 @@ def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
     with _renaming("cannot start a NIXL agent", ConfigError), telling_paths(settings):
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         _check_backend(agent, settings.backend)
-        let_sleep(agent, one_thread=True)
+        let_sleep(agent, settings.backend, one_thread=True)
         agent.create_backend(settings.backend, settings.parameters)
     return agent
 
@@ -255,14 +257,15 @@ def _check_backend(agent: nixl_agent, backend: str) -> None:
         raise ConfigError(f"--nixl-backend={backend}: NIXL has no such plugin here, but {', '.join(plugins)}")
 
 
-def let_sleep(agent: nixl_agent, *, one_thread: bool) -> None:
-    """Have the progress thread of an agent that has no backend yet sleep when there is nothing to do.
+def let_sleep(agent: nixl_agent, backend: str, *, one_thread: bool) -> None:
+    """Have the progress thread of an agent that is yet to get its backend sleep when there is nothing to do.
 
     `one_thread`: only one thread will use the agent; else NIXL takes care.
     """
     config = _bindings.nixlAgentConfig()
     config.useProgThread = True
-    config.pthrDelay = _PROGRESS_PAUSE_US  # nixl_agent_config has no word for it
+    # nixl_agent_config has no word for it.
+    config.pthrDelay = _UCX_PAUSE_US if backend == UCX else _OTHER_PAUSE_US
     config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE if one_thread else _bindings.NIXL_THREAD_SYNC_STRICT
     agent.agent = _bindings.nixlAgent(agent.name, config)
 

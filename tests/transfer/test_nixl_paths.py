@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,18 @@ def test_a_parameter_reaches_the_backend():
     with pytest.raises(ConfigError, match="cannot start a NIXL agent"):
         open_transport("nixl", NixlSettings(parameters={"ucx_error_handling_mode": "whatever"}))
     open_transport("nixl", NixlSettings(parameters={"num_workers": "2"})).close()
+
+
+@pytest.mark.nixl
+def test_a_thread_that_sleeps_through_what_comes_sleeps_briefly(monkeypatch):
+    from services.transfer import nixl
+
+    pauses_us = []
+    monkeypatch.setattr(nixl._bindings, "nixlAgent", lambda _, config: pauses_us.append(config.pthrDelay))
+    for backend in ("UCX", "LIBFABRIC"):
+        nixl.let_sleep(SimpleNamespace(name="its"), backend, one_thread=True)
+    of_ucx, of_libfabric = pauses_us
+    assert of_ucx > of_libfabric == 1000
 
 
 def test_the_local_transport_knows_its_way(make_pool):

@@ -66,7 +66,7 @@ class OwnProcess(NixlKVManager):
     @agent.setter
     def agent(self, agent: Any) -> None:
         if self._sleeps:
-            let_sleep(agent, one_thread=False)
+            let_sleep(agent, self._nixl.backend, one_thread=False)
         self._agent = HostAgent(agent) if self._on_cpu else agent
 
     @property
