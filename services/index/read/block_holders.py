@@ -228,12 +228,14 @@ class BlockHolders:
     def _tidy(self) -> None:
         if self._sweep is not None:
             self._go_on_sweeping(self._sweep)
-        elif self._dead:
-            dead, alive = self._dead.bit_count(), len(self._alone) - len(self._free) - self._dead.bit_count()
-            if 2 * self._num_dead_blocks > len(self._table) or dead > alive + _MOST_DEAD_COLUMNS:
-                self._sweep, self._num_dead_blocks = _Sweep(self._sets, self._dead), 0
+        elif self._dead and self._is_sweep_due():
+            self._sweep, self._num_dead_blocks = _Sweep(self._sets, self._dead), 0
         elif self._sets.are_many:
             self._forget_sets()
+
+    def _is_sweep_due(self) -> bool:
+        dead, alive = self._dead.bit_count(), len(self._alone) - len(self._free) - self._dead.bit_count()
+        return 2 * self._num_dead_blocks > len(self._table) or dead > alive + _MOST_DEAD_COLUMNS
 
     def _go_on_sweeping(self, sweep: "_Sweep") -> None:
         start, stop = sweep.bucket, min(sweep.bucket + _SWEPT_BUCKETS, self._table.num_buckets)

@@ -83,6 +83,22 @@ def test_columns_and_sets_that_nobody_needs_are_used_again() -> None:
     assert len(holders._table) == 3
 
 
+def test_sets_that_nobody_needs_are_forgotten_while_a_column_is_dead() -> None:
+    """One that holds too little to be swept out: a rank that left, or that wrote a snapshot anew."""
+    holders = BlockHolders()
+    columns = [holders.take_column() for _ in range(12)]
+    one = np.ones(1, np.bool_)
+    for block in range(100):
+        holders.change(packed([block]), np.array([columns[0]]), one)
+    holders.change(packed([100]), np.array([columns[1]]), one)
+    holders.give_column(columns[1])
+    for number in range(1, 1 << 10):  # one block, held by ever other ranks
+        for bit in range(10):
+            is_added = np.array([bool(number >> bit & 1)])
+            holders.change(packed([0]), np.array([columns[2 + bit]]), is_added)
+    assert holders._dead and len(holders._sets.masks) < 150
+
+
 def test_columns_of_a_mask() -> None:
     for mask in (0, 1, 1 << 900, 0b1011 << 61, (1 << 1000) - 1):
         assert columns_of(mask) == [bit for bit in range(1000) if mask >> bit & 1]
