@@ -2,11 +2,11 @@
 
 A rank is a column, a bit in the mask of a set of ranks. A block has the number of its set; blocks share sets,
 for those of one conversation have the same few holders. A column that is given up is dead: its bits count no
-more, and are swept out of the table bit by bit, with each change some.
+more, and are swept out of the table bit by bit, with each change some. So are sets that no block has.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,12 @@ from services.index.read.hash_table import HashTable, Numbers, PackedHashes
 from services.index.records import hashes_of
 
 _SWEPT_BUCKETS = 4096  # with each change
+_SETS_AT_ONCE = 1024  # with each change
 _MOST_DEAD_COLUMNS = 64  # and as many as are alive: then they are swept
 _FEW_COLUMNS = 8
 _BITS_OF = tuple(tuple(bit for bit in range(8) if octet >> bit & 1) for octet in range(256))
 _MIN_SETS = 4096  # below, none are looked for that no block has
+_DONE = object()
 _AT_ONCE = 128  # blocks of a prompt, where its holders change often
 
 Columns = NDArray[np.int64]
@@ -49,6 +51,7 @@ class _Sets:
         self._numbers = {0: 0}
         self._free: list[int] = []
         self._many = _MIN_SETS
+        self._in_use: bytearray | None = None  # by number, from `begin_looking` on
 
     @property
     def are_many(self) -> bool:
@@ -64,16 +67,34 @@ class _Sets:
             else:
                 number = len(self.masks)
                 self.masks.append(mask)
+                if self._in_use is not None:
+                    self._in_use.append(0)
             self._numbers[mask] = number
+        if self._in_use is not None:
+            self._in_use[number] = 1
         return number
 
-    def keep(self, is_used: NDArray[np.bool_]) -> None:
-        """These, by number, and no others."""
-        for number in np.flatnonzero(~is_used).tolist():
-            if self._numbers.get(self.masks[number]) == number:
+    def begin_looking(self) -> None:
+        """Whose number is asked for from now on is in use."""
+        self._in_use = bytearray(len(self.masks))
+        self._in_use[0] = 1
+
+    def in_use(self) -> NDArray[np.bool_]:
+        """By number, to be marked. Let go of it before numbers are asked for."""
+        assert self._in_use is not None
+        return np.frombuffer(self._in_use, np.bool_)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Those of them that are not in use."""
+        assert self._in_use is not None
+        for number in numbers:
+            if not self._in_use[number] and self._numbers.get(self.masks[number]) == number:
                 del self._numbers[self.masks[number]]
                 self.masks[number] = 0
                 self._free.append(number)
+
+    def end_looking(self) -> None:
+        self._in_use = None
         self._many = 2 * len(self._numbers) + _MIN_SETS
 
 
@@ -86,7 +107,7 @@ class BlockHolders:
         self._free: list[int] = []
         self._shown = 0  # columns that count
         self._dead = self._num_dead_blocks = 0
-        self._sweep: _Sweep | None = None
+        self._tidying: Iterator[None] | None = None  # part by part
 
     def __repr__(self) -> str:
         return f"BlockHolders({self._table}, {len(self._sets.masks)} sets)"
@@ -226,50 +247,53 @@ class BlockHolders:
     # -- tidying up -------------------------------------------------------------------------------
 
     def _tidy(self) -> None:
-        if self._sweep is not None:
-            self._go_on_sweeping(self._sweep)
-        elif self._dead and self._is_sweep_due():
-            self._sweep, self._num_dead_blocks = _Sweep(self._sets, self._dead), 0
-        elif self._sets.are_many:
-            self._forget_sets()
+        if self._tidying is None:
+            if self._dead and self._is_sweep_due():
+                self._tidying = self._sweep_columns()
+            elif self._sets.are_many:
+                self._tidying = self._forget_sets()
+        elif next(self._tidying, _DONE) is _DONE:
+            self._tidying = None
 
     def _is_sweep_due(self) -> bool:
         dead, alive = self._dead.bit_count(), len(self._alone) - len(self._free) - self._dead.bit_count()
         return 2 * self._num_dead_blocks > len(self._table) or dead > alive + _MOST_DEAD_COLUMNS
 
-    def _go_on_sweeping(self, sweep: "_Sweep") -> None:
-        start, stop = sweep.bucket, min(sweep.bucket + _SWEPT_BUCKETS, self._table.num_buckets)
-        self._table.renumber(start, stop, sweep.new_of(len(self._sets.masks)))
-        sweep.bucket = stop
-        if stop == self._table.num_buckets:
-            self._sweep = None
-            self._dead &= ~sweep.columns
-            self._free += columns_of(sweep.columns)
-            if self._sets.are_many:
-                self._forget_sets()
+    def _sweep_columns(self) -> Iterator[None]:
+        """Those that are dead now. Sets that are new since it began have none of them, and none is forgotten
+        meanwhile."""
+        columns, self._num_dead_blocks = self._dead, 0
+        masks, new_of = self._sets.masks, np.arange(len(self._sets.masks), dtype=np.uint32)
+        for start in range(0, len(new_of), _SETS_AT_ONCE):
+            for number in range(start, min(start + _SETS_AT_ONCE, len(new_of))):
+                if (mask := masks[number]) & columns:
+                    new_of[number] = self._sets.number(mask & ~columns)
+            yield
+        for start, stop in self._buckets():
+            newer = np.arange(len(new_of), len(masks), dtype=np.uint32)
+            new_of = np.concatenate((new_of, newer)) if len(newer) else new_of
+            self._table.renumber(start, stop, new_of)
+            yield
+        self._dead &= ~columns
+        self._free += columns_of(columns)
 
-    def _forget_sets(self) -> None:
-        is_used = self._table.numbers_in_use(len(self._sets.masks))
-        is_used[self._alone] = is_used[0] = True
-        self._sets.keep(is_used)
+    def _forget_sets(self) -> Iterator[None]:
+        """Those that no block has, and that none is given meanwhile."""
+        self._sets.begin_looking()
+        for start, stop in self._buckets():
+            self._table.mark_numbers(start, stop, self._sets.in_use())
+            yield
+        self._sets.in_use()[self._alone] = True
+        unused = np.flatnonzero(~self._sets.in_use())
+        for first in range(0, len(unused), _SETS_AT_ONCE):
+            self._sets.forget(unused[first : first + _SETS_AT_ONCE].tolist())
+            yield
+        self._sets.end_looking()
 
-
-class _Sweep:
-    """Through all buckets, from the first on: the halves of those split stand behind them.
-
-    Sets that are new since it began have none of its columns.
-    """
-
-    def __init__(self, sets: _Sets, columns: int) -> None:
-        self.columns = columns
-        self.bucket = 0
-        masks = tuple(sets.masks)
-        new_of = (sets.number(mask & ~columns) if mask & columns else i for i, mask in enumerate(masks))
-        self._new_of = np.fromiter(new_of, np.uint32, len(masks))
-
-    def new_of(self, count: int) -> Numbers:
-        """By number, for so many."""
-        if len(self._new_of) < count:
-            newer = np.arange(len(self._new_of), count, dtype=np.uint32)
-            self._new_of = np.concatenate((self._new_of, newer))
-        return self._new_of
+    def _buckets(self) -> Iterator[tuple[int, int]]:
+        """All, some at a time, from the first on: the halves of those split meanwhile stand behind them."""
+        start = 0
+        while start < self._table.num_buckets:
+            stop = min(start + _SWEPT_BUCKETS, self._table.num_buckets)
+            yield start, stop
+            start = stop

@@ -115,13 +115,11 @@ class HashTable:
             self._over[bucket] = {block: number for block, number in renumbered if number}
             self._drop_if_empty(bucket)
 
-    def numbers_in_use(self, count: int) -> NDArray[np.bool_]:
-        """Of those below `count`, by number; 0 among them."""
-        in_use = np.zeros(count, np.bool_)
-        in_use[self._numbers] = True
-        for beside in self._over.values():
-            in_use[list(beside.values())] = True
-        return in_use
+    def mark_numbers(self, start: int, stop: int, in_use: NDArray[np.bool_]) -> None:
+        """Those that hashes of these buckets have, by number; 0 among them."""
+        in_use[self._numbers[start:stop]] = True
+        for bucket in (start + np.flatnonzero(self._is_over[start:stop])).tolist():
+            in_use[list(self._over[bucket].values())] = True
 
     def _buckets(self, hashes: PackedHashes) -> Rows:
         if not self._split:
