@@ -121,6 +121,7 @@ class BlockHolders:
 
     def take_column(self) -> int:
         """One that holds nothing, and does not count before it is shown."""
+        self._tidy()  # it may never be changed
         if not self._free:
             first, count = len(self._alone), max(64, len(self._alone))
             self._free = list(range(first + count - 1, first - 1, -1))

@@ -84,6 +84,16 @@ def test_columns_and_sets_that_nobody_needs_are_used_again() -> None:
     assert len(holders._table) == 3
 
 
+def test_columns_that_never_held_anything_are_used_again() -> None:
+    """Ranks that start and fail, one after the other, while nobody holds or changes anything."""
+    holders = BlockHolders()
+    for _ in range(1000):
+        column = holders.take_column()
+        holders.show(column)
+        holders.give_column(column)
+    assert len(holders._alone) == 64 and len(holders._sets.masks) < 150
+
+
 def test_sets_that_nobody_needs_are_forgotten_while_a_column_is_dead() -> None:
     """One that holds too little to be swept out: a rank that left, or that wrote a snapshot anew."""
     holders = BlockHolders()
