@@ -15,7 +15,7 @@ from services.index.read.hash_table import HashTable, Numbers, PackedHashes
 from services.index.records import hashes_of
 
 _SWEPT_BUCKETS = 4096  # with each change
-_SETS_AT_ONCE = 1024  # with each change
+_SETS_AT_ONCE = 1024  # with each change, and four times as many as it made: else they would grow faster
 _MOST_DEAD_COLUMNS = 64  # and as many as are alive: then they are swept
 _FEW_COLUMNS = 8
 _BITS_OF = tuple(tuple(bit for bit in range(8) if octet >> bit & 1) for octet in range(256))
@@ -52,6 +52,11 @@ class _Sets:
         self._free: list[int] = []
         self._many = _MIN_SETS
         self._in_use: bytearray | None = None  # by number, from `begin_looking` on
+        self.num_new = 0  # since their tidying last went on
+
+    @property
+    def num_at_once(self) -> int:
+        return max(_SETS_AT_ONCE, 4 * self.num_new)
 
     @property
     def are_many(self) -> bool:
@@ -61,6 +66,7 @@ class _Sets:
     def number(self, mask: int) -> int:
         number = self._numbers.get(mask)
         if number is None:
+            self.num_new += 1
             if self._free:
                 number = self._free.pop()
                 self.masks[number] = mask
@@ -255,6 +261,7 @@ class BlockHolders:
                 self._tidying = self._forget_sets()
         elif next(self._tidying, _DONE) is _DONE:
             self._tidying = None
+        self._sets.num_new = 0
 
     def _is_sweep_due(self) -> bool:
         dead, alive = self._dead.bit_count(), len(self._alone) - len(self._free) - self._dead.bit_count()
@@ -265,8 +272,10 @@ class BlockHolders:
         meanwhile."""
         columns, self._num_dead_blocks = self._dead, 0
         masks, new_of = self._sets.masks, np.arange(len(self._sets.masks), dtype=np.uint32)
-        for start in range(0, len(new_of), _SETS_AT_ONCE):
-            for number in range(start, min(start + _SETS_AT_ONCE, len(new_of))):
+        first = 0
+        while first < len(new_of):
+            start, first = first, min(first + self._sets.num_at_once, len(new_of))
+            for number in range(start, first):
                 if (mask := masks[number]) & columns:
                     new_of[number] = self._sets.number(mask & ~columns)
             yield
@@ -286,8 +295,10 @@ class BlockHolders:
             yield
         self._sets.in_use()[self._alone] = True
         unused = np.flatnonzero(~self._sets.in_use())
-        for first in range(0, len(unused), _SETS_AT_ONCE):
-            self._sets.forget(unused[first : first + _SETS_AT_ONCE].tolist())
+        first = 0
+        while first < len(unused):
+            start, first = first, first + self._sets.num_at_once
+            self._sets.forget(unused[start:first].tolist())
             yield
         self._sets.end_looking()
 

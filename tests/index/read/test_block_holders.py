@@ -110,6 +110,18 @@ def test_sets_that_nobody_needs_are_forgotten_while_a_column_is_dead() -> None:
     assert holders._dead and len(holders._sets.masks) < 150
 
 
+def test_sets_are_forgotten_as_fast_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_holders, "_SWEPT_BUCKETS", 100)
+    holders, rng, most = BlockHolders(), np.random.default_rng(0), 0
+    columns = np.array([holders.take_column() for _ in range(40)])
+    blocks = packed(range(1000))
+    for _ in range(1000):
+        is_added = rng.integers(0, 2, 1000) > 0
+        holders.change(blocks, columns[rng.integers(0, 40, 1000)], is_added)
+        most = max(most, len(holders._sets.masks))
+    assert most < 20_000
+
+
 def test_no_change_tidies_up_more_than_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """With each change some: 200,000 sets at once would take 150 ms, in which no token is told."""
     touched, sets = [0], block_holders._Sets
