@@ -255,10 +255,10 @@ class BlockHolders:
 
     def _tidy(self) -> None:
         if self._tidying is None:
-            if self._dead and self._is_sweep_due():
-                self._tidying = self._sweep_columns()
-            elif self._sets.are_many:
+            if self._sets.are_many:  # else sweeps that follow each other make more and more
                 self._tidying = self._forget_sets()
+            elif self._dead and self._is_sweep_due():
+                self._tidying = self._sweep_columns()
         elif next(self._tidying, _DONE) is _DONE:
             self._tidying = None
         self._sets.num_new = 0

@@ -122,6 +122,18 @@ def test_sets_are_forgotten_as_fast_as_they_are_made(monkeypatch: pytest.MonkeyP
     assert most < 20_000
 
 
+def test_sets_are_forgotten_between_sweeps_that_follow_each_other() -> None:
+    holders, rng, most = BlockHolders(), np.random.default_rng(0), 0
+    columns = [holders.take_column() for _ in range(40)]
+    for turn in range(2000):
+        holders.give_column(columns[turn % 40])
+        columns[turn % 40] = holders.take_column()
+        some = packed(rng.permutation(200)[:100].tolist())
+        holders.change(some, np.full(100, columns[turn % 40]), np.ones(100, np.bool_))
+        most = max(most, len(holders._sets.masks))
+    assert most < 20_000
+
+
 def test_no_change_tidies_up_more_than_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """With each change some: 200,000 sets at once would take 150 ms, in which no token is told."""
     touched, sets = [0], block_holders._Sets
