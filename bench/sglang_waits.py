@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from services.engine.sglang.inside import idle_waits
 from services.transfer.nixl import let_sleep
+from services.transfer.nixl_settings import NixlSettings
 
 _MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -23,7 +24,7 @@ def register() -> None:
 
 
 def _let_sleep(agent: Any, backend: str, *_: Any, **__: Any) -> None:
-    let_sleep(agent, backend, one_thread=False)
+    let_sleep(agent, NixlSettings(backend), one_thread=False)
 
 
 def _note_news(_result: None, *_: Any, **__: Any) -> None:

@@ -42,6 +42,7 @@ from services.transfer.base import PeerName
 from services.transfer.choose import open_transport
 from services.transfer.host_memory import map_memory
 from services.transfer.nixl import NixlTransport, open_agent
+from services.transfer.nixl_settings import NixlSettings
 from services.transfer.prefill.delta_write import DeltaWrite
 from services.transfer.prefill.lanes import Sources
 from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
@@ -52,6 +53,7 @@ PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 2 * MIB)
 MAX_POST_BYTES = 64 * MIB
 PAGE_SIZE = 64  # tokens; only the page count matters here
 KINDS = ("fresh", "aged", "scattered")
+_WRITES = NixlSettings(writes=True)
 
 Action = Callable[[], object]
 
@@ -112,7 +114,7 @@ class RawNixl:
     """One descriptor over contiguous memory."""
 
     def __init__(self, pool: Pool, remote: Remote, size_bytes: int) -> None:
-        self._agent = open_agent("bench-raw")
+        self._agent = open_agent("bench-raw", _WRITES)
         self._agent.register_memory([(pool.address, pool.size_bytes, pool.device_id, "")], pool.kind)
         name = self._agent.add_remote_agent(remote.metadata)
         self._peer = name.decode() if isinstance(name, bytes) else name
@@ -254,7 +256,7 @@ def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch
         for _ in range(5):  # the first ones are slow: page tables, caches, the connection
             raw.write()
         for page_bytes in PAGE_BYTES:
-            transport = NixlTransport("bench")
+            transport = NixlTransport("bench", _WRITES)
             transport.register([pool.memory(page_bytes)], [page_bytes])
             peer = transport.add_peer(remote.metadata, [pool.memory(page_bytes, remote.address)])
             read_pages = page_reader(pool.bytes.view(-1, page_bytes))
@@ -286,7 +288,7 @@ def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, round
         for _ in range(5):
             raw.write()
         for page_bytes in PAGE_BYTES:
-            transport = NixlTransport("bench")
+            transport = NixlTransport("bench", _WRITES)
             transport.register([pool.memory(page_bytes)], [page_bytes])
             peer = transport.add_peer(remote.metadata, [pool.memory(page_bytes, remote.address)])
             num_pages, pool_pages, rng = (

@@ -62,7 +62,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
     """The prefill engine that the settings name, not started. Raises ConfigError."""
     return PagedPrefillEngine(
         _runner_factory(settings, Role.PREFILL),
-        lambda: open_transport(settings.transport, replace(settings.nixl, tells_paths=True)),
+        lambda: open_transport(settings.transport, replace(settings.nixl, writes=True)),
         own_id,
         limits=settings.limits(Role.PREFILL),
         cache=settings.cache(Role.PREFILL),

@@ -41,12 +41,13 @@ log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 2.0
 _POLL_S = 0.001
-# UCX's events end it early. Longer than most posts take: after it the thread looks by itself, and joins in
-# a copy that the caller's thread makes, segment by segment, each waiting, busily, for the other's lock. (With
-# 100 ms instead, first writes to a peer took 60 ms longer.)
-_UCX_PAUSE_US = 30_000
-# LIBFABRIC's thread sleeps through it, whatever comes, and nobody else sees that a write has ended.
-_OTHER_PAUSE_US = 1000
+# LIBFABRIC's thread sleeps through it, whatever comes, and nobody else sees that a write has ended. UCX's
+# events end it early, but over TCP who only listens was seen to answer late with a longer one.
+_PAUSE_US = 1000
+# Of UCX where we write. Longer than most posts take: after it the thread looks by itself, and joins in a copy
+# that the caller's thread makes, segment by segment, each waiting, busily, for the other's lock. (With 100 ms
+# instead, first writes to a peer took 60 ms longer.)
+_WRITERS_PAUSE_US = 30_000
 _DEFAULTS = NixlSettings()
 
 # The bindings have no common base for their errors.
@@ -228,7 +229,7 @@ def known_paths(agent: str, piece_bytes: int, settings: NixlSettings) -> tuple[K
     """By what pieces of that size have been written by an agent that `settings` made."""
     if settings.backend != UCX:
         return (KvPath(KvPathKind.UNKNOWN, "", settings.backend),)
-    return ucx_log().paths(agent, piece_bytes) if settings.tells_paths else ()
+    return ucx_log().paths(agent, piece_bytes) if settings.writes else ()
 
 
 def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
@@ -241,14 +242,14 @@ def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
     with _renaming("cannot start a NIXL agent", ConfigError), telling_paths(settings):
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         _check_backend(agent, settings.backend)
-        let_sleep(agent, settings.backend, one_thread=True)
+        let_sleep(agent, settings, one_thread=True)
         agent.create_backend(settings.backend, settings.parameters)
     return agent
 
 
 def telling_paths(settings: NixlSettings) -> AbstractContextManager[None]:
     """Around the making of a process's first agent, for `known_paths`."""
-    return ucx_log().told_to_ucx() if settings.tells_paths else nullcontext()
+    return ucx_log().told_to_ucx() if settings.writes else nullcontext()
 
 
 def _check_backend(agent: nixl_agent, backend: str) -> None:
@@ -257,7 +258,7 @@ def _check_backend(agent: nixl_agent, backend: str) -> None:
         raise ConfigError(f"--nixl-backend={backend}: NIXL has no such plugin here, but {', '.join(plugins)}")
 
 
-def let_sleep(agent: nixl_agent, backend: str, *, one_thread: bool) -> None:
+def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) -> None:
     """Have the progress thread of an agent that is yet to get its backend sleep when there is nothing to do.
 
     `one_thread`: only one thread will use the agent; else NIXL takes care.
@@ -265,7 +266,7 @@ def let_sleep(agent: nixl_agent, backend: str, *, one_thread: bool) -> None:
     config = _bindings.nixlAgentConfig()
     config.useProgThread = True
     # nixl_agent_config has no word for it.
-    config.pthrDelay = _UCX_PAUSE_US if backend == UCX else _OTHER_PAUSE_US
+    config.pthrDelay = _WRITERS_PAUSE_US if settings.writes and settings.backend == UCX else _PAUSE_US
     config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE if one_thread else _bindings.NIXL_THREAD_SYNC_STRICT
     agent.agent = _bindings.nixlAgent(agent.name, config)
 

@@ -17,7 +17,7 @@ class NixlSettings:
     backend: str = UCX
     parameters: dict[str, str] = field(default_factory=dict)  # of that backend
     expects_rdma: bool = False
-    tells_paths: bool = False  # whoever writes: UCX's log is then read by us
+    writes: bool = False  # UCX's log is then read by us
 
     def tell(self, path: KvPath) -> None:
         """A line of our log, at the first write that went so."""

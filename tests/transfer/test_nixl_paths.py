@@ -73,10 +73,14 @@ def test_a_thread_that_sleeps_through_what_comes_sleeps_briefly(monkeypatch):
 
     pauses_us = []
     monkeypatch.setattr(nixl._bindings, "nixlAgent", lambda _, config: pauses_us.append(config.pthrDelay))
-    for backend in ("UCX", "LIBFABRIC"):
-        nixl.let_sleep(SimpleNamespace(name="its"), backend, one_thread=True)
-    of_ucx, of_libfabric = pauses_us
-    assert of_ucx > of_libfabric == 1000
+    for settings in (
+        NixlSettings("UCX", writes=True),
+        NixlSettings("LIBFABRIC", writes=True),
+        NixlSettings(),
+    ):
+        nixl.let_sleep(SimpleNamespace(name="its"), settings, one_thread=True)
+    who_writes, of_libfabric, who_listens = pauses_us
+    assert who_writes > of_libfabric == who_listens == 1000
 
 
 def test_the_local_transport_knows_its_way(make_pool):

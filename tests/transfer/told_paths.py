@@ -23,7 +23,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     pages = np.full((NUM_PAGES, PAGE_BYTES), 7, dtype=np.uint8)
     rank = PassiveRank("nixl", (NUM_PAGES, PAGE_BYTES), seed=1)
-    transport = open_transport("nixl", NixlSettings(expects_rdma=True, tells_paths=True))
+    transport = open_transport("nixl", NixlSettings(expects_rdma=True, writes=True))
     transport.register([PoolMemory(pages.ctypes.data, NUM_PAGES)], [PAGE_BYTES])
     peer = transport.add_peer(rank.metadata, rank.memories)
     before = list(transport.paths)

@@ -36,8 +36,8 @@ class PluginSettings:
     draft_head_dim: int = 0
     draft_is_latent: bool = False
 
-    def nixl(self, tells_paths: bool) -> NixlSettings:
-        return NixlSettings(self.nixl_backend, {}, self.expects_rdma, tells_paths)
+    def nixl(self, writes: bool) -> NixlSettings:
+        return NixlSettings(self.nixl_backend, {}, self.expects_rdma, writes)
 
     def tls(self) -> TlsConfig | None:
         if not (self.tls_ca or self.tls_cert):

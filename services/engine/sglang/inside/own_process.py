@@ -52,7 +52,7 @@ class OwnProcess(NixlKVManager):
         self._listening = ""
         self._sleeps = bool(server_args.sleep_on_idle)
         self._on_cpu = server_args.device == "cpu"
-        self._nixl = self._settings.nixl(tells_paths=mode == DisaggregationMode.PREFILL)
+        self._nixl = self._settings.nixl(writes=mode == DisaggregationMode.PREFILL)
         if self._on_cpu:
             args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         with telling_paths(self._nixl):
@@ -66,7 +66,7 @@ class OwnProcess(NixlKVManager):
     @agent.setter
     def agent(self, agent: Any) -> None:
         if self._sleeps:
-            let_sleep(agent, self._nixl.backend, one_thread=False)
+            let_sleep(agent, self._nixl, one_thread=False)
         self._agent = HostAgent(agent) if self._on_cpu else agent
 
     @property
