@@ -54,6 +54,7 @@ async def test_a_full_hit_lands_before_anything_is_computed(pair, prefill, link)
     ends = []
     prefill.sender.open_room(watch.room, 8, DECODE, ends.append)
     assert (await watch.outcome()).bytes_moved == 0
+    await until(lambda: ends)  # the sender's thread tells decode first
     assert [end.outcome for end in ends] == [Outcome.LANDED]
 
 
