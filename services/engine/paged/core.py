@@ -11,7 +11,6 @@ The core owns every page through its PrefixCache; `check()` proves that each is 
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
 from services.engine.paged.carrying import Carrying
@@ -25,6 +24,7 @@ from services.engine.paged.queue.limits import Limits
 from services.engine.paged.queue.places import Places
 from services.engine.paged.queue.step_figures import StepFigures
 from services.engine.paged.queue.waiting_queue import place_in_line, retraction_victim
+from services.engine.paged.reports import Reports
 from services.engine.paged.runner import Chunk, ModelRunner, Sampled
 from services.engine.paged.sequence import RUNNING, Phase, Sequence, finish_reason, follow_choice, token_said
 from services.kv.carried.carried_cache import CarriedCache
@@ -70,6 +70,7 @@ class EngineCore:
         self._figures = StepFigures(limits, clock)
         self._places = Places(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
+        self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts)
         self.retractions = 0
 
     @property
@@ -189,14 +190,6 @@ class EngineCore:
         events, self._events = self._events, []
         return events
 
-    def take_cache_events(self) -> CacheEvents:
-        """What the tree gained and lost since the last call, and where sequences can go on."""
-        events = self.cache.take_events()
-        stored, removed = self.carried.points.events.take()
-        if not (stored or removed):
-            return events
-        return replace(events, resumable_stored=stored, resumable_removed=removed)
-
     def fail_active(self) -> list[Sequence]:
         """End every computing sequence: the runner failed and their KV cannot be trusted."""
         failed = [s for s in self._active if s.phase in RUNNING]
@@ -209,46 +202,15 @@ class EngineCore:
     # -- reports ----------------------------------------------------------------------------------
 
     def load(self) -> RankLoad:
-        pending = sum(s.uncomputed_tokens for s in self._gate)
-        pending += sum(s.remaining_tokens for s in self._active if s.phase is Phase.COMPUTING)
-        decoding = sum([s.phase is Phase.DECODING for s in self._active])
-        return RankLoad(
-            running=len(self._active) + len(self._kept),
-            waiting=len(self._gate),
-            admitted_per_s=self._gate.admitted_per_s,
-            pending_tokens=pending,
-            waiting_tokens=sum(s.uncached_tokens for s in self._gate),
-            books=self.cache.books(),
-            step_s=self._figures.step_s,
-            prefill_tokens_per_s=self._figures.prefill_tokens_per_s(decoding),
-            retractions=self.retractions,
-            overtakes=self._gate.overtakes,
-            free_runs=self.cache.free_runs,
-            lent_pages=self.cache.lent_pages,
-            lent_runs=self.cache.lent_runs,
-            reserved_pages=self._gate.reserved_pages,
-            carried=self.carried.pools(),
-            resume_points=len(self.carried.points),
-            evicted_points=self.carried.points.evictions,
-            tokens_per_step=self._drafts.tokens_per_step,
-            drafts=self._drafts.by_source(),
-            decode_steps=self._figures.decode_steps,
-            prompt_steps=self._figures.prompt_steps,
-        )
+        return self._reports.load(self._active, len(self._kept), self.retractions)
+
+    def take_cache_events(self) -> CacheEvents:
+        """What the tree gained and lost since the last call, and where sequences can go on."""
+        return self._reports.take_cache_events()
 
     def check(self) -> PageBooks:
-        """Walk the books.
-
-        Raises:
-            AssertionError: they do not balance, or pages are held by no sequence.
-        """
-        books = self.cache.check()
-        holders = len(self._active) + len(self._kept)
-        assert self.cache.num_open == holders, f"{self.cache.num_open} open, {holders} sequences hold pages"
-        self.carried.check()
-        num_open = self.carried.num_open
-        assert num_open == holders, f"{num_open} hold what is carried, {holders} sequences hold pages"
-        return books
+        """Raises AssertionError: the books do not balance, or pages are held by no sequence."""
+        return self._reports.check(num_holders=len(self._active) + len(self._kept))
 
     # -- admission --------------------------------------------------------------------------------
 
